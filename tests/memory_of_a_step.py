@@ -2,9 +2,11 @@
 ways that know nothing of the plan."""
 
 import weakref
+from types import MethodType
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,7 @@ from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.moe import Router, Routing
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
@@ -152,5 +155,51 @@ def peak_of_stages(cfg, config):
             for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
                 measure.add(tensor)
         pipeline.train([batch] * count, objectives)
+        clip_gradients(model, dims, 1.0, None)
+    return measure.peak
+
+
+def route_evenly(model):
+    """Have every router send as many tokens to each expert, whatever the logits are."""
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.forward = MethodType(_even_routing, module)
+
+
+def _even_routing(router, x):
+    logits = F.linear(x, router.matrix())
+    experts = torch.arange(len(x) * router.chosen, device=x.device) % logits.shape[1]
+    experts = experts.view(len(x), router.chosen)
+    weights = logits.softmax(-1, dtype=torch.float32).gather(1, experts)
+    if router.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(experts, weights.to(x.dtype), logits)
+
+
+def peaks_of_experts(cases):
+    """[(cfg, config)] → of each the most bytes of rank 0's live storages in a step and clipping,
+    with even routing."""
+    dist.init_process_group("gloo")
+    return [_peak_of_experts(*case) for case in cases]
+
+
+def _peak_of_experts(cfg, config):
+    cpu = torch.device("cpu")
+    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    model = parallelize(meta_decoder(config), dims, cfg)
+    allocate(model, cpu)
+    initialize_weights(model, 0)
+    route_evenly(model)
+    optimizer = build_optimizer(model, cfg.optim)
+    sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    sync.before(last=True)
+    micro_step(model, cfg)
+    optimizer.step()
+    optimizer.zero_grad()
+    with LiveBytes() as measure:
+        for parameter in model.parameters():
+            for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                measure.add(tensor)
+        micro_step(model, cfg)
         clip_gradients(model, dims, 1.0, None)
     return measure.peak

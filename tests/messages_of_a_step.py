@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from memory_of_a_step import micro_step, whole_batch
+from memory_of_a_step import micro_step, route_evenly, whole_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from fsdp_trainer.config.pipeline import micro_batches
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
@@ -22,6 +23,7 @@ from fsdp_trainer.training.objective import CrossEntropy
 
 SMALL = 2**20  # bytes: the head gathers a few numbers of each token, which the plan leaves out
 GATHER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
+ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 class Message(NamedTuple):
@@ -109,3 +111,71 @@ def messages_of_stages(cfg, config):
     with Sent() as sent:
         pipeline.train([batch] * count, [objective] * count)
     return sent.passed, sent.gathered, sent.reduced
+
+
+class SentByKind(TorchDispatchMode):
+    """Adds up the bytes that rank 0 sends to others, by how many ranks gather or reduce.
+
+    rows: to others' experts and back; waits: how often numbers of rows are exchanged.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.rows, self.waits = Counter(), 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        if name in (GATHER, REDUCE):
+            whole, part = sorted((args[0].nbytes, args[1].nbytes), reverse=True)
+            self.bytes[whole // part, name == GATHER] += whole - part
+        elif name == ALL_TO_ALL and args[1].dtype == torch.int64:
+            self.waits += 1
+        elif name == ALL_TO_ALL:
+            self.rows += sum(args[4][1:]) * args[1][0].nbytes
+        return func(*args, **(kwargs or {}))
+
+    def result(self):
+        """What a rank can return."""
+        return dict(self.bytes), self.rows, self.waits
+
+
+def messages_of_experts(cases):
+    """[(cfg, config)] → of each what rank 0 sends in a step of one micro-batch, with even routing:
+    bytes by (ranks, gathers), bytes of rows, exchanges of their numbers."""
+    dist.init_process_group("gloo")
+    return [_messages_of_experts(*case) for case in cases]
+
+
+def _messages_of_experts(cfg, config):
+    cpu = torch.device("cpu")
+    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    model = parallelize(meta_decoder(config), dims, cfg)
+    allocate(model, cpu)
+    initialize_weights(model, 0)
+    route_evenly(model)
+    return _sent_in_a_step(model, dims, cfg)
+
+
+def _sent_in_a_step(model, dims, cfg):
+    sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+    sync.before(last=True)
+    with SentByKind() as sent:
+        micro_step(model, cfg)
+    return sent.result()
+
+
+def rows_of_512_ranks(cfg, config):
+    """The same of the first of 512 ranks that do not exist, without numbers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
+    ranks = cfg.sharding.expert
+    even = cfg.batch.micro_rows * cfg.batch.seq_len * config.num_experts_per_tok // ranks
+    real, ExpertRanks.row_numbers = ExpertRanks.row_numbers, lambda *_: [[even] * ranks] * 2
+    try:
+        dims = Dims(cfg.sharding, "cpu", timeout=60)
+        model = parallelize(meta_decoder(config), dims, cfg)
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+            model.to_empty(device="cpu")
+            return _sent_in_a_step(model, dims, cfg)
+    finally:
+        ExpertRanks.row_numbers = real
+        dist.destroy_process_group()

@@ -57,6 +57,12 @@ class Plan:
         "list the layouts that fit, fastest first, with what to type: tensor, context, sharding,"
         " micro_rows, activation_checkpoint",
     )
+    expert_load: float = key(
+        1.5,
+        "with sharding.expert: rows of the rank that gets most of them over the even number, for"
+        " which peak and time are told beside those of even routing",
+        minimum=1,
+    )
     efficiency: float | None = key(
         None,
         "share of the GPU's peak that arithmetic reaches; null: a range, from published trainings",

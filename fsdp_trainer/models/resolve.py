@@ -129,9 +129,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.{name}={getattr(config, name)}", reason)
     if config.is_latent:
         yield from _latent_problems(config)
-    yield from expert_problems(cfg, config)
-    yield from tensor_problems(cfg, config)
-    yield from _stage_problems(cfg, config)
+    yield from shared_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
     if length > positions:
@@ -155,6 +153,13 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
         reason = "is the sum of qk_nope_head_dim and qk_rope_head_dim in latent attention"
         instead = f"Use  model.head_dim={channels}"
         yield Problem(f"model.head_dim={config.head_dim}", f"{reason}.\n{instead}")
+
+
+def shared_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+    """Yield why the ranks cannot share the model as the configuration asks."""
+    yield from expert_problems(cfg, config)
+    yield from tensor_problems(cfg, config)
+    yield from _stage_problems(cfg, config)
 
 
 def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

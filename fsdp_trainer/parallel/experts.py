@@ -66,12 +66,20 @@ def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any
     def placement(parameter: nn.Parameter) -> Any:
         if id(parameter) not in experts:
             return None
-        own = parameter.shape[EXPERTS] // dims.expert_sizes["expert"]
-        # FSDP2 divides no other dimension than the first unevenly
-        divides = parameter.ndim > ROWS and parameter.shape[ROWS] % shards == 0
-        return place(Shard(ROWS if own < shards and divides else EXPERTS))
+        return place(Shard(divided(parameter, dims.expert_sizes["expert"], shards)))
 
     return placement
+
+
+def divided(parameter: Tensor, ranks: int, shards: int) -> int:
+    """Return the dimension of experts' weights that fully_shard divides over `shards` ranks.
+
+    ranks: those that divide the experts among them.
+    """
+    own = parameter.shape[EXPERTS] // ranks
+    # FSDP2 divides no other dimension than the first unevenly
+    divides = parameter.ndim > ROWS and parameter.shape[ROWS] % shards == 0
+    return ROWS if own < shards and divides else EXPERTS
 
 
 def all_experts(model: nn.Module) -> list[Any]:
@@ -83,8 +91,29 @@ def all_experts(model: nn.Module) -> list[Any]:
 class ExpertRanks:
     """The ranks that divide a block's experts among them: each has as many, one after the other."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     size: int
+
+    def exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        come: list[int] | None = None,
+        to: list[int] | None = None,
+    ) -> None:
+        """Fill `received` with what all ranks send to this one. Collective.
+
+        come, to: rows from and for each rank; None: as many for each.
+        """
+        # gloo writes wrong numbers where memory is not contiguous, and says nothing
+        dist.all_to_all_single(received, sent.contiguous(), come, to, group=self.group)
+
+    def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
+        """Return how many rows go to each rank, and come from each. The host waits for them.
+
+        counts, received: [ranks, experts of a rank].
+        """
+        return torch.stack([counts.sum(1), received.sum(1)]).tolist()
 
 
 class SharedExperts(Experts):
@@ -104,8 +133,8 @@ class SharedExperts(Experts):
         """
         ranks = self.expert_ranks
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, -1)
-        received = exchange_counts(counts, ranks.group)
-        sent_to, received_from = row_numbers(counts, received)
+        received = exchange_counts(counts, ranks)
+        sent_to, received_from = ranks.row_numbers(counts, received)
         # from each rank come the rows of one expert after the other
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(ranks.size)
         of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(received_from))
@@ -114,10 +143,10 @@ class SharedExperts(Experts):
         back[order] = torch.arange(len(order), device=order.device)
         own_ends = received.sum(0).cumsum(0, dtype=torch.int32)
 
-        arrived = ExchangeRows.apply(rows, sent_to, received_from, ranks.group)
+        arrived = ExchangeRows.apply(rows, sent_to, received_from, ranks)
         computed = super().forward(Rearranged.apply(arrived, order, back, 1), own_ends)
         computed = Rearranged.apply(computed, back, order, 1)
-        return ExchangeRows.apply(computed, received_from, sent_to, ranks.group)
+        return ExchangeRows.apply(computed, received_from, sent_to, ranks)
 
 
 class SharedClampedExperts(SharedExperts, ClampedExperts):
@@ -130,23 +159,15 @@ SHARED: dict[type[Experts], type[SharedExperts]] = {
 }
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:
     """Return how many rows come from each rank for each of this rank's experts. Collective.
 
     counts: [ranks, experts of a rank], of the rows that go to each.
     """
-    counts = counts.long().contiguous()
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts, group=group)
+    counts = counts.long()
+    received = torch.empty_like(counts, memory_format=torch.contiguous_format)
+    ranks.exchange(received, counts)
     return received
-
-
-def row_numbers(counts: Tensor, received: Tensor) -> list[list[int]]:
-    """Return how many rows go to each rank, and how many come from each. The host waits for them.
-
-    counts, received: [ranks, experts of a rank].
-    """
-    return torch.stack([counts.sum(1), received.sum(1)]).tolist()
 
 
 class ExchangeRows(torch.autograd.Function):
@@ -154,24 +175,23 @@ class ExchangeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: Tensor, to: list[int], come: list[int], ranks: ExpertRanks
     ) -> Tensor:
         """Return [Σ come, width], those of rank 0 first.
 
         rows: [Σ to, width], those for rank 0 first; to, come: by rank.
         """
-        ctx.to, ctx.come, ctx.group = to, come, group
-        return exchange_rows(rows, to, come, group)
+        ctx.to, ctx.come, ctx.ranks = to, come, ranks
+        return exchange_rows(rows, to, come, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Send each row of the gradient back to where the row came from."""
-        return exchange_rows(gradients[0], ctx.come, ctx.to, ctx.group), None, None, None
+        return exchange_rows(gradients[0], ctx.come, ctx.to, ctx.ranks), None, None, None
 
 
-def exchange_rows(rows: Tensor, to: list[int], come: list[int], group: dist.ProcessGroup) -> Tensor:
+def exchange_rows(rows: Tensor, to: list[int], come: list[int], ranks: ExpertRanks) -> Tensor:
     """Return the rows that come, [Σ come, width], contiguous. Collective."""
     received = rows.new_empty(sum(come), *rows.shape[1:])
-    # gloo writes wrong numbers where memory is not contiguous, and says nothing
-    dist.all_to_all_single(received, rows.contiguous(), come, to, group=group)
+    ranks.exchange(received, rows, come, to)
     return received

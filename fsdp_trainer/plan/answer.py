@@ -6,7 +6,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.inputs import target, world_sizes
-from fsdp_trainer.plan.plan import RunPlan
+from fsdp_trainer.plan.plan import RunPlan, make_plan
 from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
 LIKELY = (0.2, 0.65)
@@ -18,10 +18,12 @@ class Answer:
     """The plans of one kind of device, smallest world first.
 
     suggestions: for each plan what makes it fit, or faster; least_memory: for each that does not
-    fit the changes with which a rank holds least, else None.
+    fit the changes with which a rank holds least, else None. uneven: for each plan the same with
+    plan.expert_load, None where ranks divide no experts.
     """
 
     plans: list[RunPlan]
+    uneven: list[RunPlan | None]
     suggestions: list[list[Suggestion]]
     least_memory: list[Suggestion | None]
     assumed: list[str]
@@ -44,6 +46,7 @@ def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answ
         )
     return Answer(
         plans=plans,
+        uneven=[uneven(cfg, run) for run in runs],
         suggestions=[suggest(*run) for run in runs],
         least_memory=[
             None if plan.fits else least_memory(run, plan)
@@ -51,3 +54,10 @@ def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answ
         ],
         assumed=assumed + remarks,
     )
+
+
+def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:
+    """Return the plan with plan.expert_load; None where ranks divide no experts."""
+    if cfg.sharding.expert == 1 or cfg.plan.expert_load == 1:
+        return None
+    return make_plan(*run, load=cfg.plan.expert_load)

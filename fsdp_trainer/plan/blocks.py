@@ -24,6 +24,7 @@ from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.plan.experts import divide_experts
 from fsdp_trainer.plan.share import part_tokens
 
 CPU = torch.device("cpu")
@@ -55,7 +56,9 @@ class TracedPart(NamedTuple):
 class Input:
     """Input of a block. dtype: of its numbers, torch's name; attention: a name of
     `models.attention.LAYOUTS`; window: None if it sees whole rows; has_gradient: False if nothing
-    in front of it is trained; tensor: ranks of a tensor group, of whose tokens it has a part."""
+    in front of it is trained; tensor: ranks of a tensor group, of whose tokens it has a part;
+    experts: ranks that divide the experts among them; load: rows of this one over the even number.
+    """
 
     rows: int
     length: int
@@ -65,6 +68,8 @@ class Input:
     window: int | None = None
     has_gradient: bool = True
     tensor: int = 1
+    experts: int = 1
+    load: float = 1.0
 
 
 class Storages(TorchDispatchMode):
@@ -157,6 +162,8 @@ def trace_block(
         if isinstance(module, Linear4):
             module.dtype = dtype
     part_tokens(block, given.tensor)
+    rows = given.rows * given.length // given.tensor * config.num_experts_per_tok
+    divide_experts(block, given.experts, given.load, rows)
     if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
         attention = "varlen"
         mixer: Any = block.self_attn

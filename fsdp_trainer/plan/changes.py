@@ -12,13 +12,19 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.check import Report
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
+from fsdp_trainer.config.dimensions import (
+    batch_ranks,
+    dimension_sizes,
+    expert_sizes,
+    layout_problem,
+)
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.resolve import shared_problems
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
@@ -87,9 +93,11 @@ class Candidate(NamedTuple):
 
     def is_refused(self) -> bool:
         """Return True if training would refuse it, since keys contradict each other."""
+        if layout_problem(self.cfg.sharding, self.world) or pipeline_problem(self.cfg, self.world):
+            return True
         report = Report({}, [], set())
         check_rules(deepcopy(self.cfg), report)
-        return bool(report.problems) or pipeline_problem(self.cfg, self.world) is not None
+        return bool(report.problems) or any(shared_problems(self.cfg, self.config))
 
 
 def together(*changes: Change) -> Change | None:
@@ -149,6 +157,28 @@ def share_states(run: Candidate) -> Iterator[Change]:
         override = "sharding=fsdp" + (" sharding.replicas=1" if sharding.replicas > 1 else "")
         keys = {"sharding.strategy": "fsdp", "sharding.replicas": 1}
         yield Change(override, keys, "all ranks share one copy of the states")
+
+
+def expert_counts(run: Candidate) -> list[int]:
+    """Return how many ranks could divide the experts, from 1 on; only 1 without experts."""
+    if EXPERTS not in run.config.feed_forwards:
+        return [1]
+    sizes = expert_sizes(run.cfg.sharding, run.world)
+    ranks = sizes["replicate"] * sizes["eshard"] * sizes["expert"]
+    most = math.gcd(ranks, run.config.num_experts)
+    return [size for size in range(1, most + 1) if most % size == 0]
+
+
+def divide_experts(run: Candidate) -> Iterator[Change]:
+    """Experts over more ranks, up to those of a node."""
+    for size in expert_counts(run):
+        if run.cfg.sharding.expert < size <= run.device.per_node:
+            reason = "ranks divide the experts, and tokens go to them"
+            change = set_key("sharding.expert", size, reason)
+            if run.cfg.compile.enabled:
+                keys = change.keys | {"compile.enabled": False}
+                change = change._replace(override=f"{change.override} compile=disabled", keys=keys)
+            yield change
 
 
 def gather_less(run: Candidate) -> Iterator[Change]:
@@ -302,6 +332,7 @@ SMALLER: Table = (
     offload_activations,
     fewer_rows,
     share_states,
+    divide_experts,
     gather_less,
     offload_states,
     smaller_head_chunks,
@@ -315,6 +346,7 @@ FASTER: Table = (
     recompute_less,
     keep_activations,
     other_rows,
+    divide_experts,
     gather_more,
 )
 """As much memory or more, and less time perhaps. The computed numbers stay the same."""

@@ -14,7 +14,7 @@ import torch
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.devices import Device
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.plan.units import model_parts
 
@@ -191,12 +191,15 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
     heads_width = config.attention_width
     ends = replace(config, num_hidden_layers=0).parameters()
     blocks = config.parameters(active=True) - ends
+    # of a tensor group each rank sends its own tokens to experts
+    others = 1 - 1 / cfg.sharding.tensor
+    routed, trained_routed = (others * numbers for numbers in parts.routed)
     head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
     return Flops(
-        products=2.0 * (blocks + parts.adapters.numbers) * seq_len,
+        products=2.0 * (blocks - routed + parts.adapters.numbers) * seq_len,
         attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
         head=head,
-        trained=2.0 * parts.trained_active * seq_len,
+        trained=2.0 * (parts.trained_active - trained_routed) * seq_len,
         trained_head=head * parts.head.requires_grad,
     )
 
@@ -234,7 +237,11 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
-    inner = sum(map(config.feed_forward_width, config.feed_forwards)) / config.num_hidden_layers
+    widths = [
+        config.feed_forward_width(kind) / (cfg.sharding.tensor if kind == EXPERTS else 1)
+        for kind in config.feed_forwards
+    ]
+    inner = sum(widths) / config.num_hidden_layers
     numbers = (
         hidden * (norms * each.norm + 2 * each.residual) / cfg.sharding.tensor
         + heads * (each.rotation + (each.norm if family.qk_norm else 0))

@@ -50,10 +50,7 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     if model.init_from is None and model.vocab_size is None:
         tokens, reason = _vocabulary(cfg, model.name)
         assumed.append(f"{tokens:,} tokens in the vocabulary, {reason}")
-    config = resolve_model(model, tokens)
-    if config.num_experts and max(cfg.sharding.expert, cfg.sharding.tensor) > 1:
-        assumed.append("each rank gathers all experts: sharding.expert is not planned yet")
-    return config, assumed
+    return resolve_model(model, tokens), assumed
 
 
 def _named_size(model: Model) -> tuple[Model, str]:

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.config.context import attention_layout, context_method
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes, fsdp_ranks, own_length
+from fsdp_trainer.config.dimensions import (
+    batch_ranks,
+    dimension_sizes,
+    expert_sizes,
+    fsdp_ranks,
+    own_length,
+)
 from fsdp_trainer.config.pipeline import schedule_of
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
@@ -102,15 +108,17 @@ class Memory(NamedTuple):
         return max(self.moments, key=lambda moment: moment.total)
 
 
-def memory(cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cuda") -> Memory:
+def memory(
+    cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cuda", load: float = 1.0
+) -> Memory:
     """Return what the rank of `world` that holds most holds, in a step whose tokens are all
-    supervised. device: cuda or cpu.
+    supervised. device: cuda or cpu. load: rows that come to its experts over the even number.
 
     Compiled blocks keep what torch's partitioner would; activation_checkpoint=budget counts as a
     share between none and full.
     """
     shares = stage_shares(cfg, config, world)
-    steps = [Step(cfg, config, world, device, share) for share in shares]
+    steps = [Step(cfg, config, world, device, share, load) for share in shares]
     for step in steps:
         step.forward()
         step.head()
@@ -136,7 +144,13 @@ class Step:
     """
 
     def __init__(
-        self, cfg: TrainConfig, config: ModelConfig, world: int, device: str, share: StageShare
+        self,
+        cfg: TrainConfig,
+        config: ModelConfig,
+        world: int,
+        device: str,
+        share: StageShare,
+        load: float,
     ):
         self.cfg, self.device = cfg, device
         sharding, precision = cfg.sharding, cfg.precision
@@ -146,6 +160,7 @@ class Step:
         )
         sizes = dimension_sizes(sharding, world)
         self.group = fsdp_ranks(sizes)
+        self.expert_shards = expert_sizes(sharding, world)["eshard"]
         self.ranks, self.matrices = world, matrix_numbers(cfg, config)
         config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.share = not keeps_gathered(sharding), share
@@ -159,7 +174,7 @@ class Step:
         count, size = len(self.blocks), sharding.blocks_per_unit
         self.sizes = [min(size, count - i) for i in range(0, count, size)]  # of units, in blocks
         self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
-        traced, shared = trace_blocks(cfg, config, device)
+        traced, shared = trace_blocks(cfg, config, device, load)
         self.traced = share.of(traced)
         self.backward_from = share.is_first * self.parts.backward_from
         self.tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len)
@@ -172,11 +187,11 @@ class Step:
         self.norm = norm_traced(self.parts, self.tokens, precision.param_dtype)
 
         whole = model.all
-        self.trained = whole.trained_padded / self.group
+        self.trained = whole.own
         """Numbers of this rank's trained shards."""
         offload = sharding.cpu_offload and device == "cuda"
         states = {
-            "parameters": self.trained * self.master + whole.frozen / self.group,
+            "parameters": self.trained * self.master + whole.frozen,
             "optimizer": whole.state,
         }
         self.host = sum(states.values()) + self.trained * self.master if offload else 0.0
@@ -263,7 +278,9 @@ class Step:
 
     def message(self, *units: FsdpUnit) -> float:
         """All-gathered, before it is copied out. One rank needs none."""
-        return sum(unit.gathered for unit in units) if self.group > 1 else 0.0
+        experts = sum(unit.experts for unit in units)
+        others = sum(unit.gathered for unit in units) - experts
+        return others * (self.group > 1) + experts * (self.expert_shards > 1)
 
     def copy(self, message: float) -> float:
         """gloo makes another one of each message, for a moment."""
@@ -404,7 +421,7 @@ class Step:
         while len(self.flying) >= self.cfg.sharding.reduce_scatter_buffers:
             self.flying.popleft()
         numbers = unit.trained_padded
-        message, out = numbers * self.reduce, numbers / self.group * self.reduce
+        message, out = numbers * self.reduce, unit.own * self.reduce
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.trained * self.reduce if self.whole else 0
@@ -414,8 +431,8 @@ class Step:
         if self.replicated and self.reduce != self.master:
             self.reduced += out
         if self.whole or not self.later:
-            self.gradients += numbers / self.group * self.stored
-            self.sharded += numbers / self.group * self.stored
+            self.gradients += unit.own * self.stored
+            self.sharded += unit.own * self.stored
 
     def update(self) -> None:
         """The optimizer's step."""
@@ -424,7 +441,7 @@ class Step:
         self.reduced, self.gradients = 0.0, self.trained * self.stored
         self.sharded = self.gradients
         units = (self.first, self.last, *self.blocks)
-        largest = max(unit.trained_padded for unit in units) / self.group
+        largest = max(unit.own for unit in units)
         update = Update(
             self.device, largest, self.gradients, *self.matrices, self.ranks, self.group
         )
@@ -462,9 +479,12 @@ def pinned_bytes(moved: float, stream: float) -> float:
 
 
 def trace_blocks(
-    cfg: TrainConfig, config: ModelConfig, device: str
+    cfg: TrainConfig, config: ModelConfig, device: str, load: float = 1.0
 ) -> tuple[list[TracedPart], float]:
-    """The traces of every block, and the bytes that all blocks share: rotations and masks."""
+    """The traces of every block, and the bytes that all blocks share: rotations and masks.
+
+    load: rows that come to this rank's experts over the even number.
+    """
     length, rows, precision, recompute = (
         own_length(cfg.sharding, cfg.batch.seq_len),
         cfg.batch.micro_rows,
@@ -502,6 +522,8 @@ def trace_blocks(
                 windows[i],
                 has_gradient,
                 cfg.sharding.tensor,
+                cfg.sharding.expert,
+                load,
             )
             known[key] = _traced(parts.kinds[parts.kind_of[i]], given, mode)
         return known[key]

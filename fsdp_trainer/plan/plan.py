@@ -94,17 +94,22 @@ class RunPlan:
         return self.checkpoint / (self.device.disk * nodes)
 
 
-def make_plan(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> RunPlan:
-    """The plan of `cfg` for a model of shape `config` on `world` ranks."""
+def make_plan(
+    cfg: TrainConfig, config: ModelConfig, world: int, device: Device, load: float = 1.0
+) -> RunPlan:
+    """The plan of `cfg` for a model of shape `config` on `world` ranks.
+
+    load: rows of the rank that gets most of them over the even number, where experts are divided.
+    """
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
     parts = model_parts(config, cfg)
     return RunPlan(
         world_size=world,
         device=device,
-        memory=memory(cfg, config, world, "cpu" if device.name == "cpu" else "cuda"),
-        slow=times(cfg, config, world, rated, best=False),
-        fast=times(cfg, config, world, rated, best=True),
+        memory=memory(cfg, config, world, "cpu" if device.name == "cpu" else "cuda", load),
+        slow=times(cfg, config, world, rated, best=False, load=load),
+        fast=times(cfg, config, world, rated, best=True, load=load),
         wire=wire(cfg, config, world, rated),
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),

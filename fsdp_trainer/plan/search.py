@@ -12,8 +12,7 @@ from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import tensor_problems
-from fsdp_trainer.plan.changes import Candidate
+from fsdp_trainer.plan.changes import Candidate, expert_counts
 from fsdp_trainer.plan.plan import RunPlan
 
 
@@ -76,20 +75,39 @@ def pipeline_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
     return _still_grows("pipeline", run, layouts)
 
 
+def expert_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
+    """Return False where more ranks that divide the experts have begun to make it slower."""
+    size = run.cfg.sharding.expert
+    smaller = [count for count in expert_counts(run) if count < size]
+    return len(smaller) < 2 or _is_fastest(f"sharding.expert={smaller[-1]}", layouts)
+
+
 def _still_grows(name: str, run: Candidate, layouts: list[PlannedLayout]) -> bool:
-    full = [layout for layout in layouts if not layout.plan.empty_share]
     size = getattr(run.cfg.sharding, name)
-    if size <= 2 or not full:
+    return size <= 2 or _is_fastest(f"sharding.{name}={size // 2}", layouts)
+
+
+def _is_fastest(override: str, layouts: list[PlannedLayout]) -> bool:
+    """Return whether the fastest layout has an override. True where none gives each rank a row."""
+    full = [layout for layout in layouts if not layout.plan.empty_share]
+    if not full:
         return True
-    fastest = min(full, key=lambda layout: layout.plan.seconds)
-    return f"sharding.{name}={size // 2}" in fastest.overrides
+    return override in min(full, key=lambda layout: layout.plan.seconds).overrides
 
 
 def tensor_groups(run: Candidate) -> Iterator[Choice]:
     """Powers of two up to the devices of a node, which a run would not refuse."""
-    for choice in _groups("tensor", run, run.device.per_node):
-        if not any(tensor_problems(run.changed(choice.keys).cfg, run.config)):
-            yield choice
+    yield from _groups("tensor", run, run.device.per_node)
+
+
+def expert_groups(run: Candidate) -> Iterator[Choice]:
+    """1, and the divisors of the number of experts that divide the ranks."""
+    others = run.changed(ANY_SIZE)
+    typed = ("sharding.expert=1",) if run.cfg.sharding.expert > 1 else ()
+    for size in expert_counts(others):
+        keys = {"sharding.expert": size}
+        if not others.changed(keys).is_refused():
+            yield Choice((f"sharding.expert={size}",) if size > 1 else typed, keys)
 
 
 def pipelines(run: Candidate) -> Iterator[Choice]:
@@ -112,12 +130,9 @@ def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:
     key = f"sharding.{name}"
     typed = getattr(run.cfg.sharding, name) > 1
     yield Choice((f"{key}=1",) if typed else (), {key: 1})
-    # what is chosen later is as it must be for any size
-    others = _sharding("fsdp", 1) | {"activation_checkpoint.offload": False, "batch.micro_rows": 1}
-    other = run.changed(others)
+    other = run.changed(ANY_SIZE)
     for size in (2**i for i in range(1, largest.bit_length())):
-        grouped = other.changed({key: size})
-        if layout_problem(grouped.cfg.sharding, run.world) is None and not grouped.is_refused():
+        if not other.changed({key: size}).is_refused():
             yield Choice((f"{key}={size}",), {key: size})
 
 
@@ -135,7 +150,16 @@ def context_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
 
 
 def meshes(run: Candidate) -> Iterator[Choice]:
-    """Shards over all ranks, over groups that replicate each other, and none."""
+    """Shards over all ranks, over groups that replicate each other, and none.
+
+    The ranks that divide experts are those of one replica.
+    """
+    for choice in _meshes(run):
+        if layout_problem(run.changed(choice.keys).cfg.sharding, run.world) is None:
+            yield choice
+
+
+def _meshes(run: Candidate) -> Iterator[Choice]:
     cfg = run.cfg
     # the sizes of other dimensions are chosen already: these two have the remaining ranks
     ranks = run.changed(_sharding("fsdp", 1)).readers
@@ -151,6 +175,14 @@ def meshes(run: Candidate) -> Iterator[Choice]:
 
 def _sharding(strategy: str, replicas: int) -> dict[str, Any]:
     return {"sharding.strategy": strategy, "sharding.replicas": replicas}
+
+
+ANY_SIZE = _sharding("fsdp", 1) | {
+    "sharding.expert": 1,
+    "activation_checkpoint.offload": False,
+    "batch.micro_rows": 1,
+}
+"""Choices that come later, as they may be with any size of those before."""
 
 
 def micro_rows(run: Candidate) -> Iterator[Choice]:
@@ -176,6 +208,7 @@ DIMENSIONS = (
     Dimension(tensor_groups, is_needed=tensor_is_needed),
     Dimension(context_groups, is_needed=context_is_needed),
     Dimension(pipelines, is_needed=pipeline_is_needed),
+    Dimension(expert_groups, is_needed=expert_is_needed),
     Dimension(meshes),
     Dimension(micro_rows),
     Dimension(recomputation, always_grows=True),

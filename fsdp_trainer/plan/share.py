@@ -30,6 +30,8 @@ def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // ranks,
         vocab_size=-(-config.embedding_rows // ranks),
         vocab_multiple=1,
+        # experts stay whole: each rank has its own tokens
+        moe_intermediate_size=config.expert_size if config.num_experts else None,
     )
 
 

@@ -17,6 +17,8 @@ from fsdp_trainer.plan.suggest import Suggestion
 
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
+GATHERING = ("shard", "eshard", "tensor")
+"""Dimensions of the mesh over which something is gathered; over others it is exchanged."""
 UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
 COMPARED = "; GPU time below is compared as on an H100"
 
@@ -27,14 +29,20 @@ def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
     Of several worlds the smallest that fits, else the largest, with all of them under `worlds`.
     """
     each = zip(answer.plans, answer.suggestions, answer.least_memory, strict=True)
-    worlds = [one_world(cfg, *one) for one in each]
+    worlds = [
+        one_world(cfg, *one) | {"uneven": uneven_json(cfg, uneven)}
+        for one, uneven in zip(each, answer.uneven, strict=True)
+    ]
     fitting = [plan.world_size for plan in answer.plans if plan.fits]
     several = {"smallest": min(fitting, default=None), "worlds": worlds} if len(worlds) > 1 else {}
     return {**worlds[answer.chosen], "assumed": answer.assumed, **several}
 
 
 def one_world(
-    cfg: PlanConfig, plan: RunPlan, suggestions: list[Suggestion], needs: Suggestion | None
+    cfg: PlanConfig,
+    plan: RunPlan,
+    suggestions: list[Suggestion],
+    needs: Suggestion | None,
 ) -> dict[str, Any]:
     """Return the figures of one world: GiB, seconds and bytes of a rank, tokens of all ranks.
 
@@ -83,6 +91,21 @@ def one_world(
     }
 
 
+def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | None:
+    """Return the figures that differ where one rank gets more rows than the others.
+
+    uneven: the plan with plan.expert_load; None: ranks divide no experts.
+    """
+    if uneven is None:
+        return None
+    return {
+        "expert_load": cfg.plan.expert_load,
+        "fits": uneven.fits,
+        "peak_gib": round(uneven.memory.peak.total / GIB, 3),
+        "step_seconds": uneven.step_seconds,
+    }
+
+
 def suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
     """Return what to type, what is held then, and what it costs."""
     peak = round(suggestion.peak_bytes / GIB, 3)
@@ -109,7 +132,8 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
         console.print(worlds(answer.plans))
     console.print(verdict(plan))
     console.print(categories(plan))
-    console.print(figures(cfg, plan, compares=bool(suggestions)))
+    uneven = answer.uneven[answer.chosen]
+    console.print(figures(cfg, plan, uneven, compares=bool(suggestions)))
     if suggestions:
         console.print(Text("faster, and fits" if plan.fits else "what would make it fit", "bold"))
         console.print(table_of(suggestions, narrow=console.width < NARROW))
@@ -212,8 +236,11 @@ def host_line(plan: RunPlan) -> str:
     return f"{held}, pinned: more than {HOST_GIB:,} GiB, which many nodes do not have"
 
 
-def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
-    """Return times, wire, length and checkpoints. compares: suggestions with times come after."""
+def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bool) -> Table:
+    """Return times, wire, length and checkpoints. compares: suggestions with times come after.
+
+    uneven: the plan with plan.expert_load.
+    """
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
@@ -233,10 +260,22 @@ def figures(cfg: PlanConfig, plan: RunPlan, compares: bool) -> Table:
         rows += [("speed", speed(plan, *timed)), ("run", length(cfg, plan))]
     else:
         rows.append(("step", UNTIMED + COMPARED * compares))
+    if uneven:
+        rows.append(("uneven", uneven_line(cfg, uneven)))
     rows.append(("checkpoint", checkpoints(cfg, plan)))
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
     return table
+
+
+def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:
+    """Return peak and time where one rank's experts get more rows than the others'."""
+    text = f"{cfg.plan.expert_load:g} × the even rows at one rank's experts: "
+    text += f"{uneven.memory.peak.total / GIB:,.1f} GiB"
+    if timed := uneven.step_seconds:
+        size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
+        text += f", {size * timed[0]:.2f} – {size * timed[1]:.2f} {unit}"
+    return text if uneven.fits else f"{text}; it does not fit then"
 
 
 def speed(plan: RunPlan, shortest: float, longest: float) -> str:
@@ -253,7 +292,8 @@ def wires(plan: RunPlan) -> str:
     for name, wire in plan.wire.items():
         if wire.ranks > 1:
             sent = gib(wire.gathered + wire.reduced)
-            gathered = f" ({gib(wire.gathered)} gathered)" if wire.gathered else ""
+            gathers = wire.gathered and name in GATHERING
+            gathered = f" ({gib(wire.gathered)} gathered)" if gathers else ""
             across = f", {gib(wire.across)} between nodes" if wire.across else ""
             parts.append(f"{name} × {wire.ranks}: {sent}{gathered}{across}")
     return "; ".join(parts) or "nothing"

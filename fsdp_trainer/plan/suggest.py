@@ -145,7 +145,10 @@ def smallest_world(run: Candidate) -> int | None:
 
     A part of a node, in powers of two, or whole nodes.
     """
-    group = run.cfg.sharding.replicas * run.world // run.readers
+    sharding = run.cfg.sharding
+    inner = sharding.context * sharding.tensor
+    # a replica's ranks hold all experts together
+    group = sharding.pipeline * sharding.replicas * math.lcm(inner, sharding.expert)
     node = math.lcm(run.device.per_node, group)
 
     def fits(world: int) -> bool:

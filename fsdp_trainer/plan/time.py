@@ -6,7 +6,7 @@ Closed forms; docs/plan.md has them in words.
 from math import ceil
 from typing import NamedTuple
 
-from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks, own_length
+from fsdp_trainer.config.dimensions import dimension_sizes, expert_sizes, fsdp_ranks, own_length
 from fsdp_trainer.config.pipeline import idle_micro_batches, micro_batches, schedule_of
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
@@ -15,6 +15,13 @@ from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
+from fsdp_trainer.plan.experts import (
+    EXCHANGES,
+    HOST_WAIT,
+    busiest_over_mean,
+    exchanged_bytes,
+    mixtures,
+)
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
 from fsdp_trainer.plan.share import exchanged, share_of_rank
 from fsdp_trainer.plan.stages import (
@@ -131,12 +138,16 @@ def tensor_traffic(
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
     summed_again = 1 if NORMS[config.family_spec.norms][3] is None else 2
-    blocks = len(share.blocks) if share else config.num_hidden_layers
+    own = share.blocks if share else tuple(range(config.num_hidden_layers))
+    # each rank sends its own tokens to experts: in front of them nothing is gathered
+    with_experts = mixtures(config, own)
+    blocks = len(own) - with_experts
+    once = with_experts * (1 + reached * (1 + again))
     ends = share.is_first + share.is_last if share else 2
     return TensorTraffic(
         size=tokens * config.hidden_size * BYTES[cfg.precision.param_dtype],
-        gathers=blocks * (2 + reached * (2 + 2 * again)) + ends,
-        sums=blocks * (2 + reached * (2 + summed_again * again)) + ends,
+        gathers=blocks * (2 + reached * (2 + 2 * again)) + once + ends,
+        sums=blocks * (2 + reached * (2 + summed_again * again)) + once + ends,
     )
 
 
@@ -175,6 +186,52 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
         "next": float(others > 0),  # of the last rank of a node, for which the others wait
     }
     return ContextTraffic(sent, sent * shares[block.receivers])
+
+
+def expert_groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
+    """Return the ranks that divide a block's experts, neighbours, and those that hold the same."""
+    sizes = expert_sizes(sharding, world)
+    experts, shards = sizes["expert"], sizes["eshard"]
+    beside = max(1, per_node // experts)
+    return Group(experts, min(experts, per_node)), Group(shards, min(shards, beside))
+
+
+class RowTraffic(NamedTuple):
+    """Bytes of rows that a rank sends to others' experts and back in a micro-batch.
+
+    across: of them, those that leave its node. waits: how often the host waits for the numbers of
+    rows. As many bytes come in meanwhile, with even routing.
+    """
+
+    sent: float = 0.0
+    across: float = 0.0
+    waits: float = 0.0
+
+    def seconds(self, device: Device, efficiency: float, load: float) -> float:
+        """Return the seconds on the slower of the links. Nothing is computed meanwhile.
+
+        load: rows of the busiest rank over the even number; all wait for it.
+        """
+        link = max(self.sent / device.link, self.across / device.network)
+        return load * link / efficiency + self.waits * HOST_WAIT
+
+
+def expert_exchange(
+    cfg: TrainConfig, config: ModelConfig, group: Group, share: StageShare
+) -> RowTraffic:
+    """Return what a rank of an expert group sends: forward, backward and in what is computed again.
+
+    group: the ranks that divide the experts. share: of a pipeline's stages.
+    """
+    if group.ranks == 1:
+        return RowTraffic()
+    blocks = mixtures(config, share.blocks)
+    again = recomputed(cfg.activation_checkpoint).elementwise
+    reached = model_parts(config, cfg).backward_share
+    size = blocks * EXCHANGES * exchanged_bytes(cfg, config)
+    sent = size * group.sent * (1 + reached * (1 + again))
+    others = (group.ranks - group.on_node) / (group.ranks - 1)
+    return RowTraffic(sent, sent * others, blocks * (1 + reached * again))
 
 
 class Hops(NamedTuple):
@@ -232,7 +289,8 @@ def _wire_of(
     count = micro_batches(cfg, world)
     units = units_of(share, cfg, config, shard.ranks)
     reduce = BYTES[cfg.precision.reduce_dtype]
-    again = sum_of(freed_blocks(share, units, cfg, config)).gathered
+    freed = sum_of(freed_blocks(share, units, cfg, config))
+    again = freed.gathered
     ends = units.all.gathered - units.all_blocks.gathered
     gathers = 1 if stays_gathered(cfg) else count
     gathered = gathers * ((units.all_blocks.gathered + again) * float8_share(cfg) + ends)
@@ -240,9 +298,12 @@ def _wire_of(
         # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients
         # are reduced
         gathered += units.last.gathered
-    trained = units.all.trained_padded
-    reduced = trained * reduce * (1 if reduces_once(cfg) else count)
-    all_reduced = 2 * trained / shard.ranks * reduce
+    experts = gathers * (units.all.experts + freed.experts)
+    gathered -= experts
+    trained = units.all.trained_padded - units.all.trained_experts
+    reductions = 1 if reduces_once(cfg) else count
+    reduced = trained * reduce * reductions
+    all_reduced = 2 * units.all.own * reduce
     ways = {
         "shard": Wire(
             shard.ranks,
@@ -262,6 +323,11 @@ def _wire_of(
             size * traffic.sums * tensor.sent,
             size * (traffic.gathers + traffic.sums) * tensor.across,
         )
+    if experts:
+        among = expert_groups(cfg.sharding, world, device.per_node)
+        reduced = units.all.trained_experts * reduce * reductions
+        rows = expert_exchange(cfg, config, among[0], share)
+        ways |= _expert_ways(among, experts, reduced, rows, count)
     context = context_group(cfg.sharding, device.per_node)
     if context.ranks > 1:
         exchange = context_exchange(cfg, config, context)
@@ -273,6 +339,25 @@ def _wire_of(
         on, back = (count * passed.size * sent for sent in (passed.forward, passed.backward))
         across = (on + back) * passed.leaves
         ways["pipeline"] = Wire(cfg.sharding.pipeline, on, back, across)
+    return ways
+
+
+def _expert_ways(
+    groups: tuple[Group, Group], gathered: float, reduced: float, rows: RowTraffic, count: int
+) -> dict[str, Wire]:
+    """Return the bytes of experts' weights and gradients, and of rows. count: of micro-batches."""
+    experts, shards = groups
+    ways = {
+        "eshard": Wire(
+            shards.ranks,
+            gathered * shards.sent,
+            reduced * shards.sent,
+            (gathered + reduced) * shards.across,
+        )
+    }
+    if experts.ranks > 1:
+        half = count * rows.sent / 2
+        ways["expert"] = Wire(experts.ranks, half, half, count * rows.across)
     return ways
 
 
@@ -292,18 +377,32 @@ def float8_share(cfg: TrainConfig) -> float:
     return 1 / BYTES[cfg.precision.param_dtype] if tensorwise else 1.0
 
 
-def times(cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool) -> Times:
+def times(
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: int,
+    device: Device,
+    best: bool,
+    load: float = 1.0,
+) -> Times:
     """The times of one step, at the upper or the lower end of measured arithmetic and links.
 
-    In a pipeline they are those of the slowest rank, for which the others wait.
+    In a pipeline they are those of the slowest rank, for which the others wait. load: rows that
+    come to the busiest rank's experts over the even number.
     """
     shares = stage_shares(cfg, config, world)
-    each = [_times_of(share, cfg, config, world, device, best) for share in shares]
+    each = [_times_of(share, cfg, config, world, device, best, load) for share in shares]
     return max(each, key=lambda times: times.step)
 
 
 def _times_of(
-    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool
+    share: StageShare,
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: int,
+    device: Device,
+    best: bool,
+    load: float,
 ) -> Times:
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
@@ -313,17 +412,22 @@ def _times_of(
     units = units_of(share, cfg, config, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
     stored = BYTES[cfg.precision.master_dtype]
-    from_host = 1 / shard.ranks / device.host_link if cfg.sharding.cpu_offload else 0.0
+    from_host = 1 / device.host_link if cfg.sharding.cpu_offload else 0.0
+    experts, expert_shards = expert_groups(cfg.sharding, world, device.per_node)
 
     def gather(unit: FsdpUnit, share: float = 1.0) -> float:
-        of_host = (unit.trained_padded * stored + unit.frozen) * from_host
-        return shard.seconds(unit.gathered * share, device, links) + of_host
+        of_host = (unit.own * stored + unit.frozen) * from_host
+        of_experts = expert_shards.seconds(unit.experts * share, device, links)
+        others = shard.seconds((unit.gathered - unit.experts) * share, device, links)
+        return of_experts + others + of_host
 
     def reduce(unit: FsdpUnit, last: bool) -> float:
-        size = unit.trained_padded * BYTES[cfg.precision.reduce_dtype]
-        over_replicas = 2 * replicate.seconds(size / shard.ranks, device, links) if last else 0.0
-        to_host = unit.trained_padded * stored * from_host
-        return shard.seconds(size, device, links) + over_replicas + to_host
+        number = BYTES[cfg.precision.reduce_dtype]
+        others = unit.trained_padded - unit.trained_experts
+        seconds = shard.seconds(others * number, device, links)
+        seconds += expert_shards.seconds(unit.trained_experts * number, device, links)
+        over_replicas = 2 * replicate.seconds(unit.own * number, device, links) if last else 0.0
+        return seconds + over_replicas + unit.own * stored * from_host
 
     separate_last = FsdpUnit() if units.tied else units.last
     all_blocks = units.all_blocks
@@ -334,7 +438,8 @@ def _times_of(
     )  # whose share of the blocks nothing hides: the one at an end
     forward, backward, head = compute_seconds(cfg, config, device, best)
     own = share.of_blocks(config)
-    forward, backward, head = own * forward, own * backward, share.is_last * head
+    slowest = own * busiest_over_mean(cfg, config, load)
+    forward, backward, head = slowest * forward, slowest * backward, share.is_last * head
     gathers = 1 if stays_gathered(cfg) else count
 
     moving = moving_seconds(cfg, config, device, links)
@@ -364,13 +469,15 @@ def _times_of(
     waited += count * passed.seconds(device, links)
     if context.ranks > 1:
         waited += count * own * exchange.seconds(device, links)
+    rows = expert_exchange(cfg, config, experts, share)
+    waited += count * rows.seconds(device, links, load)
     exposed, total = exposed + waited, total + waited
     compute = count * (forward + backward + head)
     return Times(
         compute,
         total,
         exposed,
-        _optimizer_seconds(cfg, units.all.trained_padded / shard.ranks, device),
+        _optimizer_seconds(cfg, units.all.own, device),
         idle_micro_batches(cfg.sharding) * (compute + exposed) / count,
     )
 

@@ -21,6 +21,7 @@ from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import state_bytes
+from fsdp_trainer.plan.experts import own_numbers, routed_numbers, separate_parameters
 from fsdp_trainer.rounding import round_up
 
 
@@ -35,16 +36,20 @@ class Sizes(NamedTuple):
 class FsdpUnit(NamedTuple):
     """Parameters that are gathered and reduced together.
 
-    trained: numbers, whole; trained_padded: with all ranks' shards made equal. gathered, frozen:
-    bytes of the gathered weights and of the stored frozen ones, shards made equal. state: bytes of
-    the optimizer's state on the rank that has most rows.
+    trained: numbers, whole; trained_padded: with all ranks' shards made equal. gathered: bytes of
+    the gathered weights, shards made equal. own: numbers of the trained shards on the rank that has
+    most rows; frozen, state: bytes of its frozen shards and of the optimizer's state. experts,
+    trained_experts: of `gathered` and `trained_padded`, what is on the experts' own mesh.
     """
 
     trained: int = 0
     trained_padded: float = 0
     gathered: float = 0
+    own: float = 0
     frozen: float = 0
     state: float = 0
+    experts: float = 0
+    trained_experts: float = 0
 
     @classmethod
     def of(
@@ -52,20 +57,54 @@ class FsdpUnit(NamedTuple):
     ) -> "FsdpUnit":
         """group: ranks that share each parameter out by its rows; in_block: they are a block's."""
         sizes = number_sizes(cfg)
-        units = [_of_one(parameter, cfg, sizes, group, in_block) for parameter in parameters]
+        units = []
+        for parameter in parameters:
+            padded = round_up(len(parameter), group) * parameter[0].numel()
+            numbers = parameter.numel(), padded
+            units.append(_of_one(parameter, numbers, cfg, sizes, group, in_block))
         return sum_of(units)
+
+    @classmethod
+    def of_block(cls, block: nn.Module, cfg: TrainConfig, group: int) -> "FsdpUnit":
+        """group: ranks that share out all parameters but experts on a mesh of their own."""
+        separate = separate_parameters(block, cfg.sharding)
+        others = [p for p in block.parameters() if p not in separate]
+        unit = cls.of(others, cfg, group, in_block=True)
+        if not separate:
+            return unit
+        shards = max(1, group * cfg.sharding.tensor // cfg.sharding.expert)
+        sizes = number_sizes(cfg)
+        units = [
+            _of_one(p, own_numbers(p, cfg.sharding, shards), cfg, sizes, shards, True)
+            for p in separate
+        ]
+        experts = sum_of(units)
+        return sum_of(
+            [
+                unit,
+                experts._replace(experts=experts.gathered, trained_experts=experts.trained_padded),
+            ]
+        )
 
 
 def _of_one(
-    parameter: Tensor, cfg: TrainConfig, sizes: Sizes, group: int, in_block: bool
+    parameter: Tensor,
+    numbers: tuple[int, int],
+    cfg: TrainConfig,
+    sizes: Sizes,
+    shards: int,
+    in_block: bool,
 ) -> FsdpUnit:
-    padded = round_up(len(parameter), group) * parameter[0].numel()
+    """numbers: that are gathered, and the same with equal shards."""
+    own, padded = numbers
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
     if not parameter.requires_grad:
-        return FsdpUnit(gathered=gathered, frozen=padded * (1 if encoded else sizes.frozen))
+        frozen = padded * (1 if encoded else sizes.frozen) / shards
+        return FsdpUnit(gathered=gathered, frozen=frozen)
     each = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape, in_block)
-    return FsdpUnit(parameter.numel(), padded, gathered, state=each * padded / group)
+    shard = padded / shards
+    return FsdpUnit(own, padded, gathered, shard, state=each * shard)
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
@@ -193,6 +232,13 @@ class ModelParts:
         return sum(each[kind] for kind in self.kind_of)
 
     @cached_property
+    def routed(self) -> tuple[int, int]:
+        """Numbers of all experts and routers that a token meets, and those that are trained."""
+        each = [routed_numbers(kind.block) for kind in self.kinds]
+        whole, trained = zip(*(each[kind] for kind in self.kind_of), strict=True)
+        return sum(whole), sum(trained)
+
+    @cached_property
     def work(self) -> TrainedWork:
         """The arithmetic of a step."""
         return trained_work(self.model)
@@ -203,12 +249,10 @@ class ModelParts:
 
     def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
         """Return the units on `group` ranks that share each parameter out."""
-        key = f"{group} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
+        ranks = cfg.sharding.tensor, cfg.sharding.expert
+        key = f"{group} {ranks} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
         if key not in self._units:
-            kinds = [
-                FsdpUnit.of(kind.block.parameters(), cfg, group, in_block=True)
-                for kind in self.kinds
-            ]
+            kinds = [FsdpUnit.of_block(kind.block, cfg, group) for kind in self.kinds]
             blocks = tuple(kinds[kind] for kind in self.kind_of)
             last = FsdpUnit.of(self.last, cfg, group)
             first = last if self.tied else FsdpUnit.of(self.first, cfg, group)

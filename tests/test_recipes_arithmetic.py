@@ -18,7 +18,8 @@ class Recipe:
     def __init__(self, name):
         self.cfg = recipe_as_it_is(name)
         self.batch = self.cfg.batch
-        self.ranks_per_row = self.cfg.sharding.tensor * self.cfg.sharding.context
+        sharding = self.cfg.sharding
+        self.ranks_per_row = sharding.pipeline * sharding.tensor * sharding.context
         before = Path(self.cfg.model.init_from or "").name
         self.model = (
             Recipe(before).model if before in RECIPES else published_model(self.cfg.model.name)

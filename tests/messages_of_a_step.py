@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_trainer.config.pipeline import micro_batches
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
@@ -114,9 +115,9 @@ def messages_of_stages(cfg, config):
 
 
 class SentByKind(TorchDispatchMode):
-    """Adds up the bytes that rank 0 sends to others, by how many ranks gather or reduce.
+    """Adds up the bytes that a rank sends to others, by how many ranks gather or reduce.
 
-    rows: to others' experts and back; waits: how often numbers of rows are exchanged.
+    rows: to others' experts and back, or to owners; waits: how often numbers of rows are exchanged.
     """
 
     def __init__(self):
@@ -131,7 +132,9 @@ class SentByKind(TorchDispatchMode):
         elif name == ALL_TO_ALL and args[1].dtype == torch.int64:
             self.waits += 1
         elif name == ALL_TO_ALL:
-            self.rows += sum(args[4][1:]) * args[1][0].nbytes
+            own = dist.ProcessGroup.unbox(args[2]).rank()
+            others = sum(args[4]) - args[4][own]
+            self.rows += others * args[1][:1].nbytes
         return func(*args, **(kwargs or {}))
 
     def result(self):
@@ -179,3 +182,22 @@ def rows_of_512_ranks(cfg, config):
     finally:
         ExpertRanks.row_numbers = real
         dist.destroy_process_group()
+
+
+def messages_of_owners(cases):
+    """[(cfg, config)] → of each the bytes that this rank sends in an update of Muon."""
+    dist.init_process_group("gloo")
+    return [_messages_of_owners(*case) for case in cases]
+
+
+def _messages_of_owners(cfg, config):
+    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    model = parallelize(meta_decoder(config), dims, cfg)
+    allocate(model, torch.device("cpu"))
+    initialize_weights(model, 0)
+    optimizer = build_optimizer(model, cfg.optim)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    with SentByKind() as sent:
+        optimizer.step()
+    return sent.rows

@@ -4,6 +4,7 @@ Each matrix has an owner, reached by one all-to-all and answered by another. Mat
 all ranks, also those that hold the same shards (replicas, ddp): none repeats another's work.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -192,18 +193,32 @@ def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = N
     layouts = layouts_of(parameters, group)
     ranks = len(layouts[0].parts)
     rank = dist.get_rank(group) if ranks > 1 else 0
-    order = sorted(range(len(layouts)), key=lambda i: layouts[i].shape[1:], reverse=True)
-    order.sort(key=lambda i: work(layouts[i]), reverse=True)
     rounds: list[Round] = []
-    first, chosen, matrices, numbers = 0, [], 0, 0
+    first = 0
+    for chosen in rounds_of([stack_shape(layout.shape) for layout in layouts], ranks):
+        some = [parameters[i] for i in chosen], [layouts[i] for i in chosen]
+        rounds.append(Round(*some, first, rank))
+        first = rounds[-1].next
+    return rounds
+
+
+def rounds_of(shapes: Sequence[tuple[int, int, int]], ranks: int) -> list[list[int]]:
+    """Return which parameters are computed with at the same time, the largest matrices first.
+
+    shapes: matrices, rows and columns of each.
+    """
+    order = sorted(range(len(shapes)), key=lambda i: shapes[i][1:], reverse=True)
+    order.sort(key=lambda i: work(shapes[i]), reverse=True)
+    rounds: list[list[int]] = []
+    chosen: list[int] = []
+    matrices, numbers = 0, 0
     for i in order:
         chosen.append(i)
-        matrices += layouts[i].shape[0]
-        numbers += parameters[i].numel()
+        matrices += shapes[i][0]
+        numbers += math.prod(shapes[i])
         if i == order[-1] or (matrices >= ranks and numbers >= ROUND * ranks):
-            some = [parameters[i] for i in chosen], [layouts[i] for i in chosen]
-            rounds.append(Round(*some, first, rank))
-            first, chosen, matrices, numbers = rounds[-1].next, [], 0, 0
+            rounds.append(chosen)
+            chosen, matrices, numbers = [], 0, 0
     return rounds
 
 
@@ -244,9 +259,9 @@ def place(whole: Tensor, piece: MatrixPiece) -> Tensor:
     return whole[slice(*piece.rows), slice(*piece.columns)]
 
 
-def work(layout: ShardLayout) -> int:
+def work(shape: tuple[int, int, int]) -> int:
     """Return what Newton-Schulz costs a matrix, up to a factor."""
-    _, rows, columns = layout.shape
+    _, rows, columns = shape
     few = min(rows, columns)
     return few * few * (2 * max(rows, columns) + few)
 

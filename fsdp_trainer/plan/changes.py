@@ -222,6 +222,13 @@ def smaller_moments(run: Candidate) -> Iterator[Change]:
         yield Change(words, {key: "8bit"}, "moments are kept in 8 bits", Effect.MOMENTS)
 
 
+def one_moment(run: Candidate) -> Iterator[Change]:
+    """Muon, for weights that are trained from the start."""
+    if run.cfg.optim.name == "adamw" and run.cfg.model.init_from is None:
+        reason = "one moment of the blocks' matrices in place of two: other steps"
+        yield Change("optim=muon", {"optim.name": "muon"}, reason, Effect.COMPUTATION)
+
+
 def shorter_numbers(run: Candidate) -> Iterator[Change]:
     """Formats that weights and gradients are computed and kept in."""
     precision = run.cfg.precision
@@ -337,6 +344,7 @@ SMALLER: Table = (
     offload_states,
     smaller_head_chunks,
     smaller_moments,
+    one_moment,
     shorter_numbers,
     shorter_rows,
 )

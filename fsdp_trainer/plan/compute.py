@@ -219,6 +219,13 @@ def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float
     return peak_rate(cfg, device) * PRODUCTS * device.reach * by_tokens * by_width
 
 
+def newton_schulz_rate(cfg: TrainConfig, device: Device) -> float:
+    """Return the FLOP/s of Muon's products, the middle of the range: those of wide matrices."""
+    in_bfloat16 = cfg.optim.ns_dtype == "bfloat16"
+    peak = (device.flops or 0.0) if in_bfloat16 else device.flops_float32
+    return peak * (device.efficiency or PRODUCTS * device.reach)
+
+
 def attention_rate(cfg: TrainConfig, device: Device, products: float) -> float:
     """Return the FLOP/s of attention, counted as causal. products: the rate of matrix products."""
     kernel = FASTER_ATTENTION.get(cfg.model.attention_kernel, 1.0)

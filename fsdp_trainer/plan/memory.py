@@ -24,7 +24,7 @@ from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head
-from fsdp_trainer.optim.footprint import Update, is_block_matrix, update_bytes
+from fsdp_trainer.optim.footprint import Update, update_bytes
 from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
@@ -451,10 +451,10 @@ class Step:
 
 def matrix_numbers(cfg: TrainConfig, config: ModelConfig) -> tuple[int, int]:
     """Return the numbers of the largest matrix of a block that is trained, and of all of them."""
-    named = model_parts(config, cfg).model.named_parameters()
-    trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
-    largest = max((p.shape[-2:].numel() for p in trained), default=0)
-    return largest, sum(p.numel() for p in trained)
+    shapes = model_parts(config, cfg).matrices
+    return max((rows * columns for _, rows, columns in shapes), default=0), sum(
+        map(math.prod, shapes)
+    )
 
 
 def moved_bytes(

@@ -8,7 +8,6 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
-from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.time import Times, Wire, times, wire
 from fsdp_trainer.plan.units import model_parts
@@ -114,7 +113,7 @@ def make_plan(
         tokens=tokens,
         micro_batches=micro_batches(cfg, world),
         flops=palm_flops(config, tokens, cfg.batch.seq_len, parts.work),
-        checkpoint=checkpoint_bytes(parts.model, cfg.precision, cfg.optim),
+        checkpoint=parts.checkpoint(cfg),
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,
         batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),

@@ -14,7 +14,13 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.parallel.memory_check import keeps_gathered
-from fsdp_trainer.plan.compute import MEMORY, compute_seconds, recomputed
+from fsdp_trainer.plan.compute import (
+    MEMORY,
+    SPREAD,
+    compute_seconds,
+    newton_schulz_rate,
+    recomputed,
+)
 from fsdp_trainer.plan.experts import (
     EXCHANGES,
     HOST_WAIT,
@@ -23,6 +29,7 @@ from fsdp_trainer.plan.experts import (
     mixtures,
 )
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
+from fsdp_trainer.plan.muon import newton_schulz_flops, owner_traffic
 from fsdp_trainer.plan.share import exchanged, share_of_rank
 from fsdp_trainer.plan.stages import (
     StageShare,
@@ -285,6 +292,7 @@ def _wire_of(
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
     traffic = tensor_traffic(cfg, config, share)
+    owners = owner_traffic(cfg, config, world, device.per_node)
     config = share_of_rank(config, tensor.ranks)
     count = micro_batches(cfg, world)
     units = units_of(share, cfg, config, shard.ranks)
@@ -334,6 +342,8 @@ def _wire_of(
         times = count * share.of_blocks(config)
         half = times * exchange.sent / 2
         ways["context"] = Wire(context.ranks, half, half, times * exchange.across)
+    if owners.answered:
+        ways["owners"] = Wire(world, owners.sent, owners.answered, owners.across)
     if cfg.sharding.pipeline > 1:
         passed = hops(cfg, config, world, device, share)
         on, back = (count * passed.size * sent for sent in (passed.forward, passed.backward))
@@ -408,6 +418,7 @@ def _times_of(
     tensor = tensor_group(cfg.sharding, device.per_node)
     traffic = tensor_traffic(cfg, config, share)
     passed = hops(cfg, config, world, device, share)
+    of_owners = owners_seconds(cfg, config, world, device, best)
     config = share_of_rank(config, tensor.ranks)
     units = units_of(share, cfg, config, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
@@ -477,7 +488,7 @@ def _times_of(
         compute,
         total,
         exposed,
-        _optimizer_seconds(cfg, units.all.own, device),
+        _optimizer_seconds(cfg, units.all.own, device) + of_owners,
         idle_micro_batches(cfg.sharding) * (compute + exposed) / count,
     )
 
@@ -490,6 +501,18 @@ def moving_seconds(
         return 0.0
     traced, _ = trace_blocks(cfg, config, "cuda")
     return sum(moved_bytes(cfg, config, traced, "cuda")) / (device.host_link * efficiency)
+
+
+def owners_seconds(
+    cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool
+) -> float:
+    """Return the seconds in which Muon's owners get matrices, make them orthogonal and answer."""
+    if cfg.optim.name != "muon":
+        return 0.0
+    spread = 1.0 if device.efficiency else 1 / SPREAD if best else SPREAD
+    products = newton_schulz_flops(cfg, config, world) / newton_schulz_rate(cfg, device)
+    traffic = owner_traffic(cfg, config, world, device.per_node)
+    return products * spread + traffic.seconds(device, LINKS[best])
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:

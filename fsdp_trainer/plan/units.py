@@ -20,7 +20,9 @@ from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
-from fsdp_trainer.optim.footprint import state_bytes
+from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
+from fsdp_trainer.optim.owners import stack_shape
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.plan.experts import own_numbers, routed_numbers, separate_parameters
 from fsdp_trainer.rounding import round_up
 
@@ -212,6 +214,9 @@ class ModelParts:
         self.adapters = AdapterCounts(*map(sum, zip(*counts, strict=True)))
         self.backward_from = self._first_with_gradient()
         self._units: dict[str, ModelUnits] = {}
+        self._checkpoints: dict[str, float] = {}
+        self.owners_work: dict[int, float] = {}
+        """Of Muon's owners by the number of ranks: see plan/muon.py."""
 
     def _first_with_gradient(self) -> int:
         """Return the first block whose output has a gradient; backward goes no further."""
@@ -232,6 +237,13 @@ class ModelParts:
         return sum(each[kind] for kind in self.kind_of)
 
     @cached_property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """Stacks of matrices of the blocks that are trained: matrices, rows, columns of each."""
+        named = self.model.named_parameters()
+        trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
+        return [stack_shape(p.shape) for p in trained]
+
+    @cached_property
     def routed(self) -> tuple[int, int]:
         """Numbers of all experts and routers that a token meets, and those that are trained."""
         each = [routed_numbers(kind.block) for kind in self.kinds]
@@ -246,6 +258,14 @@ class ModelParts:
     def input_has_gradient(self, block: int) -> bool:
         """Return true where backward goes on in front of this block."""
         return self.embedding.requires_grad or block > self.backward_from
+
+    def checkpoint(self, cfg: TrainConfig) -> float:
+        """Return the bytes of a checkpoint."""
+        key = f"{cfg.precision.master_dtype} {cfg.optim}"
+        if key not in self._checkpoints:
+            size = checkpoint_bytes(self.model, cfg.precision, cfg.optim)
+            self._checkpoints[key] = size
+        return self._checkpoints[key]
 
     def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
         """Return the units on `group` ranks that share each parameter out."""

@@ -1,0 +1,74 @@
+"""Muon's update in the arithmetic of a plan: the owners of matrices, and what they are sent."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fsdp_trainer.config.dimensions import dimension_sizes
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.devices import Device
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.optim.owners import rounds_of
+from fsdp_trainer.plan.units import model_parts
+
+
+class OwnerTraffic(NamedTuple):
+    """Bytes that a rank sends in a step: parts of matrices to their owners, and owners' answers.
+
+    across: of both, those that leave its node.
+    """
+
+    sent: float = 0.0
+    answered: float = 0.0
+    across: float = 0.0
+
+    def seconds(self, device: Device, efficiency: float) -> float:
+        """Return the seconds on the slower of the links. Nothing is computed meanwhile."""
+        whole = self.sent + self.answered
+        return max(whole / device.link, self.across / device.network) / efficiency
+
+
+def owner_traffic(cfg: TrainConfig, config: ModelConfig, world: int, per_node: int) -> OwnerTraffic:
+    """Return what a rank sends in an update, as a mean; nothing without Muon.
+
+    An owner gets the parts of its own replica's ranks, and answers those of all replicas.
+    """
+    if cfg.optim.name != "muon" or world == 1:
+        return OwnerTraffic()
+    replicas = dimension_sizes(cfg.sharding, world)["replicate"]
+    shards = world // replicas
+    number = getattr(torch, cfg.optim.ns_dtype).itemsize
+    own = sum(map(math.prod, model_parts(config, cfg).matrices)) / world * number
+    sent, answered = own * (shards - 1) / shards, own * (replicas - 1 / shards)
+    beside = min(shards, per_node)
+    across = sent * (shards - beside) / max(1, shards - 1)
+    across += answered * (world - min(world, per_node)) / (world - 1)
+    return OwnerTraffic(sent, answered, across)
+
+
+def newton_schulz_flops(cfg: TrainConfig, config: ModelConfig, world: int) -> float:
+    """Return the operations of a step's owners, in each round those of the one with most."""
+    if cfg.optim.name != "muon":
+        return 0.0
+    parts = model_parts(config, cfg)
+    if world not in parts.owners_work:
+        parts.owners_work[world] = _most_in_rounds(parts.matrices, world)
+    return cfg.optim.ns_steps * parts.owners_work[world]
+
+
+def _most_in_rounds(shapes: list[tuple[int, int, int]], ranks: int) -> float:
+    """Return the sum over rounds of the most operations of a rank, for a step of Newton-Schulz."""
+    whole, owner = 0.0, 0
+    for chosen in rounds_of(shapes, ranks):
+        operations = np.zeros(ranks)
+        for matrices, rows, columns in (shapes[i] for i in chosen):
+            few, many = sorted((rows, columns))
+            each = 4.0 * few * few * many + 2.0 * few**3
+            every, rest = divmod(matrices, ranks)
+            operations += every * each
+            operations[(owner + np.arange(rest)) % ranks] += each
+            owner = (owner + matrices) % ranks
+        whole += operations.max()
+    return float(whole)

@@ -389,6 +389,7 @@ def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or
             "four", *how, "batch.micro_rows=1", "sharding.expert=2", "activation_checkpoint=full",
             ranks=4,
         ),
+        train("stages", *how, "batch.micro_rows=1", "sharding.pipeline=2", ranks=2),
     ]  # fmt: skip
     parts = [*MOVING, "batch.micro_rows=4", "checkpoint.export_hf=true"]
     train("parted", *parts, "train.steps=2")

@@ -316,9 +316,6 @@ def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
         )
         yield Problem(f"sharding.pipeline={ranks}", reason)
-    if stages > 1 and EXPERTS in config.feed_forwards and config.family_spec.router == BIASED:
-        reason = f"{config.family} has no stages in this version.\nUse  sharding.pipeline=1"
-        yield Problem(f"sharding.pipeline={cfg.sharding.pipeline}", reason)
     schedule = cfg.sharding.pipeline_schedule
     if stages > 1 and config.tie_word_embeddings and SCHEDULES[schedule].in_v:
         reason = (

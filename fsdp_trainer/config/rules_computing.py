@@ -100,7 +100,8 @@ def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
         yield (
             "data.pad_to_multiple",
             "ranks that share rows need all of one length, also a rank that cannot read its "
-            "data.\nUse  data.packing=best_fit  or leave it out",
+            "data.\nUse  data.pad_to_multiple=null  , without padding  "
+            "data.packing=best_fit data.pad_to_multiple=null",
         )
 
 

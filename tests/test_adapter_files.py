@@ -238,13 +238,16 @@ def test_a_peft_folder_gives_the_logits_that_peft_computes(tmp_path, family, bas
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("phi3", 2)])
-def test_a_run_goes_on_from_a_peft_folder(train, tmp_path, family, ranks):
+def test_a_run_goes_on_from_a_peft_folder(train, world, tmp_path, family, ranks):
     base = make_folder(tmp_path / "base", family)
     theirs = make_adapter(
         base, tmp_path / "adapter", use_dora=True, use_rslora=True, modules_to_save=["lm_head"]
     )
     start = [*RUN[:-1], f"adapter.init_from={tmp_path / 'adapter'}", "train.steps=0"]
-    run = train("run", *start, base=HF, ranks=ranks)
+    layout = ["sharding.tensor=2"] if ranks == 2 else []
+    planned = [*start, *layout, f"model.init_from={base}", f"plan.world_size={ranks}"]
+    world.command("plan", *HF, *planned, "plan.gpu=h100")
+    run = train("run", *start, *layout, base=HF, ranks=ranks)
     expected = logits(theirs)
     torch.testing.assert_close(logits(load_model(run.folder)), expected, atol=LOGITS, rtol=1e-4)
     config = adapter_config(run.folder / "adapter")

@@ -491,7 +491,7 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
 @pytest.mark.slow
 def test_shapes_of_weights_are_not_among_what_may_change(train):
     train("run", "train.steps=1")
-    changed = ["model.vocab_multiple=64", "checkpoint.allow_changes=[model.vocab_multiple]"]
+    changed = ["model.vocab_size=300", "checkpoint.allow_changes=[model.vocab_size]"]
     told = train("run", "train.steps=2", *changed, code=2)
     assert "model.embed_tokens.weight" in told.err
     assert "run.name=NEW model.init_from=" in told.err

@@ -225,6 +225,7 @@ def load_weights(
         if name not in base.digests
     }
     load(checkpoint, state | dict(optimizer), alone)
+    clear_padding(model)
     if not base.digests:
         return
     sources = base_weights(model, base)
@@ -232,7 +233,6 @@ def load_weights(
         read_parameters(model, sources)
     else:
         run_on_all_ranks("read the frozen weights", lambda: read_parameters(model, sources))
-    _clear_padding(model, base)
     exact = {getattr(torch, base.dtype), torch.float32}  # other formats have lost digits
     formats = {name: {torch.uint8} if is_of_codes(d) else exact for name, d in base.digests.items()}
     whole = dict(model.whole.named_parameters())
@@ -488,12 +488,12 @@ def _known_rows(model: Decoder, name: str) -> int:
 
 
 @torch.no_grad()
-def _clear_padding(model: Decoder, base: Base) -> None:
-    own = dict(model.named_parameters())  # a stage of a pipeline need not have them
-    for name in set(VOCABULARY) & base.digests.keys() & own.keys():
-        parameter = own[name]
-        first = local_slice(parameter)[0].start
-        local_part(parameter)[max(0, model.config.vocab_size - first) :] = 0
+def clear_padding(model: Decoder) -> None:
+    """Set to 0 what pads the vocabulary: another layout's checkpoint has less of it, or none."""
+    for name, parameter in model.named_parameters():
+        if name in VOCABULARY:
+            first = local_slice(parameter)[0].start
+            local_part(parameter)[max(0, model.config.vocab_size - first) :] = 0
 
 
 @torch.no_grad()

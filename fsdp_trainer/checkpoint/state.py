@@ -57,6 +57,13 @@ def optimizer_state(model: nn.Module, optimizer: TrainerOptimizer) -> dict[str, 
     }
 
 
+def parameter_of(name: str) -> str:
+    """Return the parameter that a weight or an optimizer state of a checkpoint belongs to."""
+    if name.startswith(OPTIMIZER):
+        return name.removeprefix(OPTIMIZER).rpartition("/")[0]
+    return name.removeprefix(WEIGHTS)
+
+
 def prepare_optimizer(model: nn.Module, optimizer: TrainerOptimizer, checkpoint: str) -> None:
     """Give a fresh optimizer empty state of each parameter of which the checkpoint holds some.
 

@@ -37,7 +37,7 @@ from fsdp_trainer.checkpoint.files import (
     write_durably,
 )
 from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, write_file
-from fsdp_trainer.checkpoint.state import WEIGHTS
+from fsdp_trainer.checkpoint.state import parameter_of
 from fsdp_trainer.config.paths import (
     BEST,
     LAG_SECONDS,
@@ -303,7 +303,8 @@ def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
 
 
 class VocabularyPlanner(DefaultLoadPlanner):
-    """Reads of a vocabulary the rows that both have, stored and wanted. All else must fit."""
+    """Reads of a vocabulary, and of its optimizer state, the rows that both have, stored and
+    wanted. All else must fit."""
 
     def set_up_planner(
         self,
@@ -314,8 +315,8 @@ class VocabularyPlanner(DefaultLoadPlanner):
         """Give the stored vocabularies the size of the wanted ones."""
         assert metadata is not None
         entries = dict(metadata.state_dict_metadata)
-        for name in (WEIGHTS + vocabulary for vocabulary in VOCABULARY):
-            if name in entries and name in state_dict:
+        for name in state_dict.keys() & entries.keys():
+            if parameter_of(name) in VOCABULARY:
                 entries[name] = replace(entries[name], size=state_dict[name].size())
         resized = replace(metadata, state_dict_metadata=entries)
         super().set_up_planner(state_dict, resized, is_coordinator)

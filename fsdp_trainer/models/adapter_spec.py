@@ -6,6 +6,7 @@ from typing import Any
 
 from fsdp_trainer.models.families import is_stacked
 
+ALL_TARGETS = ("all", "all-linear")
 A = "lora_A"
 B = "lora_B"
 MAGNITUDE = "lora_magnitude_vector"

@@ -8,7 +8,7 @@ behind `base_model.model.`.
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MethodType
@@ -26,7 +26,13 @@ from fsdp_trainer.config.paths import checkpoint_frozen, find_checkpoint
 from fsdp_trainer.config.schema import Adapter, Precision
 from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, matrix_name
+from fsdp_trainer.models.adapter_spec import (
+    ALL_TARGETS,
+    MAGNITUDE,
+    A,
+    AdapterSpec,
+    matrix_name,
+)
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.expert_adapters import adapt_experts, adapted_experts, expert_matrices
@@ -36,7 +42,6 @@ from fsdp_trainer.models.peft_config import read_folder
 from fsdp_trainer.models.peft_experts import STACKED_PARTS, Stack
 from fsdp_trainer.models.peft_names import Layout, Part, resolve
 
-ALL_TARGETS = ("all", "all-linear")
 TARGET_NAMES = {"experts": "*.mlp.experts.*"}
 """Words that adapter.targets takes besides these, names and patterns."""
 NF4 = "nf4"
@@ -59,12 +64,28 @@ def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -
 # --- which layers ---------------------------------------------------------------------------------
 
 
+@dataclass
+class FittedAdapter(Adapter):
+    """Adapters that were resolved for a whole model: a part of it, with narrower matrices, has the
+    same."""
+
+    spec: AdapterSpec | None = field(default=None, repr=False)
+
+
+def fitted_adapter(cfg: Adapter, config: ModelConfig) -> Adapter:
+    """Return the adapters for parts of a model. Raises UserError as `resolve_adapters` does."""
+    values = {one.name: getattr(cfg, one.name) for one in fields(Adapter)}
+    return FittedAdapter(**values, spec=resolve_adapters(cfg, config))
+
+
 def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     """Return the adapters that the configuration asks for; None: all weights are trained.
 
     Raises UserError for targets that the model does not have, and ranks that its matrices are too
     small for.
     """
+    if isinstance(cfg, FittedAdapter):
+        return cfg.spec
     if cfg.init_from:
         return continued_adapters(Path(cfg.init_from), config, cfg.base)
     if cfg.name == "none":
@@ -81,6 +102,17 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
         raise UserError("the adapters do not fit the model", problems)
     layers = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
     return AdapterSpec(cfg.name, cfg.scaling, cfg.base, layers, also)
+
+
+def as_configured(spec: AdapterSpec | None, cfg: Adapter) -> Adapter:
+    """Return adapters that a folder decides, as they would be typed without it.
+
+    Ranks aside. spec: what `cfg` resolves to.
+    """
+    if spec is None or not cfg.init_from:
+        return cfg
+    also = [name.removesuffix(".weight") for name in spec.also]
+    return Adapter(name=spec.kind, targets=[*spec.layers], also=also, base=cfg.base)
 
 
 def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterSpec:

@@ -4,8 +4,9 @@ Both spellings are known: that of transformers 4 and that of transformers 5.
 """
 
 import json
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +190,10 @@ class ModelConfig:
     def embedding_rows(self) -> int:
         """Rows of the embedding and the head, padding included."""
         return round_up(self.vocab_size, self.vocab_multiple)
+
+    def with_equal_rows(self, ranks: int) -> "ModelConfig":
+        """Return it with a vocabulary that is padded until `ranks` ranks share its rows evenly."""
+        return replace(self, vocab_multiple=math.lcm(self.vocab_multiple, ranks))
 
     @property
     def rotary_dim(self) -> int:

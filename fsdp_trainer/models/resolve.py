@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +12,7 @@ from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import ALL_TARGETS, A, adapter_name
 from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
@@ -263,18 +265,7 @@ def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
         yield Problem(f"sharding.tensor={ranks}", reason)
         return
-    if config.vocab_size:  # else it is the tokenizer's
-        yield from vocabulary_problems(config, ranks)
     yield from _cut_blocks(cfg, config)
-
-
-def vocabulary_problems(config: ModelConfig, ranks: int) -> Iterator[Problem]:
-    """Yield the problem of a vocabulary that leaves a rank of a tensor group without a row."""
-    rows = config.embedding_rows
-    if -(-rows // ranks) * (ranks - 1) >= rows:
-        reason = f"{rows} rows of the vocabulary leave a rank without one"
-        instead = f"Use  model.vocab_multiple={ranks}"
-        yield Problem(f"sharding.tensor={ranks}", f"{reason}.\n{instead}")
 
 
 def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
@@ -282,15 +273,13 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     ranks, adapter = cfg.sharding.tensor, cfg.adapter
     if ranks == 1:
         return
-    widths = {
-        "num_attention_heads × head_dim": config.num_attention_heads * config.value_dim,
-        "intermediate_size": config.intermediate_size,
-    }
+    heads = config.num_attention_heads * config.value_dim
+    widths = {"self_attn.o_proj": ("num_attention_heads × head_dim", heads)}
+    if DENSE in config.feed_forwards:
+        widths["mlp.down_proj"] = ("intermediate_size", config.intermediate_size)
     in_four_bits = adapter.name != "none" and adapter.base == "nf4"
-    # a part of the layers is looked at when their optimizer is built
-    all_trained = adapter.name == "none" and not cfg.train.freeze
-    in_eight_bits = all_trained and moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
-    for what, width in widths.items():
+    in_eight_bits = moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
+    for module, (what, width) in widths.items():
         part = width // ranks
         start = f"{what}={width:,} leaves each of {ranks} ranks {part:,} numbers of a row"
         if in_four_bits and part % FOUR_BIT_BLOCK:
@@ -300,9 +289,33 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             )
             yield Problem("adapter.base=nf4", reason)
         block = block_size((1, width))
-        if in_eight_bits and part % block:
+        if in_eight_bits and part % block and _trains_rows(cfg, config, module):
             reason = f"{start}, which cuts blocks of {block}.\nUse  optim.state_dtype=bfloat16"
             yield Problem("optim.state_dtype=8bit", reason)
+
+
+def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
+    """Return True if rows of a module of any block are trained, or those of its adapter's A.
+
+    module: its name in a block.
+    """
+    adapter = cfg.adapter
+    if adapter.init_from:
+        return False  # its folder decides which layers there are, and is read later
+    layers = [f"model.layers.{block}.{module}" for block in range(config.num_hidden_layers)]
+    trained = [f"{layer}.weight" for layer in layers]
+    if adapter.name != "none":
+        targets = adapter.targets if isinstance(adapter.targets, list) else [adapter.targets]
+        targets = ["*" if target in ALL_TARGETS else target for target in targets]
+        trained = [adapter_name(layer, A) for layer in layers if _fits(layer, targets)]
+        trained += [f"{layer}.weight" for layer in layers if _fits(layer, adapter.also)]
+    return not all(any(fnmatchcase(name, p) for p in cfg.train.freeze) for name in trained)
+
+
+def _fits(layer: str, patterns: list[str]) -> bool:
+    """Return True if one of the patterns fits a layer's name, or the end of it."""
+    forms = [form for pattern in patterns for form in (pattern, f"*.{pattern}")]
+    return any(fnmatchcase(layer, form) for form in forms)
 
 
 def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

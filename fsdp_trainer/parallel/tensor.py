@@ -407,7 +407,8 @@ class TensorEmbedding(nn.Embedding):
 class TensorHead(Head):
     """A head of which each rank makes a part of the logits; one collective for each chunk.
 
-    The gradient of the hidden states is this rank's summand.
+    The ranks have equally many rows (ModelConfig.with_equal_rows), the last ones perhaps padding
+    alone. The gradient of the hidden states is this rank's summand.
     """
 
     tensor_ranks: TensorRanks
@@ -427,9 +428,7 @@ class TensorHead(Head):
         """See Head. For inference: no gradient. Collective."""
         logits = F.linear(hidden, local(self.weight))
         logits = logits if self.softcap is None else cap_logits(logits, self.softcap)
-        largest = -(-self.weight.shape[0] // self.tensor_ranks.size)  # of the ranks' rows
-        padded = F.pad(logits, (0, largest - logits.shape[-1]))
-        return all_gather(padded, -1, self.tensor_ranks.group)[..., : self.vocab_size]
+        return all_gather(logits, -1, self.tensor_ranks.group)[..., : self.vocab_size]
 
     def score_logits(
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool

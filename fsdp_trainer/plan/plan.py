@@ -1,11 +1,12 @@
 """The plan of a run: memory, time and messages. Nothing is allocated; hundreds take a second."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
 from fsdp_trainer.config.pipeline import micro_batches
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import DEVICES, Device
+from fsdp_trainer.models.adapters import fitted_adapter
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.plan.memory import GIB, Memory, memory
@@ -100,6 +101,8 @@ def make_plan(
 
     load: rows of the rank that gets most of them over the even number, where experts are divided.
     """
+    if cfg.sharding.tensor > 1:  # a rank's part of a matrix may be too narrow for their rank
+        cfg = replace(cfg, adapter=fitted_adapter(cfg.adapter, config))
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     tokens = cfg.batch.rows * cfg.batch.seq_len
     parts = model_parts(config, cfg)

@@ -33,7 +33,7 @@ from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.models.adapters import as_configured, resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.balance import new_balance
@@ -45,7 +45,6 @@ from fsdp_trainer.models.resolve import (
     resolve_model,
     resolve_with_tokenizer,
     tensor_problems,
-    vocabulary_problems,
 )
 from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer
@@ -254,11 +253,12 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
         raise UserError("a step is too small for the pipeline", [problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
-    if problems := [*tensor_problems(cfg, config), *context_problems(cfg, config)]:
+    adapters = resolve_adapters(cfg.adapter, config)
+    written_out = replace(cfg, adapter=as_configured(adapters, cfg.adapter))
+    if problems := [*tensor_problems(written_out, config), *context_problems(cfg, config)]:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
-    adapters = resolve_adapters(cfg.adapter, config)
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
         model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
@@ -279,12 +279,13 @@ def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
 
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
-    """Return the model's configuration, checked against the tokenizer. Raises UserError."""
+    """Return the model's configuration, checked against the tokenizer. Raises UserError.
+
+    The ranks of a tensor group have equally many rows of the vocabulary.
+    """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
-    if problems := list(vocabulary_problems(config, cfg.sharding.tensor)):
-        raise UserError("the vocabulary is too small", problems)
-    return config
+    return config.with_equal_rows(cfg.sharding.tensor)
 
 
 def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:

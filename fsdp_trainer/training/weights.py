@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import torch
+
 from fsdp_trainer.checkpoint.base import (
     adapter_on_disk,
     load_weights,
@@ -33,7 +35,7 @@ from fsdp_trainer.models.adapters import (
     is_adapted,
 )
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.base import TrainerOptimizer
@@ -137,7 +139,7 @@ def restore(model: Decoder, optimizer: TrainerOptimizer, checkpoint: Path) -> No
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
     """Raise UserError unless the checkpoint holds the model's parameters, all and no others.
 
-    Its optimizer state would not belong to them.
+    Its optimizer state would not belong to them. A vocabulary may be padded to another size.
     """
     stored = {
         name.removeprefix(WEIGHTS): shape
@@ -150,6 +152,9 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
         for name, parameter in stored_weights(model.whole).items()
         if name not in in_base
     }
+    if ModelConfig.from_hf(model_folder(checkpoint)).vocab_size == model.config.vocab_size:
+        for name in {*VOCABULARY} & stored.keys() & ours.keys():
+            ours[name] = torch.Size((stored[name][0], *ours[name][1:]))
     different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]
     if not different:
         return

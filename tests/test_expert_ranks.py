@@ -161,6 +161,11 @@ CASES = {
     "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),
     "gpt_oss, gathered": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "gathered"}}),
     "gpt_oss, recomputed": (2, GPT_OSS, EXPERT | {"checkpoint": {"mode": "selective"}}),
+    "muon": (
+        4,
+        {},
+        EXPERT | {"optim": {"name": "muon", "ns_dtype": "float32"}, "tolerance": 1e-4},
+    ),
     "8 bits": (4, WIDE, EXPERT | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
 }
 QUICK = ("two",)

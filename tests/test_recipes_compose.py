@@ -12,6 +12,7 @@ from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
 from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
+ONE_RANK = ["sharding.tensor=1", "sharding.pipeline=1"]
 DENSE = [
     "loss.load_balancing=0", "loss.router_z_loss=0", "loss.bias_update_speed=0",
     "sharding.expert=1",
@@ -24,7 +25,7 @@ SHRUNK = [
     "tokenizer.path=demo:bytes",
     "batch.seq_len=128",
     "train.steps=2",
-    "sharding.tensor=1",
+    *ONE_RANK,
     *DENSE,
 ]
 
@@ -74,7 +75,7 @@ def test_the_command_line_chooses_groups_against_any_recipe(name):
         [
             f"+recipe={name}",
             "sharding=ddp",
-            "sharding.tensor=1",
+            *ONE_RANK,
             *DENSE,
             "precision=fp32",
             "activation_checkpoint=none",

@@ -18,6 +18,7 @@ SMALLER = [
 
 
 FURTHER_SIZES = {
+    "llama405b_pretrain_pp": ["model.num_hidden_layers=4"],  # two stages of each rank
     "deepseek_v3_sft": [
         "model.num_key_value_heads=4", "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4",
         "model.v_head_dim=8", "model.kv_lora_rank=16", "model.q_lora_rank=16",
@@ -73,7 +74,7 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
 def on_two_ranks(recipe) -> list[str]:
     """Return the overrides that give both ranks to the first mesh dimension that a recipe uses."""
     sharding = recipe_as_it_is(recipe).sharding
-    dimensions = ("tensor", "context", "expert")
+    dimensions = ("pipeline", "tensor", "context", "expert")
     used = [name for name in dimensions if getattr(sharding, name) > 1]
     return [f"sharding.{name}={2 if name == used[0] else 1}" for name in used]
 

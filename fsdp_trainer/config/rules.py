@@ -100,6 +100,8 @@ PATHS = (
     "model.init_from",
     "adapter.init_from",
     "checkpoint.resume",
+    "evaluation.core_data",
+    "core_data",
     "source",
     "out",
     "hf",

@@ -41,6 +41,8 @@ FORMATS = (
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
     "segments",
 )  # fmt: skip
+CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
+"""In the folder that core_data names."""
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 
@@ -230,7 +232,12 @@ class Evaluation:
     """The tasks that the model in training is evaluated on, as the verb evaluate has them."""
 
     tasks: list[str] = key(
-        [], "names of lm-evaluation-harness's tasks, or paths of their YAML files"
+        [],
+        "names of lm-evaluation-harness's tasks, or paths of their YAML files; `core`: DCLM's 22"
+        " tasks",
+    )
+    core_data: str | None = key(
+        None, "of the task `core`: a folder with core.yaml, eval_data/ and eval_meta_data.csv"
     )
     limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
     fewshot: int | None = key(

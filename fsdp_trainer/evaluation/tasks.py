@@ -10,6 +10,7 @@ import torch
 from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.evaluation.core import CORE, Core
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 
 
@@ -19,20 +20,26 @@ class Tasks:
     def __init__(self, cfg: Evaluation, tokenizer: TextTokenizer, template: Template):
         """Load the tasks. Raises UserError for one that is not there."""
         self.tokenizer, self.template = tokenizer, template
-        self.harness = None
-        if cfg.tasks:
+        self.core = self.harness = None
+        if CORE in cfg.tasks:
+            self.core = Core(str(cfg.core_data), cfg.limit, tokenizer)
+        names = [name for name in cfg.tasks if name != CORE]
+        if names:
             # a heavy optional package
             from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
 
-            self.harness = HarnessTasks(cfg, cfg.tasks)
+            self.harness = HarnessTasks(cfg, names)
 
     def run(self, scorer: Scorer) -> Metrics:
         """Return {task: {metric: value}}; on other than a node's first rank it may be empty.
 
         Collective.
         """
-        with same_randomness():
-            return self.harness.run(scorer, self.tokenizer, self.template) if self.harness else {}
+        metrics = self.core.run(scorer) if self.core else {}
+        if self.harness:
+            with same_randomness():
+                metrics |= self.harness.run(scorer, self.tokenizer, self.template)
+        return metrics
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
-from fsdp_trainer.config.schema import Evaluation
+from fsdp_trainer.config.schema import CORE_FILES, Evaluation
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
@@ -35,8 +36,22 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
     for name in cfg.tasks:
         if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
             problems.append(Problem(f"{node}tasks=[{name}]", "there is no such file"))
-    if importlib.util.find_spec("lm_eval") is None:
+    problem = core_problem(cfg.core_data, node) if "core" in cfg.tasks else ""
+    if problem:
+        problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
+    if set(cfg.tasks) - {"core"} and importlib.util.find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
         problems.append(Problem(f"{node}tasks", reason))
     if problems:
         raise UserError("there is nothing to evaluate", problems)
+
+
+def core_problem(folder: str | None, node: str) -> str:
+    """Return why the task `core` cannot be run on a folder; empty: it can."""
+    if folder is None:
+        return (
+            "the task core needs its data: the folder of nanochat's eval_bundle.zip, as  "
+            f"{node}core_data=eval_bundle"
+        )
+    missing = [name for name in CORE_FILES if not (Path(folder) / name).exists()]
+    return f"has no {' and no '.join(missing)}" if missing else ""

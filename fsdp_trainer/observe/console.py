@@ -20,6 +20,7 @@ PLAIN_NAMES = {
 }
 PLAIN_NAMES |= dict.fromkeys(CHECKPOINT, "checkpoint")
 """Names for people of phases that go by another one."""
+MOST_METRICS = 8  # in the line of an evaluation
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 5.0  # between two lines of `paced`
 
 
@@ -164,6 +165,8 @@ def tasks_line(step: int, metrics: dict[str, dict[str, float]]) -> str:
             error = values.get(error_name(name))
             spread = "" if error is None else f" ± {error:.4f}"
             parts.append(f"{task} {name} {value:.4f}{spread}")
+    if len(parts) > MOST_METRICS:
+        parts[MOST_METRICS:] = [f"and {len(parts) - MOST_METRICS} more in metrics.jsonl"]
     return f"tasks  after step {step:,}: {', '.join(parts)}"
 
 

@@ -1,0 +1,185 @@
+"""CORE, the centred accuracy of base models over 22 tasks (Li et al. 2024, arXiv 2406.11794, §3.5).
+
+The data are a folder in the format of nanochat's eval bundle, https://github.com/karpathy/nanochat:
+core.yaml (`icl_tasks`), eval_data/ (JSON lines) and eval_meta_data.csv (what guessing gives, in
+percent). Examples, the choice of items and the scores are computed as its core_eval.py does.
+"""
+
+import csv
+import json
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from fsdp_trainer.config.schema import CORE_FILES
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
+
+CORE = "core"
+"""The name in tasks=[…]."""
+ORDER_SEED, EXAMPLE_SEED = 1337, 1234  # nanochat's
+Item = dict[str, Any]
+
+
+class TaskKind(NamedTuple):
+    """A kind of tasks. texts: an item's texts, without examples; answer: which is the right one."""
+
+    texts: Callable[[Item, str], list[str]]
+    answer: Callable[[Item], int]
+
+
+def choice_texts(item: Item, delimiter: str) -> list[str]:
+    """Return a question with each of its choices."""
+    return [f"{item['query']}{delimiter}{choice}" for choice in item["choices"]]
+
+
+def schema_texts(item: Item, delimiter: str) -> list[str]:
+    """Return each of the contexts with the same continuation."""
+    return [f"{each}{delimiter}{item['continuation']}" for each in item["context_options"]]
+
+
+def language_texts(item: Item, delimiter: str) -> list[str]:
+    """Return a context without and with its continuation."""
+    context = f"{item['context'].strip()}{delimiter}"
+    return [context, f"{context}{item['continuation']}"]
+
+
+KINDS = {
+    "multiple_choice": TaskKind(choice_texts, lambda item: item["gold"]),
+    "schema": TaskKind(schema_texts, lambda item: item["gold"]),
+    "language_modeling": TaskKind(language_texts, lambda item: 1),
+}
+"""By icl_task_type."""
+
+
+@dataclass(frozen=True)
+class CoreTask:
+    """A task of the bundle.
+
+    shots: examples before a question; baseline: what guessing gives.
+    """
+
+    label: str
+    kind: str
+    shots: int
+    delimiter: str
+    baseline: float
+    items: list[Item]
+
+    def texts(self, number: int) -> list[str]:
+        """Return an item's texts, with examples that depend on its number alone."""
+        kind, item = KINDS[self.kind], self.items[number]
+        others = [i for i in range(len(self.items)) if i != number]
+        chosen = random.Random(EXAMPLE_SEED + number).sample(others, self.shots)
+        before = ""
+        for example in (self.items[i] for i in chosen):
+            before += kind.texts(example, self.delimiter)[kind.answer(example)] + "\n\n"
+        texts = [before + text for text in kind.texts(item, self.delimiter)]
+        if self.kind == "language_modeling":
+            texts[0] = texts[0].rstrip()  # a space would be a part of the next token
+        return texts
+
+    def endings(self, tokens: list[list[int]], context: int) -> list[Ending]:
+        """Return what is asked about an item. tokens: of its texts; context: of the model."""
+        if self.kind == "schema":
+            same = common_prefix([text[::-1] for text in tokens])
+            counts = [same] * len(tokens)
+        else:
+            same = common_prefix(tokens)
+            counts = [len(text) - same for text in tokens]
+        if self.kind == "language_modeling":
+            tokens, counts = tokens[1:], counts[1:]
+        texts = [tuple(text[-context:]) for text in tokens]
+        return [
+            Ending(text, min(max(count, 1), len(text) - 1))
+            for text, count in zip(texts, counts, strict=True)
+        ]
+
+    def is_right(self, number: int, endings: list[Ending], scores: list[Likelihood]) -> bool:
+        """Return whether the model answers an item rightly."""
+        if self.kind == "language_modeling":
+            return scores[0].is_greedy
+        pairs = zip(scores, endings, strict=True)
+        losses = [-score.total / ending.length for score, ending in pairs]
+        return losses.index(min(losses)) == self.items[number]["gold"]
+
+
+class Core:
+    """The tasks of a bundle."""
+
+    def __init__(self, folder: str, limit: int | None, tokenizer: TextTokenizer):
+        """limit: items of each task; None: all. Raises UserError for a bundle that is not whole."""
+        try:
+            self.tasks = read_tasks(Path(folder), limit)
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            reason = f"cannot be read: {type(error).__name__}: {error}"
+            problem = Problem(f"core_data={folder}", reason)
+            raise UserError("the data of CORE are not whole", [problem]) from None
+        self.tokenizer = tokenizer
+
+    def run(self, scorer: Scorer) -> Metrics:
+        """Return {task: {metric: value}}. Collective."""
+        metrics = {f"{CORE}/{task.label}": self.run_task(task, scorer) for task in self.tasks}
+        centered = [values["centered"] for values in metrics.values()]
+        return {CORE: {"centered": sum(centered) / len(centered)}, **metrics}
+
+    def run_task(self, task: CoreTask, scorer: Scorer) -> dict[str, float]:
+        """Return the accuracy of a task, as it is and centred. Collective."""
+        asked = [
+            task.endings([self.encode(text) for text in task.texts(number)], scorer.context)
+            for number in range(len(task.items))
+        ]
+        scores = iter(scorer.likelihoods([ending for endings in asked for ending in endings]))
+        right = [
+            task.is_right(number, endings, [next(scores) for _ in endings])
+            for number, endings in enumerate(asked)
+        ]
+        accuracy = sum(right) / len(right)
+        spread = math.sqrt(accuracy * (1 - accuracy) / max(1, len(right) - 1))
+        centered = (accuracy - task.baseline) / (1 - task.baseline)
+        return {"acc": accuracy, "acc_stderr": spread, "centered": centered}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text behind bos; without one eos, as elsewhere."""
+        tokenizer = self.tokenizer
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        return [first or 0, *tokenizer.encode(text)]
+
+
+def read_tasks(folder: Path, limit: int | None) -> list[CoreTask]:
+    """Return the tasks of a bundle. Raises OSError, ValueError, KeyError, TypeError, YAMLError."""
+    tasks, data, table = (folder / name for name in CORE_FILES)
+    with table.open(encoding="utf-8") as file:
+        baselines = {
+            row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)
+        }
+    return [
+        CoreTask(
+            task["label"],
+            task["icl_task_type"],
+            task["num_fewshot"][0],
+            task.get("continuation_delimiter", " "),
+            baselines[task["label"]] / 100,
+            read_items(data / task["dataset_uri"], limit),
+        )
+        for task in yaml.safe_load(tasks.read_text(encoding="utf-8"))["icl_tasks"]
+    ]
+
+
+def read_items(file: Path, limit: int | None) -> list[Item]:
+    """Return items in an order of their own: in the files many are sorted."""
+    items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    random.Random(ORDER_SEED).shuffle(items)
+    return items[:limit]
+
+
+def common_prefix(texts: list[list[int]]) -> int:
+    """Return how many tokens all texts begin with."""
+    return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))

@@ -115,8 +115,7 @@ OPTION_SYNONYMS = {
     "precision": {
         "bfloat16": "bf16",
         "float32": "fp32",
-        "float16": "bf16",
-        "fp16": "bf16",
+        "float16": "fp16",
         "float8": "fp8",
     },
     "optim": {

@@ -12,6 +12,7 @@ from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.pipeline import SCHEDULES
 from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
+from fsdp_trainer.extensions import OBJECTIVES
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
 from fsdp_trainer.rounding import round_up
 
@@ -271,6 +272,33 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
             f"micro_rows on each rank).\n"
             f"Use  batch.seq_len={round_up(cfg.batch.seq_len, 16 * shares)}",
         )
+
+
+def float16(cfg: TrainConfig, report: Report) -> Broken:
+    """A loss scale is float16's; what it does not reach is refused."""
+    if cfg.precision.param_dtype != "float16":
+        for name in ("loss_scale", "loss_scale_steps"):
+            if f"precision.{name}" in report.typed:
+                yield f"precision.{name}", "only counts with  precision=fp16"
+        return
+    if cfg.sharding.pipeline > 1:
+        yield (
+            "sharding.pipeline",
+            "together with float16, whose loss scale stages do not know, is not in this version.\n"
+            "Use  precision=bf16  or  sharding.pipeline=1",
+        )
+    if cfg.objective.name in OBJECTIVES:
+        yield (
+            "precision.param_dtype",
+            "float16 scales the weights of tokens, which an objective of your own may use "
+            "otherwise.\nUse  precision=bf16  or  precision=fp32",
+        )
+    for name in ("load_balancing", "router_z_loss"):
+        if getattr(cfg.loss, name):
+            yield (
+                f"loss.{name}",
+                f"is not scaled with the loss in float16.\nUse  precision=bf16  or  loss.{name}=0",
+            )
 
 
 def four_bits(cfg: TrainConfig, report: Report) -> Broken:

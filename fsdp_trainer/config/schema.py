@@ -734,13 +734,25 @@ class Precision:
     """Number formats of compute, reduction and the stored weights."""
 
     param_dtype: str = key(
-        "bfloat16", "forward and backward, and the all-gather", choices=("bfloat16", "float32")
+        "bfloat16",
+        "forward and backward, and the all-gather; float16: for GPUs without bfloat16 (V100, T4),"
+        " with a loss scale",
+        choices=("bfloat16", "float32", "float16"),
     )
     reduce_dtype: str = key(
         "float32", "the gradients' reduce-scatter", choices=("float32", "bfloat16")
     )
     master_dtype: str = key(
         "float32", "sharded weights, gradients and optimizer state", choices=("float32", "bfloat16")
+    )
+    loss_scale: float = key(
+        65536.0,
+        "float16: factor of the loss in backward, so that small gradients are not 0, at the start;"
+        " halved where a gradient is not finite, and that step is skipped",
+        minimum=1,
+    )
+    loss_scale_steps: int = key(
+        2000, "float16: steps in a row without such a gradient that double it", minimum=1
     )
     float8: str | None = key(
         None,

@@ -146,6 +146,7 @@ class Observer:
             "grad_norm": finite_or_none(report.grad_norm),
             **figures,
             "lr": report.lr,
+            **({"loss_scale": report.loss_scale} if report.loss_scale != 1 else {}),
             "tokens": report.tokens,
             "supervised_tokens": report.supervised_tokens,
             "time": report.time,

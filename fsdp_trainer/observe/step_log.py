@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fsdp_trainer import phases
 
+JUDGED = 6
+"""Numbers of a step besides its metrics: see StepLog.add."""
+
 
 @dataclass
 class StepReport:
@@ -38,6 +41,7 @@ class StepReport:
     grad_norm_score: float = 0.0
     worst_losses: list[float] = field(default_factory=list)
     worst_micro_batches: list[float] = field(default_factory=list)
+    loss_scale: float = 1.0
 
 
 class StepClock:
@@ -80,8 +84,8 @@ class StepLog:
     def add(self, report: StepReport, sums: Tensor, judged: Tensor, worst: Tensor) -> None:
         """Take note of a step.
 
-        sums: float64 [metrics_size]; judged: float64 [5], gradient norm, not finite, spike and two
-        scores; worst: [2 × ranks].
+        sums: float64 [metrics_size]; judged: float64 [6], gradient norm, not finite, spike, two
+        scores and the loss scale; worst: [2 × ranks].
         """
         self._pending.append((report, torch.cat([sums, judged, worst.flatten()])))
 
@@ -114,11 +118,13 @@ class StepLog:
 
     def _fill(self, report: StepReport, numbers: list[float]) -> None:
         report.sums, rest = numbers[: self.metrics_size], numbers[self.metrics_size :]
-        report.grad_norm, not_finite, spike, report.loss_score, report.grad_norm_score = rest[:5]
+        judged, worst = rest[:JUDGED], rest[JUDGED:]
+        report.grad_norm, not_finite, spike, report.loss_score, report.grad_norm_score = judged[:5]
+        report.loss_scale = judged[5]
         report.not_finite, report.spike = bool(not_finite), bool(spike)
-        ranks = (len(rest) - 5) // 2
-        report.worst_losses = rest[5 : 5 + ranks]
-        report.worst_micro_batches = rest[5 + ranks :]
+        ranks = len(worst) // 2
+        report.worst_losses = worst[:ranks]
+        report.worst_micro_batches = worst[ranks:]
 
 
 def finite_or_none(value: float) -> float | None:

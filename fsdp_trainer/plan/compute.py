@@ -206,8 +206,8 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
 
 def peak_rate(cfg: TrainConfig, device: Device) -> float:
     """Return the device's peak in the format that is computed in, FLOP/s."""
-    in_bfloat16 = cfg.precision.param_dtype == "bfloat16"
-    return (device.flops or 0.0) if in_bfloat16 else device.flops_float32
+    in_16_bits = cfg.precision.param_dtype != "float32"
+    return (device.flops or 0.0) if in_16_bits else device.flops_float32
 
 
 def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:

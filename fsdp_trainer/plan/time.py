@@ -40,7 +40,7 @@ from fsdp_trainer.plan.stages import (
 )
 from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINKS = (0.5, 0.85)
 """Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather)
 to 340 GB/s of 400 (NVIDIA/nccl#1218)."""

@@ -70,6 +70,7 @@ from fsdp_trainer.training.describe import describe
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.inputs import RunInputs
+from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import Metrics, step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
@@ -179,8 +180,9 @@ def build(
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
     scale_after_each_step(model, optimizer, cfg.precision)
+    loss_scale = new_loss_scale(cfg.precision, model_device)
     if start.checkpoint:
-        restore(model, optimizer, start.checkpoint)
+        restore(model, optimizer, start.checkpoint, loss_scale)
         dtypes = read_progress(start.checkpoint)["dtypes"]
         base = base_of_resumed_run(model, cfg, start.checkpoint, adapters)
     else:
@@ -198,7 +200,7 @@ def build(
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=build_step(cfg, model, metrics, dims, world),
+        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
             cfg.train.check_every, observer.event, dims.groups_along("replicate")
@@ -229,14 +231,19 @@ def build(
 
 
 def build_step(
-    cfg: TrainConfig, model: Decoder, metrics: Metrics, dims: Dims, world: World
+    cfg: TrainConfig,
+    model: Decoder,
+    metrics: Metrics,
+    dims: Dims,
+    world: World,
+    loss_scale: LossScale | None,
 ) -> ForwardBackward:
     """Return what runs a step's micro-batches. Collective."""
     objective = build_objective(cfg.objective.name, cfg.loss)
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
         sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
-        return ForwardBackward(model, objective, metrics, dims, probe, sync)
+        return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)
 

@@ -148,12 +148,12 @@ def one_or_range(values: list[float]) -> str:
 
 
 def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:
-    """Return what is to be known of bfloat16 on a CPU, and of float8."""
+    """Return what is to be known of 16 bits on a CPU, and of float8."""
     lines = []
-    if device_type == "cpu" and cfg.precision.param_dtype == "bfloat16":
+    if device_type == "cpu" and cfg.precision.param_dtype != "float32":
         lines.append(
-            "few CPUs have instructions for bfloat16; without them  precision=fp32  "
-            "is ten times faster"
+            f"few CPUs have instructions for {cfg.precision.param_dtype}; without them  "
+            "precision=fp32  is ten times faster"
         )
     layers = float8_layers(model)
     if layers:

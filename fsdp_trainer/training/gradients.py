@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_trainer.distributed import local_part
+from fsdp_trainer.distributed import local_part, to_device_of
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.parallel.pipeline import stages_that_hold
@@ -29,12 +29,16 @@ class GradientSync:
 
 @torch.no_grad()
 def clip_gradients(
-    model: Any, dims: Dims, max_norm: float | None, max_value: float | None
+    model: Any,
+    dims: Dims,
+    max_norm: float | None,
+    max_value: float | None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Clip in place: every element to ±max_value, then the global norm to max_norm. Collective.
 
     Returns the global norm before both: float32 scalar on the gradients' device, the same on every
-    rank.
+    rank. scale: of the loss, by which all gradients are divided first.
     """
     parts: dict[int, list[Tensor]] = {}  # by replication factor
     for name, parameter in model.named_parameters():
@@ -44,6 +48,8 @@ def clip_gradients(
             factor = dims.replication_factor(parameter) * stages_that_hold(name, model)
             parts.setdefault(factor, []).append(part)
     all_parts = list(chain(*parts.values()))
+    if scale is not None:
+        torch._foreach_mul_(all_parts, to_device_of(1 / scale, all_parts[0]))
     norm = clipped_norm = global_norm(parts, dims)
     if max_value is not None:
         torch._foreach_clamp_min_(all_parts, -max_value)

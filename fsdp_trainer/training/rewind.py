@@ -49,7 +49,8 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
 
     run_on_rank_0("take the run's records back", cut_records)
     progress.forget_missing_best([step_of(path) for path in store.listed()])
-    restore(trainer.model, trainer.optimizer, checkpoint)
+    loss_scale = trainer.forward_backward.loss_scale
+    restore(trainer.model, trainer.optimizer, checkpoint, loss_scale)
     precompute_float8_scales(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
     trainer.progress = progress

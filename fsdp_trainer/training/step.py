@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_trainer import phases
+from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
@@ -20,6 +21,7 @@ from fsdp_trainer.training.guard import (
     EmbeddingGradProbe,
     StepVerdict,
 )
+from fsdp_trainer.training.loss_scale import LossScale
 from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
 
@@ -28,7 +30,7 @@ class StepResult(NamedTuple):
     """A step, on the device.
 
     sums, worst: see ForwardBackward.run. grad_norm: before clipping, a scalar where the gradients
-    lie.
+    lie. scale: of the loss in this step, 1 where it has none.
     """
 
     lr: float
@@ -36,6 +38,7 @@ class StepResult(NamedTuple):
     worst: Tensor
     grad_norm: Tensor
     verdict: StepVerdict
+    scale: Tensor
 
 
 @dataclass
@@ -50,6 +53,8 @@ class ForwardBackward:
     probe: EmbeddingGradProbe
     gradient_sync: GradientSync | None = None
     """None: a pipeline's stages see to it."""
+    loss_scale: LossScale | None = None
+    """None: the loss is minimised as it is."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.
@@ -90,12 +95,15 @@ class ForwardBackward:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
         weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-        batch = shared_out(batch, plan)
-        value, scores, auxiliary = self.model(batch, self.objective(weights))
+batch = shared_out(batch, plan)
+        scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else None
+        scaled = weights if scale is None else weights * scale
+        value, scores, auxiliary = self.model(batch, self.objective(scaled))
         phases.enter("backward")
         value.backward()
         loss = negative_log_likelihood(scores, weights)
-        return MicroBatchResult(batch, scores, loss, value.detach(), auxiliary)
+        value = value.detach() if scale is None else value.detach() / scale
+        return MicroBatchResult(batch, scores, loss, value, auxiliary)
 
     def scores(
         self, step: StepBatches, before: Callable[[], None]

@@ -48,6 +48,7 @@ from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
 from fsdp_trainer.training.stop import DataLost, Stop, StopSignals
 from fsdp_trainer.training.tasks import TrainingTasks, flat_metrics
+from fsdp_trainer.training.weights import extra_state
 
 Outcome = tuple[str, int]
 """Why training ended, and the exit code."""
@@ -140,7 +141,10 @@ class Trainer:
         sums, worst = self.forward_backward.run(step, self.checked(step))
         phases.enter("clip")
         optim = self.cfg.optim
-        grad_norm = clip_gradients(self.model, self.dims, optim.grad_clip, optim.grad_clip_value)
+        loss_scale = self.forward_backward.loss_scale
+        scale = loss_scale.scale if loss_scale else None
+        limits = optim.grad_clip, optim.grad_clip_value
+        grad_norm = clip_gradients(self.model, self.dims, *limits, scale)
         phases.enter("update")
         # judged where the optimizer works: offloaded, it would read a copy that is still on its way
         loss = sums[self.forward_backward.metrics.position("loss")]
@@ -152,7 +156,10 @@ class Trainer:
             counts = self.forward_backward.metrics.of(LOAD, sums)
             balance.move_biases(self.model.blocks(), counts, to_device_of(verdict.skip, counts))
         self.optimizer.zero_grad(set_to_none=True)
-        return StepResult(lr, sums, worst, grad_norm, verdict)
+        if loss_scale:
+            loss_scale.update(verdict.not_finite)
+        used = torch.ones_like(grad_norm) if scale is None else scale
+        return StepResult(lr, sums, worst, grad_norm, verdict, used)
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches; where train.check_every says, compute the first one twice
@@ -168,7 +175,7 @@ class Trainer:
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
         """Have the step's figures written at the next logging step."""
-        judged = (result.grad_norm, *result.verdict[:4])
+        judged = (result.grad_norm, *result.verdict[:4], result.scale)
         numbers = torch.stack([number.double() for number in judged])
         progress = self.progress
         now = round(time.time(), 3)
@@ -439,10 +446,10 @@ class Trainer:
         return min(total, (step // every + 1) * every)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: weights, optimizer state, the load of experts."""
+        """Return what a checkpoint holds: weights, optimizer state, the load of experts, the loss
+        scale."""
         tensors = weights(self.model) | optimizer_state(self.model, self.optimizer)
-        balance = self.model.balance
-        return tensors | (balance.state() if balance else {})
+        return tensors | extra_state(self.model.balance, self.forward_backward.loss_scale)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds besides tensors. Collective."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fsdp_trainer.checkpoint.base import (
     adapter_on_disk,
@@ -34,12 +35,14 @@ from fsdp_trainer.models.adapters import (
     initialize_magnitudes,
     is_adapted,
 )
+from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
+from fsdp_trainer.training.loss_scale import LossScale
 from fsdp_trainer.training.resume import require_whole
 
 MAX_SHOWN_PARAMETERS = 5
@@ -122,17 +125,28 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     return formats
 
 
-def restore(model: Decoder, optimizer: TrainerOptimizer, checkpoint: Path) -> None:
-    """Load weights and optimizer state, on any number of ranks.
+def extra_state(*parts: Balance | LossScale | None) -> dict[str, Tensor]:
+    """Return the state of parts of a training that have one, by name; it shares their memory."""
+    return {name: tensor for part in parts if part for name, tensor in part.state().items()}
+
+
+def restore(
+    model: Decoder,
+    optimizer: TrainerOptimizer,
+    checkpoint: Path,
+    loss_scale: LossScale | None = None,
+) -> None:
+    """Load weights, optimizer state and the loss scale, on any number of ranks.
 
     Raises UserError for weights of other shapes.
     """
     require_shapes(model, checkpoint)
     prepare_optimizer(model, optimizer, str(checkpoint))
     state = optimizer_state(model, optimizer)
-    if model.balance:
+    extra = extra_state(model.balance, loss_scale)
+    if extra:
         stored = StoredTensors(checkpoint).shapes
-        state |= {name: load for name, load in model.balance.state().items() if name in stored}
+        state |= {name: tensor for name, tensor in extra.items() if name in stored}
     load_weights(model, checkpoint, state)
 
 

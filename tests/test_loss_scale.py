@@ -1,0 +1,65 @@
+"""Training in float16: the scale of the loss follows the gradients, alike on all ranks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from stored import assert_bitwise_equal, newest, stored
+
+from fsdp_trainer.config.schema import Precision
+from fsdp_trainer.training.loss_scale import LossScale
+
+FLOAT16 = "precision.param_dtype=float16"
+HOW = ["schedule=constant", "schedule.warmup_steps=0", "batch.micro_rows=3"]
+TOO_LARGE = [*HOW, FLOAT16, "precision.loss_scale=262144", "precision.loss_scale_steps=2"]
+
+
+def test_the_scale_is_halved_after_an_overflow_and_doubled_after_enough_steps_without():
+    scale = LossScale(Precision(loss_scale=8.0, loss_scale_steps=2), torch.device("cpu"))
+    scales = []
+    for overflow in (True, False, False, False, True, False, False):
+        scale.update(torch.tensor(overflow))
+        scales.append(scale.scale.item())
+    assert scales == [4, 4, 8, 8, 4, 4, 8]
+    for _ in range(5):
+        scale.update(torch.tensor(True))
+    assert scale.scale.item() == 1
+
+
+@pytest.mark.slow
+def test_float16_learns_what_float32_does(train):
+    wide = train("wide", *HOW, "train.steps=4").column("loss")
+    narrow = train("narrow", *HOW, FLOAT16, "train.steps=4", ranks=2).column("loss")
+    assert narrow == pytest.approx(wide, rel=5e-3)
+    assert wide[3] < wide[0]
+
+
+@pytest.mark.slow
+def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_scale(train):
+    how = [*TOO_LARGE, "checkpoint.every=3"]
+    whole = train("whole", *how, "train.steps=9", ranks=2)
+    scales, norms = whole.column("loss_scale"), whole.column("grad_norm")
+    skipped = [norm is None for norm in norms]
+    assert scales[0] == 2**18
+    assert skipped[0], "the gradients of so large a scale are not finite"
+    assert not skipped[-1]
+    for step in range(8):
+        factors = (0.5,) if skipped[step] else (1, 2)
+        assert scales[step + 1] / scales[step] in factors
+    assert 2 in [later / before for before, later in pairwise(scales)]
+    assert [event["step"] for event in whole.event("skipped")] == [
+        step + 1 for step in range(9) if skipped[step]
+    ]
+
+    train("run", *how, "train.steps=3", ranks=2)
+    run = train("run", *how, "train.steps=9", ranks=2)
+    assert run.column("loss_scale") == scales
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+    shared = train("shared", *TOO_LARGE, "train.steps=9", "sharding.tensor=2", ranks=2)
+    assert shared.column("loss_scale") == scales
+
+
+def test_what_a_loss_scale_does_not_reach_is_refused(train):
+    refused = train("a", FLOAT16, "sharding.pipeline=2", "train.steps=1", code=2)
+    assert "whose loss scale stages do not know" in " ".join(refused.err.split())
+    assert "precision=fp16" in train("b", "precision.loss_scale=8", "train.steps=1", code=2).err

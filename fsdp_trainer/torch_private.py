@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
@@ -40,8 +40,27 @@ def dtensor_like(other: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
 
     DTensor.from_local would move what sharding.cpu_offload keeps on the host to the mesh's device.
     """
+    return placed_dtensor(other, local, shape, other.placements)
+
+
+def row_dtensor(other: DTensor, local: Tensor) -> DTensor:
+    """Return `local` as this rank's part of a tensor with one number for each row of `other`.
+
+    Ranks that hold columns of the same rows hold copies.
+    """
+    last = other.ndim - 1
+    placements = tuple(
+        Replicate() if getattr(place, "dim", None) == last else place for place in other.placements
+    )
+    return placed_dtensor(other, local, torch.Size((*other.shape[:-1], 1)), placements)
+
+
+def placed_dtensor(
+    other: DTensor, local: Tensor, shape: torch.Size, placements: tuple[Placement, ...]
+) -> DTensor:
+    """Return `local` as this rank's part of a tensor of `shape` on the mesh of `other`."""
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
-    spec = DTensorSpec(other.device_mesh, other.placements, whole)
+    spec = DTensorSpec(other.device_mesh, placements, whole)
     return DTensor(local, spec, requires_grad=False)
 
 

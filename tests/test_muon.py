@@ -1,7 +1,7 @@
 """Muon: one optimizer with AdamW, whose matrices are computed by one rank each and sharded all the
 same."""
 
-from functools import cache
+from functools import cache, partial
 from shutil import copytree
 
 import inject
@@ -173,6 +173,39 @@ def test_every_layout_moves_matrices_and_stacks_of_them_as_one_process_does(worl
     ranks = torch.Size(LAYOUTS[layout][0]).numel()
     for got in world.call(ranks, moved, layout):
         assert largest_difference(moved(None), got) < 2e-6
+    for got in world.call(ranks, partial(moved, normuon=True), layout):
+        assert largest_difference(moved(None, normuon=True), got) < 2e-6
+
+
+def test_normuon_is_the_formula_of_its_paper():
+    """Li et al. 2025 (arXiv 2510.05491), algorithm 1, on each matrix of a stack."""
+    lr, decay, beta1, beta2 = 0.05, 0.1, 0.9, 0.8
+    model, reference = blocks_of(lambda tensor: tensor), blocks_of(lambda tensor: tensor)
+    options = {"nesterov": False, "momentum": beta1, "normuon": True, "normuon_beta": beta2}
+    cfg = Optim("muon", lr=lr, weight_decay=decay, ns_dtype="float32", **options)
+    optimizer = build_optimizer(model, cfg)
+    expected = {n: p.detach() for n, p in reference.named_parameters() if n != "table"}
+    momentum = {name: torch.zeros_like(p) for name, p in expected.items()}
+    square = {name: torch.zeros(*p.shape[:-1], 1) for name, p in expected.items()}
+    for step in range(3):
+        for i, (name, parameter) in enumerate(model.named_parameters()):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            parameter.grad = gradient = torch.randn(parameter.shape, generator=generator)
+            if name == "table":
+                continue
+            momentum[name] = beta1 * momentum[name] + (1 - beta1) * gradient
+            rows, columns = gradient.shape[-2:]
+            stack = momentum[name].view(-1, rows, columns)
+            moved = orthogonalize(stack, "quintic", 5).view_as(gradient)
+            mean = moved.square().mean(-1, keepdim=True)
+            square[name] = beta2 * square[name] + (1 - beta2) * mean
+            moved = moved / (square[name].sqrt() + 1e-8)
+            norm = moved.square().sum((-2, -1), keepdim=True).sqrt()
+            step_size = 0.2 * lr * (rows * columns) ** 0.5 / norm
+            expected[name] = expected[name] * (1 - lr * decay) - step_size * moved
+        optimizer.step_unless(torch.tensor(False))
+    for name, weight in expected.items():
+        assert torch.allclose(dict(model.named_parameters())[name], weight, atol=1e-6), name
 
 
 TRAININGS = {
@@ -199,7 +232,8 @@ def test_a_training_does_not_depend_on_the_ranks(train):
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_momentum_on_any_number_of_ranks(train):
-    options = [*MUON, "batch.rows=4", "batch.micro_rows=1"]
+    muon = ["optim=normuon", *MUON[1:]]  # whose state is Muon's and more
+    options = [*muon, "batch.rows=4", "batch.micro_rows=1"]
     options += ["checkpoint.every=1", "checkpoint.keep=9"]
     through = train("through", *options, "train.steps=3", ranks=2)
     again = train("again", *options, "train.steps=1", ranks=2)
@@ -230,6 +264,7 @@ def test_a_bad_number_on_one_rank_skips_the_step_of_all_matrices(train):
         (["optim=muon", "sharding.cpu_offload=true"], "sharding.cpu_offload=false"),
         (["optim=muon", "sharding.pipeline=2"], "sharding.pipeline=1"),
         (["optim.ns_steps=4"], "optim=muon"),
+        (["optim=muon", "optim.normuon_beta=0.9"], "optim.normuon=true"),
         (["optim=muon", "optim.momentum=1"], "optim.momentum=0.95"),
     ],
 )

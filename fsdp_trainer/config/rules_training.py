@@ -48,6 +48,8 @@ OPTIMIZER_KEYS = {
     "ns_steps": ("muon",),
     "ns_dtype": ("muon",),
     "ns_coefficients": ("muon",),
+    "normuon": ("muon",),
+    "normuon_beta": ("muon",),
     "scale": ("muon",),
 }
 """Keys of optim that not every optimizer reads, and those that do."""
@@ -124,6 +126,8 @@ def optimizer(cfg: TrainConfig, report: Report) -> Broken:
         )
     if cfg.optim.name != "muon":
         return
+    if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:
+        yield "optim.normuon_beta", "only counts with  optim.normuon=true"
     if cfg.adapter.name != "none":
         yield (
             "optim.name",

@@ -836,6 +836,14 @@ class Optim:
         " computes it; in `float32` weights do not depend on the number of ranks",
         choices=("bfloat16", "float32"),
     )
+    normuon: bool = key(
+        False,
+        "muon: divide each row of an orthogonal update by the root of its running mean square"
+        " (NorMuon), so that all neurons move as far",
+    )
+    normuon_beta: float = key(
+        0.95, "NorMuon: decay of that running mean square", minimum=0, maximum=1
+    )
     ns_coefficients: str = key(
         "quintic",
         "muon: polynomials of Newton-Schulz; `quintic`: Keller Jordan's, the same in each step;"

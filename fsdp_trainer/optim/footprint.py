@@ -92,9 +92,13 @@ def adamw_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float
 def muon_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of the momentum of a block's matrices, of both moments of all else."""
+    """Return the bytes of the momentum of a block's matrices (with NorMuon also a number for each
+    row), of both moments of all else."""
     momentum = moment_bytes(optim, master_dtype, shape)
-    return momentum if in_block and (shape is None or len(shape) > 1) else 2 * momentum
+    if not in_block or (shape is not None and len(shape) < 2):
+        return 2 * momentum
+    rows = NUMBER_BYTES["float32"] / shape[-1] if optim.normuon and shape else 0.0
+    return momentum + rows
 
 
 def muon_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:

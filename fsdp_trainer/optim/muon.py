@@ -1,7 +1,6 @@
 """Muon (Jordan 2024): matrices of the blocks are moved by orthogonal matrices."""
 
 import math
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,8 @@ from fsdp_trainer.distributed import local_part
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind
 from fsdp_trainer.optim.newton_schulz import orthogonalize
-from fsdp_trainer.optim.owners import Round, deal, stack_shape
+from fsdp_trainer.optim.normuon import SECOND_MOMENT, RowNorms, empty_rows, scaled
+from fsdp_trainer.optim.owners import OwnMatrix, Round, deal, stack_shape
 
 SCALES = {
     # Liu et al. 2025 (arXiv 2502.16982, §2.2): the update's root mean square is that of AdamW
@@ -43,10 +43,13 @@ class Muon(CompactOptimizer):
         super().__init__(matrices, *formats, lr=cfg.lr)
         self.cfg = cfg
         self.others = others
-        self.orthogonalize = partial(orthogonalize, name=cfg.ns_coefficients, steps=cfg.ns_steps)
         self.ns_dtype = getattr(torch, cfg.ns_dtype)
         self.group_of = {p: group for group in self.param_groups for p in group["params"]}
         self.rounds = deal(list(self.group_of))
+        self.row_norms = [
+            RowNorms(matrices, cfg.normuon_beta) if cfg.normuon else None
+            for matrices in self.rounds
+        ]
         if others is not None:
             self.skips_on_device = others.skips_on_device
             self.param_groups += others.param_groups
@@ -56,7 +59,8 @@ class Muon(CompactOptimizer):
         """Return zero momentum, or what `others` remembers of a parameter."""
         if self.others is not None and parameter not in self.group_of:
             return self.others.empty_state(parameter)
-        return super().empty_state(parameter)
+        rows = {SECOND_MOMENT: empty_rows(parameter)} if self.cfg.normuon else {}
+        return super().empty_state(parameter) | rows
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -68,13 +72,26 @@ class Muon(CompactOptimizer):
 
     def update(self, count: Tensor, skip: Tensor) -> None:
         """Update all matrices, a round at a time."""
-        for matrices in self.rounds:
-            self.update_round(matrices, count, skip)
+        for matrices, norms in zip(self.rounds, self.row_norms, strict=True):
+            self.update_round(matrices, norms, count, skip)
 
-    def update_round(self, matrices: Round, count: Tensor, skip: Tensor) -> None:
+    def update_round(
+        self, matrices: Round, norms: RowNorms | None, count: Tensor, skip: Tensor
+    ) -> None:
         """Update the momentum, orthogonalise what it says, and move the weights by it."""
         directions = [self.direction(p, count, skip) for p in matrices.parameters]
-        results = matrices.compute(directions, self.orthogonalize)
+
+        def orthogonal(wholes: Tensor, own: list[OwnMatrix]) -> Tensor:
+            computed = orthogonalize(wholes, self.cfg.ns_coefficients, self.cfg.ns_steps)
+            if norms:
+                norms.measure(computed, own)
+            return computed
+
+        results = matrices.compute(directions, orthogonal)
+        if norms:
+            states = [local_part(self.state[p][SECOND_MOMENT]) for p in matrices.parameters]
+            factors = norms.update(states, skip)
+            results = [scaled(*pair) for pair in zip(results, factors, strict=True)]
         for parameter, result in zip(matrices.parameters, results, strict=True):
             group = self.group_of[parameter]
             _, rows, columns = stack_shape(parameter.shape)

@@ -20,6 +20,8 @@ Range = tuple[int, int]
 """The first number, and the one behind the last."""
 Part = tuple[Range, Range, Range]
 """Ranges of matrices, rows and columns of a stack of matrices."""
+OwnMatrix = tuple[int, int]
+"""A parameter's place in a round, and a matrix's place in its stack."""
 
 
 class MatrixPiece(NamedTuple):
@@ -77,6 +79,7 @@ class ShardLayout:
 class Round:
     """Parameters whose matrices are computed with at the same time, by their owners.
 
+    layouts: of the parameters; first: the rank to which the first matrix is dealt; rank: this one.
     own: this rank's matrices by their shape, as (place of the parameter, place in its stack).
     to_owners, from_holders, to_holders, from_owners: pieces by the rank at the other end.
     """
@@ -84,11 +87,11 @@ class Round:
     def __init__(
         self, parameters: list[nn.Parameter], layouts: list[ShardLayout], first: int, rank: int
     ):
-        """first: the rank to which the first matrix is dealt."""
         ranks = len(layouts[0].parts)
-        self.parameters = parameters
+        self.parameters, self.layouts = parameters, layouts
+        self.first, self.rank = first, rank
         self.starts = [layout.parts[rank][0][0] for layout in layouts]
-        self.own: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self.own: dict[tuple[int, int], list[OwnMatrix]] = {}
         self.to_owners: Pieces = [[] for _ in range(ranks)]
         self.from_holders: Pieces = [[] for _ in range(ranks)]
         self.to_holders: Pieces = [[] for _ in range(ranks)]
@@ -124,13 +127,13 @@ class Round:
     def compute(
         self,
         parts: list[Tensor],
-        function: Callable[[Tensor], Tensor],
+        function: Callable[[Tensor, list[OwnMatrix]], Tensor],
         group: dist.ProcessGroup | None = None,
     ) -> list[Tensor]:
         """Return this rank's parts of what `function` makes of whole matrices. Collective.
 
         parts: of each parameter what this rank holds, of one number format. function: of
-        [count, rows, columns], matrices of one shape.
+        [count, rows, columns], matrices of one shape, and which they are.
         """
         outgoing = [self._local(parts, piece) for pieces in self.to_owners for piece in pieces]
         incoming = exchange(outgoing, self.to_owners, self.from_holders, parts[0], group)
@@ -141,8 +144,8 @@ class Round:
         for piece, numbers in incoming:
             place(wholes[piece.parameter, piece.matrix], piece).copy_(numbers)
         for own in self.own.values():
-            orthogonal = function(torch.stack([wholes.pop(matrix) for matrix in own]))
-            wholes |= dict(zip(own, orthogonal, strict=True))
+            computed = function(torch.stack([wholes.pop(matrix) for matrix in own]), own)
+            wholes |= dict(zip(own, computed, strict=True))
         answers = [
             place(wholes[piece.parameter, piece.matrix], piece)
             for pieces in self.to_holders
@@ -157,6 +160,21 @@ class Round:
         """Return this rank's piece of a matrix: all rows and columns that it holds."""
         stack = stacked(parts[piece.parameter])
         return stack[piece.matrix - self.starts[piece.parameter]]
+
+
+def round_of_rows(matrices: Round, numbers: int) -> Round:
+    """Return a round of the same matrices and owners, of which each row has `numbers` numbers.
+
+    Ranks that hold columns of the same rows hold the same numbers.
+    """
+    layouts = [
+        ShardLayout(
+            (*layout.shape[:2], numbers),
+            [(stack, rows, (0, numbers)) for stack, rows, _ in layout.parts],
+        )
+        for layout in matrices.layouts
+    ]
+    return Round(matrices.parameters, layouts, matrices.first, matrices.rank)
 
 
 def exchange(

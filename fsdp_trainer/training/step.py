@@ -95,7 +95,7 @@ class ForwardBackward:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
         weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
-batch = shared_out(batch, plan)
+        batch = shared_out(batch, plan)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else None
         scaled = weights if scale is None else weights * scale
         value, scores, auxiliary = self.model(batch, self.objective(scaled))

@@ -133,6 +133,7 @@ def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(world, fo
     assert few["core/letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
 
 
+@pytest.mark.slow
 def test_core_without_its_data_is_refused(world, tmp_path):
     def refused(*words):
         words = f"source={tmp_path}", "tasks=[core]", *words

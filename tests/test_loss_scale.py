@@ -59,6 +59,7 @@ def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_sca
     assert shared.column("loss_scale") == scales
 
 
+@pytest.mark.slow
 def test_what_a_loss_scale_does_not_reach_is_refused(train):
     refused = train("a", FLOAT16, "sharding.pipeline=2", "train.steps=1", code=2)
     assert "whose loss scale stages do not know" in " ".join(refused.err.split())

@@ -121,6 +121,12 @@ CASES = {
     "all tokens to one rank": (4, TOP_1, EXPERT | {"one_rank": True}),
     "tensor alone": (4, {}, {"sharding": {"tensor": 2}}),
     "tensor": (4, {"mlp_only_layers": (0,)}, {"sharding": {"expert": 4, "tensor": 2}}),
+    "tensor, shared expert": (
+        4,
+        {"family": "qwen2_moe", "shared_expert_intermediate_size": 20},
+        {"sharding": {"expert": 2, "tensor": 2}},
+    ),
+    "tensor, groups": (2, GROUPED, {"sharding": {"tensor": 2}}),
     "context": (4, {}, {"sharding": {"expert": 4, "context": 2}}),
     "context alone": (2, {}, {"sharding": {"context": 2}}),
     "ddp": (4, {}, {"sharding": {"expert": 2, "context": 2, "strategy": "ddp"}}),

@@ -31,6 +31,13 @@ LAYOUTS = (
     ("sharding.expert=2", "sharding=hsdp", "sharding.replicas=2"),
     ("sharding.expert=4", "model.num_experts=4", "activation_checkpoint=selective"),
     ("sharding.expert=2", "model.num_experts=2", "model.num_experts_per_tok=1"),
+    (
+        "sharding.tensor=2",
+        "batch.rows=2",
+        "activation_checkpoint=full",
+        "model.family=qwen2_moe",
+        "model.shared_expert_intermediate_size=96",
+    ),
 )
 MIXTRAL = ("model=mixtral_8x7b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 QWEN = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")

@@ -233,9 +233,13 @@ class Gate(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
+    def matrix(self) -> Tensor:
+        """Return [1, hidden], what the gate multiplies with."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [tokens, 1]. x: [tokens, hidden]."""
-        return F.linear(x, self.weight).sigmoid()
+        return F.linear(x, self.matrix()).sigmoid()
 
 
 class MixtureOfExperts(nn.Module):
@@ -265,7 +269,7 @@ class MixtureOfExperts(nn.Module):
         routing = self.gate(tokens)
         out = self.mix(tokens, routing)
         if self.shared:
-            of_all = getattr(self, self.shared)(tokens)
+            of_all = getattr(self, self.shared)(x).flatten(0, -2)
             out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
         if balancing is None:
             return out.view_as(x)

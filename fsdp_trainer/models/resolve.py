@@ -244,10 +244,6 @@ def _separate_expert_problems(cfg: TrainConfig, config: ModelConfig, key: str) -
             because,
             f"with experts needs torch {needed}; installed is {torch}.\nUse  sharding.{key}=1",
         )
-    tensor = cfg.sharding.tensor
-    if tensor > 1 and config.family_spec.shared_expert:
-        reason = f"{config.family} has a shared expert, which is not cut in this version"
-        yield Problem(f"sharding.tensor={tensor}", f"{reason}.\nUse  sharding.tensor=1")
     if cfg.compile.enabled:
         reason = (
             f"together with experts and {because} is not in this version.\nUse  compile=disabled"
@@ -273,13 +269,9 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     ranks, adapter = cfg.sharding.tensor, cfg.adapter
     if ranks == 1:
         return
-    heads = config.num_attention_heads * config.value_dim
-    widths = {"self_attn.o_proj": ("num_attention_heads × head_dim", heads)}
-    if DENSE in config.feed_forwards:
-        widths["mlp.down_proj"] = ("intermediate_size", config.intermediate_size)
     in_four_bits = adapter.name != "none" and adapter.base == "nf4"
     in_eight_bits = moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
-    for module, (what, width) in widths.items():
+    for module, (what, width) in _row_widths(config).items():
         part = width // ranks
         start = f"{what}={width:,} leaves each of {ranks} ranks {part:,} numbers of a row"
         if in_four_bits and part % FOUR_BIT_BLOCK:
@@ -292,6 +284,18 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         if in_eight_bits and part % block and _trains_rows(cfg, config, module):
             reason = f"{start}, which cuts blocks of {block}.\nUse  optim.state_dtype=bfloat16"
             yield Problem("optim.state_dtype=8bit", reason)
+
+
+def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Return the columns of the matrices whose rows are cut, and what says how many, by module."""
+    heads = config.num_attention_heads * config.value_dim
+    widths = {"self_attn.o_proj": ("num_attention_heads × head_dim", heads)}
+    if DENSE in config.feed_forwards:
+        widths["mlp.down_proj"] = ("intermediate_size", config.intermediate_size)
+    if EXPERTS in config.feed_forwards and config.shared_size:
+        key = _shared_key(config).replace("model.", "")
+        widths[f"mlp.{config.family_spec.shared_expert}.down_proj"] = (key, config.shared_size)
+    return widths
 
 
 def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
@@ -347,12 +351,21 @@ def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
     }
     if DENSE not in config.feed_forwards:
         del sizes["model.intermediate_size"]  # experts are divided as a whole
+    if EXPERTS in config.feed_forwards and config.shared_size:
+        sizes[_shared_key(config)] = config.shared_size
     misfits = [f"must divide {key}={size}" for key, size in sizes.items() if size % ranks]
     heads = config.num_key_value_heads
     width = heads * config.head_dim
     if heads % ranks and (ranks % heads or width % ranks):
         misfits.append(f"must divide model.num_key_value_heads={heads}, or be a multiple of it")
     return misfits
+
+
+def _shared_key(config: ModelConfig) -> str:
+    """Return the keys that say how wide the feed-forward beside experts is."""
+    if config.shared_expert_intermediate_size:
+        return "model.shared_expert_intermediate_size"
+    return "model.n_shared_experts × model.moe_intermediate_size"
 
 
 def _family_problems(model: Model, config: ModelConfig) -> Iterator[Problem]:

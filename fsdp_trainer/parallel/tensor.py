@@ -30,7 +30,7 @@ from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import COLUMNS, ROWS, WHOLE, Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
-from fsdp_trainer.models.moe import MixtureOfExperts, Router
+from fsdp_trainer.models.moe import Gate, MixtureOfExperts, Router
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
@@ -352,6 +352,16 @@ class PartialRouter(Router):
         return None if self.bias is None else partial(self.bias, self.tensor_ranks)
 
 
+class PartialGate(Gate):
+    """The gate of a shared expert, for this rank's tokens."""
+
+    tensor_ranks: TensorRanks
+
+    def matrix(self) -> Tensor:
+        """See Gate."""
+        return partial(self.weight, self.tensor_ranks)
+
+
 class HeadSinks(Attention):
     """Attention with sinks, of which each rank has those of its heads."""
 
@@ -535,23 +545,34 @@ def score_columns(
 
 
 def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Turn a block's modules into those above. Each rank sends its own tokens to experts, which
-    are on a mesh of theirs."""
+    """Turn a block's modules into those above."""
     readers = [block.self_attn, block.mlp]
     if getattr(block.self_attn, "sinks", None) is not None:
         block.self_attn.__class__ = HeadSinks
         place(block.self_attn, mesh, Shard(0), "sinks")
-    mixture = set()
+    experts: set[nn.Module] = set()
     if isinstance(block.mlp, MixtureOfExperts):
-        turn_into(block.mlp.gate, PartialRouter, ranks, mesh, Replicate())
-        place(block.mlp.gate, mesh, Replicate(), "bias")
+        shard_mixture(block.mlp, ranks, mesh)
         readers.remove(block.mlp)
-        mixture = set(block.mlp.modules())
+        if block.mlp.shared:
+            readers.append(getattr(block.mlp, block.mlp.shared))
+        experts = set(block.mlp.experts.modules())
     for name, module in list(block.named_modules()):
-        if module not in mixture:
+        if module not in experts:
             shard_module(name.rpartition(".")[2], module, ranks, mesh)
     for reader in readers:
         reader.register_forward_pre_hook(ranks.gather_first_argument)
+
+
+def shard_mixture(mixture: MixtureOfExperts, ranks: TensorRanks, mesh: DeviceMesh) -> None:
+    """Have each rank route its own tokens to experts, which are on a mesh of theirs.
+
+    What every token meets besides is shared by the ranks as a dense feed-forward is.
+    """
+    turn_into(mixture.gate, PartialRouter, ranks, mesh, Replicate())
+    place(mixture.gate, mesh, Replicate(), "bias")
+    if mixture.gates_shared:
+        turn_into(mixture.shared_expert_gate, PartialGate, ranks, mesh, Replicate())
 
 
 def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:

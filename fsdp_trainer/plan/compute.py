@@ -244,8 +244,11 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
+    routed_width = config.num_experts_per_tok * config.expert_size
+    # of experts a rank computes its own tokens, of dense feed-forwards its own channels
+    others = 1 - 1 / cfg.sharding.tensor
     widths = [
-        config.feed_forward_width(kind) / (cfg.sharding.tensor if kind == EXPERTS else 1)
+        config.feed_forward_width(kind) - others * routed_width * (kind == EXPERTS)
         for kind in config.feed_forwards
     ]
     inner = sum(widths) / config.num_hidden_layers

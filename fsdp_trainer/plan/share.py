@@ -30,6 +30,8 @@ def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // ranks,
         vocab_size=-(-config.embedding_rows // ranks),
         vocab_multiple=1,
+        shared_expert_intermediate_size=config.shared_size // ranks,
+        n_shared_experts=0,
         # experts stay whole: each rank has its own tokens
         moe_intermediate_size=config.expert_size if config.num_experts else None,
     )
@@ -50,9 +52,12 @@ def part_tokens(block: Any, ranks: int) -> None:
         return out[:, : out.shape[1] // ranks].clone()
 
     readers, writers = [block.self_attn], [block.self_attn.o_proj]
-    if not isinstance(block.mlp, MixtureOfExperts):  # which each rank sends its own tokens to
-        readers.append(block.mlp)
-        writers.append(block.mlp.down_proj)
+    dense = block.mlp
+    if isinstance(dense, MixtureOfExperts):  # each rank sends its own tokens to experts
+        dense = getattr(dense, dense.shared) if dense.shared else None
+    if dense is not None:
+        readers.append(dense)
+        writers.append(dense.down_proj)
     for reader in readers:
         reader.register_forward_pre_hook(gather)
     for writer in writers:

@@ -139,15 +139,18 @@ def tensor_traffic(
     """Return what a tensor group sends. share: of a pipeline's stages; None: all of them.
 
     Each block gathers and sums twice forward, and twice backward; so do the embedding and the head
-    once. What is computed again ends in front of the block's last sum, unless a norm follows it.
+    once. What is computed again ends in front of the block's last sum, unless a norm or a gate follows it.
     """
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     again = recomputed(cfg.activation_checkpoint).elementwise
     reached = model_parts(config, cfg).backward_share
-    summed_again = 1 if NORMS[config.family_spec.norms][3] is None else 2
+    family = config.family_spec
+    needs_last_sum = NORMS[family.norms][3] is not None or family.gates_shared_expert
+    summed_again = 2 if needs_last_sum else 1
     own = share.blocks if share else tuple(range(config.num_hidden_layers))
-    # each rank sends its own tokens to experts: in front of them nothing is gathered
-    with_experts = mixtures(config, own)
+    # each rank sends its own tokens to experts: only for a dense feed-forward beside them is
+    # anything gathered
+    with_experts = 0 if config.shared_size else mixtures(config, own)
     blocks = len(own) - with_experts
     once = with_experts * (1 + reached * (1 + again))
     ends = share.is_first + share.is_last if share else 2

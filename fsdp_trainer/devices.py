@@ -16,14 +16,14 @@ class Device(NamedTuple):
     """A GPU in the machine it is usually sold in. Rates count one direction."""
 
     name: str
-    """As the driver has it; the first device of the table whose name is part of the driver's
-    counts."""
+    """The driver's name. The first device of the table whose name is part of the driver's is
+    used."""
     memory_gib: float
-    """As torch reports it, which is less than the data sheet's GB."""
+    """Memory as torch reports it, which is less than the data sheet's GB."""
     flops: float | None = None
     """Dense bfloat16 FLOP/s; None: not known, and then no times are given."""
     flops_float32: float = 0.0
-    """Of float32 outside of tensor cores (TF32 is off)."""
+    """Peak in float32 outside of tensor cores (TF32 is off)."""
     memory_rate: float = 0.0
     """Bytes per second of the device's memory."""
     link: float = 0.0

@@ -21,7 +21,7 @@ from fsdp_trainer.generation.sampling import Sampling
 LOOK_SECONDS = 0.2
 """Between two looks of an idle engine for whether it is to end."""
 UNFINISHED = "\ufffd"
-"""What a decoder writes for a part of a character."""
+"""The character that a decoder writes for bytes that are no whole character."""
 
 
 @dataclass(frozen=True)

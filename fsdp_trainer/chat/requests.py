@@ -99,23 +99,23 @@ def read_stops(value: Any) -> list[str]:
     return [stop for stop in stops if stop]
 
 
-def number(body: dict[str, Any], key: str, default: float, least: float, most: float) -> float:
+def number(body: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
     """Return a number of the body within bounds, the default for null."""
     value = body.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise BadRequest(f"{key!r} should be a number from {least:g} to {most:g}", key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise BadRequest(f"{key!r} should be a number from {low:g} to {high:g}", key)
     return float(value)
 
 
-def whole(body: dict[str, Any], key: str, default: int, least: int, most: int) -> int:
+def whole(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
     """Return a whole number of the body within bounds, the default for null."""
     value = body.get(key)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise BadRequest(f"{key!r} should be a whole number from {least:,} to {most:,}", key)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise BadRequest(f"{key!r} should be a whole number from {low:,} to {high:,}", key)
     return value
 
 

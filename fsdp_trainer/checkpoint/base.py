@@ -52,7 +52,7 @@ MIX_1 = -4658895280553007687
 MIX_2 = -7723592293110705685
 MAX_SHOWN_WEIGHTS = 3
 CODES = f"{NF4}:"
-"""What the digest of a weight in 4 bits begins with."""
+"""The beginning of the digest of a weight in 4 bits."""
 
 
 @dataclass

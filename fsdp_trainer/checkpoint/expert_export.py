@@ -93,4 +93,4 @@ EXPERT_FORMS: dict[str, Callable[[AdapterSpec, Layout, Weights], PeftExperts]] =
     "stacked": stacked_experts,
     "separate": separate_experts,
 }
-"""By the key `experts` of the verb export."""
+"""Functions that write the adapters of experts, by the key `experts` of the verb export."""

@@ -10,9 +10,9 @@ from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor
 
 SIDE = 128
 FLOAT8 = "F8_E4M3"
-"""As safetensors spells it."""
+"""The name of the number format in a safetensors file."""
 SCALES = "_scale_inv"
-"""What the name of a matrix's scales ends with, behind the matrix's own name."""
+"""The end of the name of a matrix's scales, behind the matrix's own name."""
 
 
 @dataclass

@@ -14,11 +14,11 @@ from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_t
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors that stand for one."""
 BYTES = 16
-"""Of a block: 32 numbers, two in a byte, the first in its lower half."""
+"""Bytes of a block: 32 numbers, two in a byte, the first in its lower half."""
 NUMBERS = 2 * BYTES
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
-"""Of the exponents: a scale of 127 is 2⁰."""
+"""The bias of the exponents: a scale of 127 is 2⁰."""
 
 
 @dataclass

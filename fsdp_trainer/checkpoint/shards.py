@@ -89,7 +89,7 @@ class ShardWriter:
         self.group = group
         self.file = file_of(dist.get_rank())
         self.metadata = b""
-        """What DCP keeps in `.metadata`; on rank 0."""
+        """The bytes of DCP's file `.metadata`, on rank 0."""
         self._limit: float = float("inf") if whole else WINDOW_BYTES
         self._planned: list[Any] = []
         self._windows: list[list[Archive]] = []

@@ -101,7 +101,7 @@ ENTRY_SYNONYMS = {
     "num_epochs": "repeat", "type": "format",
     "columns": "fields", "label": "name",
 }  # fmt: skip
-"""Of the parts of an entry of data.path."""
+"""Other names of the parts of an entry of data.path."""
 
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
@@ -160,7 +160,7 @@ VALUE_SYNONYMS = {
     "int4": "nf4", "4bit": "nf4", "fp4": "nf4", "float32": "fp32",
     "chatml": "messages", "openai": "messages", "jsonl": "auto",
 }  # fmt: skip
-"""Of keys that have choices."""
+"""Other names of the values of keys that have choices."""
 SWITCHED_OFF = ("disabled", "none", "ignore", "never")
 
 

@@ -28,7 +28,7 @@ SCHEDULES = {
     "zbv": StageOrder(stages=2, in_v=True, splits=True),
     "dualpipev": StageOrder(stages=2, in_v=True, splits=True),
 }
-"""By sharding.pipeline_schedule."""
+"""The order of stages by sharding.pipeline_schedule."""
 
 
 def schedule_of(sharding: Sharding) -> StageOrder:
@@ -80,17 +80,17 @@ def pack(costs: list[int], head: int, stages: int, limit: int) -> list[list[int]
     """Return the blocks of each stage, filled up to `limit` from the last; empty: they do not
     fit."""
     parts: list[list[int]] = []
-    left = list(range(len(costs)))
+    rest = list(range(len(costs)))
     for stage in reversed(range(stages)):
         room = limit - (head if stage == stages - 1 else 0)
         part: list[int] = []
-        while len(left) > stage and costs[left[-1]] <= room:
-            room -= costs[left[-1]]
-            part.insert(0, left.pop())
+        while len(rest) > stage and costs[rest[-1]] <= room:
+            room -= costs[rest[-1]]
+            part.insert(0, rest.pop())
         if not part:
             return []
         parts.insert(0, part)
-    return [] if left else parts
+    return [] if rest else parts
 
 
 def micro_batches(cfg: TrainConfig, ranks: int) -> int:
@@ -123,17 +123,17 @@ def pipeline_problem(cfg: TrainConfig, ranks: int) -> Problem | None:
     sharding, batch = cfg.sharding, cfg.batch
     if sharding.pipeline == 1:
         return None
-    count, least = micro_batches(cfg, ranks), least_micro_batches(sharding)
-    if count >= least:
+    count, minimum = micro_batches(cfg, ranks), least_micro_batches(sharding)
+    if count >= minimum:
         return None
     readers = batch_ranks(dimension_sizes(sharding, ranks))
     reason = (
         f"and sharding.pipeline_schedule={sharding.pipeline_schedule} keep all ranks busy from "
-        f"{least} micro-batches a step on; {batch.rows} rows over {readers} readers of "
+        f"{minimum} micro-batches a step on; {batch.rows} rows over {readers} readers of "
         f"{batch.micro_rows} (batch.micro_rows) are {count}.\n"
-        f"Use  batch.rows={least * batch.micro_rows * readers}"
+        f"Use  batch.rows={minimum * batch.micro_rows * readers}"
     )
-    smaller = batch.rows // (least * readers)
+    smaller = batch.rows // (minimum * readers)
     if smaller:
         reason += f"  or  batch.micro_rows={smaller}"
     return Problem(f"sharding.pipeline={sharding.pipeline}", reason)
@@ -165,7 +165,7 @@ def in_flight(sharding: Sharding, rank: int, count: int) -> int:
     rank: its place in the pipeline. count: of micro-batches in a step.
     """
     ranks = sharding.pipeline
-    most = {
+    forwards = {
         "1f1b": ranks - rank,
         "gpipe": count,
         # a round of the first stage, and of the second those that other ranks have begun
@@ -173,4 +173,4 @@ def in_flight(sharding: Sharding, rank: int, count: int) -> int:
         "zbv": 2 * ranks,
         "dualpipev": 2 * ranks + 1,
     }
-    return min(most[sharding.pipeline_schedule], count * schedule_of(sharding).stages)
+    return min(forwards[sharding.pipeline_schedule], count * schedule_of(sharding).stages)

@@ -42,7 +42,7 @@ FORMATS = (
     "segments",
 )  # fmt: skip
 CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
-"""In the folder that core_data names."""
+"""Files that the folder in core_data must have."""
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 

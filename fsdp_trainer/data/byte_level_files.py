@@ -22,7 +22,7 @@ LLAMA_3_SPECIAL = {
     6: "<|start_header_id|>", 7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>",
     10: "<|python_tag|>",
 }  # fmt: skip
-"""By their place behind the ranks, as Llama 3.1 has them; the others of its 256 are reserved."""
+"""Special tokens by their place behind the ranks, as in Llama 3.1; the rest of 256 are reserved."""
 LLAMA_3_NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and cut texts in another way
 END_OF_TEXT = "<|endoftext|>"

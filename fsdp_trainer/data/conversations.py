@@ -96,7 +96,7 @@ class Reader:
     text_only: bool = True
     """True: pictures and sound in columns that are not used are passed over."""
     form: str = ""
-    """What else people should know about how its rows are read."""
+    """A note for people on how its rows are read; empty: none."""
     unused: dict[str, None] = field(default_factory=dict)
     """Columns of the rows read so far that no meaning was found for, in order."""
     _by_columns: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)

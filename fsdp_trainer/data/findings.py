@@ -139,7 +139,7 @@ KINDS = {
         warns_from=None,
     ),
 }
-"""In the order in which they are told."""
+"""Kinds of findings, in the order in which they are shown."""
 
 
 @dataclass

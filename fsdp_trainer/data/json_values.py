@@ -118,7 +118,7 @@ class _Values:
     def __init__(self, file: BinaryIO):
         self.file, self.text, self.position = file, "", 0
         self.line = 1
-        """Of the element that `elements` gave last."""
+        """The line of the element that `elements` gave last, from 1."""
         self._counted = self._column = (
             0  # how far `line` has been counted; characters of that line that are gone from `text`
         )

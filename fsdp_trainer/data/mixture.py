@@ -138,9 +138,9 @@ class Component:
     key: str = ""
     requested: float = 1.0
     start: int = 0
-    """How many of its rows were taken before the mixture's first."""
+    """Rows of it that were used before the mixture's first row."""
     start_tokens: int = 0
-    """In those rows."""
+    """Tokens in those rows."""
 
     def tokens(self, rows: int) -> int:
         """Tokens in its first `rows` rows."""
@@ -178,7 +178,7 @@ class Mixture:
                 for times, each in zip(requested, rows, strict=True)
             ]
         self.shares = [part / sum(parts) for part in parts]
-        """Of the rows."""
+        """Each component's share of the rows, from 0 to 1."""
         self.turns = Turns(parts)
         self.rows_per_epoch: int = sum(rows) if weighted else sum(parts)
         self.seq_len = self.orders[0].seq_len
@@ -197,7 +197,7 @@ class Mixture:
         self.key = self._hash(
             self.components[0].key, [component.key for component in self.components]
         )
-        """Of all that decides which row is which."""
+        """Hash of all that decides which row is which."""
         self.start = 0
         """The running index of its first row: what came before was another mixture's."""
 

@@ -33,7 +33,7 @@ class RowData:
     documents: list[int]
     """Lengths of the documents, in order; what remains of seq_len is padding."""
     sources: list[int]
-    """Where each of them comes from: a place in the store's source_names."""
+    """The source of each document: its place in the store's source_names."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Rows:
     documents: list[list[int]]
     """Lengths of each row's documents, in order."""
     group_starts: list[list[bool]]
-    """Of each of them, whether it starts a group of documents that belong together."""
+    """True for each document that starts a group of documents that belong together."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":

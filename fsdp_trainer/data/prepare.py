@@ -37,12 +37,12 @@ class Prepared:
     train: list[TokenStore]
     """One for each component: of a mixture each of its entries, else everything together."""
     names: list[str]
-    """Of the components."""
+    """The names of the components."""
     validation: TokenStore | None
     report: list[str]
     """Short lines for people."""
     streamed: StreamedData | None = None
-    """In place of `train`, with data.streaming."""
+    """The streams, in place of `train`, with data.streaming."""
     digests: dict[str, str] = field(default_factory=dict)
     """Hashes of the content of the files of `train`, by path."""
     unused: list[str] = field(default_factory=list)

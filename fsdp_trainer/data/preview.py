@@ -28,7 +28,7 @@ from fsdp_trainer.models.resolve import resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""What would move a terminal's cursor, or turn the text around."""
+"""Characters that move a terminal's cursor or change the direction of text."""
 LONGEST_CHARACTER = 4  # tokens: a byte each
 
 

@@ -15,7 +15,7 @@ class TextPiece:
     text: str
     ids: list[int]
     weight: float
-    """With which it is learnt, as a target; 0: it is context only."""
+    """Its weight as a target; 0: it is context only."""
     special: bool
 
     def visible(self) -> str:
@@ -31,7 +31,7 @@ class ShownDocument:
     source: str
     pieces: list[TextPiece]
     next_label: int = -100
-    """What the last position is trained to predict, where the document goes on in another row."""
+    """The target of the last position, where the document goes on in another row."""
 
     @property
     def tokens(self) -> int:

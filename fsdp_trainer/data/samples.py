@@ -38,7 +38,7 @@ and of the tokens of the last sample of each, which holds the conversation once.
 HEADER = 80
 """Characters before an answer that may hold its beginning, where prompt and answer look alike."""
 TEXTS = ("content", "reasoning_content")
-"""What a turn of the data may hold."""
+"""Keys of a turn that hold text."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
@@ -67,7 +67,7 @@ class Rendered:
     ends: tuple[int, ...] = ()
     """Characters behind the special tokens that end the assistant's turns."""
     sample: Sample | None = None
-    """Of data that is tokenised already; the text is empty then."""
+    """The tokens of data that is tokenised already; the text is empty then."""
     place: tuple[int, int] = (1, 1)
     """Number of the text among those of its conversation, from 1, and how many there are."""
 
@@ -83,7 +83,7 @@ class SampleBuilder:
     def __init__(self, data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template):
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
-        """How often what happened, by the keys of `findings.KINDS`."""
+        """Counts by the keys of `findings.KINDS`."""
         self.examples: dict[str, list[str]] = {}
         """The first FILE:LINE of each."""
         self._ends = tuple(tokenizer.special_tokens)

@@ -56,7 +56,7 @@ class Problems:
     count: int = 0
     first: list[Problem] = field(default_factory=list)
     listed: TextIO | None = None
-    """Where all of them are written to, as JSON lines."""
+    """The file that gets all problems, as JSON lines."""
 
     def add(self, where: tuple[str, int], reason: str) -> None:
         """Note a bad row."""
@@ -99,7 +99,7 @@ class Source:
     name: str
     files: list[str]
     format: str | None = None
-    """As data.format, for this source; null: as that says."""
+    """The format of this source, as in data.format; null: data.format itself."""
     fields: dict[str, Any] | None = None
 
     def columns(self, data: Data) -> tuple[str, dict[str, Any] | None]:

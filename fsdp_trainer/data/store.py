@@ -50,7 +50,7 @@ class TokenStore:
         self.folder, self.fingerprint = folder, fingerprint
         self.source_names, self.file_names = list(source_names), list(files)
         self.counts: dict[str, int] = counts or {}
-        """What happened while it was made, and how often: see SampleBuilder.counts."""
+        """Counts of what happened while it was written: see SampleBuilder.counts."""
         self.examples: dict[str, list[str]] = examples or {}
         """FILE:LINE of a few rows to which it happened."""
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
@@ -138,7 +138,7 @@ class StoreWriter:
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
         self._folder, self._group_starts = folder, bytearray()
         self.totals: dict[str, dict[str, int]] = {}
-        """By source (its place, as text): samples, tokens, supervised tokens, longest sample."""
+        """Samples, tokens, supervised tokens, longest sample; by source (its place, as text)."""
 
     def write(
         self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0

@@ -64,7 +64,7 @@ START: Cursor = (0, 0, 0, 0)
 Place = tuple[int, int, int]
 """A cursor without its rest."""
 FilePlace = tuple[str, int, int]
-"""Where a document is: the file, where its unit begins, and its line, counted from there."""
+"""The place of a document: file, begin of its unit, and its line counted from there."""
 Piece = tuple["StreamSample", int, int]
 """Tokens [start, start + length) of a sample."""
 

@@ -127,7 +127,7 @@ QUESTIONS = (
         {"inline_thinking": False},
     ),
 )
-"""In this order: each question is asked in the forms that the ones before have found."""
+"""Probes in the order in which they run: each uses the forms that earlier ones have shown."""
 
 
 def find_forms(render: Render, with_tools: bool) -> Forms:

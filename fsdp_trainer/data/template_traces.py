@@ -28,7 +28,7 @@ from fsdp_trainer.data.traced_texts import METHODS, NotTraced, Trace, Traced, jo
 SHAPES = 2000
 """Shapes that are remembered; a trace of 12 turns takes some 10 kB."""
 TRACES = 8
-"""Of one shape: ways through the template."""
+"""The most traces of one shape, each another way through the template."""
 CHECKS = 2
 """First uses of a trace that are compared with what the template renders."""
 FAILURES = 20
@@ -214,9 +214,9 @@ class Renderer:
         self._compiled = compile_template(source, environment(today))
         self._tracing: jinja2.Template | None = None
         self._traces: dict[tuple, list[Trace]] = {}
-        """By shape."""
+        """Traces by shape."""
         self._missed: Counter[tuple] = Counter()
-        """How often a shape was rendered by the template itself."""
+        """The number of times that a shape was rendered by the template itself."""
         self._tries = FAILURES
 
     def render(self, messages: list[Message], tools: list[dict] | None, is_prompt: bool) -> str:

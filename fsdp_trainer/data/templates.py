@@ -41,7 +41,7 @@ NAMED = {
     "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
     "gemma": ("bos_token",), "llama3": ("bos_token",),
 }  # fmt: skip
-"""What the tokenizer must have a token for."""
+"""Special tokens that a template needs from the tokenizer."""
 
 
 class RowTemplate:
@@ -54,9 +54,9 @@ class RowTemplate:
         self.name, self._renderer, self._values = name, renderer, values
         self.forms: Forms = find_forms(self.render, with_tools)
         self.closing: str = self._closing()
-        """What it writes behind the last turn, but not between turns: Phi-3's an eos_token."""
+        """The text behind the last turn that is not between turns: eos_token in Phi-3."""
         self.generation_prompt: str = self._generation_prompt()
-        """What it writes behind a question for the model to answer; empty: that is not known."""
+        """The text behind a question that the model is to answer; empty: it is not known."""
 
     def render(
         self,

@@ -29,7 +29,7 @@ from fsdp_trainer.errors import Problem, UserError
 CHUNK, CHARACTERS = 1000, 1 << 22  # texts and characters of one call of the tokenizer, at most
 TRAIN, VALIDATION = "train", "validation"
 SKIPPED = "skipped.jsonl"
-"""In the folder of the cache: each row that data.on_error=skip has left out."""
+"""The file in the folder of the cache with each row that data.on_error=skip left out."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TaskUnit:
 
 
 Task = list[TaskUnit]
-"""What one part is made of: a part of a large file, or several small files."""
+"""The input of one part: a part of a large file, or several small files."""
 
 
 def task_key(task: Task) -> list[list[int | None]]:
@@ -73,7 +73,7 @@ class TaskResult:
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     totals: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """By store and source (its place, as text): samples, tokens, supervised, longest."""
+    """Samples, tokens, supervised, longest; by store and source (its place, as text)."""
 
 
 def read_result(part: Path, task: Task) -> TaskResult | None:

@@ -130,11 +130,11 @@ class TextTokenizer:
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
         self.chat_templates: dict[str, str] = chat_template or {}
-        """Its chat templates by name; most tokenizers have one, DEFAULT."""
+        """The chat templates by name; most tokenizers have one, DEFAULT."""
         self.fingerprint: str = hashlib.blake2b(
             f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
         ).hexdigest()
-        """Of everything that decides which tokens a text gets, in whichever files it was kept."""
+        """Hash of all that decides which tokens a text gets, whatever files it was read from."""
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None

@@ -22,7 +22,7 @@ class Trace:
         self.pieces: tuple[Part, ...] = ()
         """The rendered text."""
         self.uses = 0
-        """How often its text was compared with what the template renders."""
+        """The number of times that its text was compared with the template's."""
         self._known: dict[tuple, bool] = {}
         self._values = 0
 
@@ -171,7 +171,7 @@ METHODS: dict[str, Callable] = {
     "split": Trace.values, "rsplit": Trace.values, "splitlines": Trace.values,
     "partition": Trace.values, "rpartition": Trace.values,
 }  # fmt: skip
-"""What a template may call of a text, and how a trace notes it."""
+"""The methods of a text that a template may call, and how a trace records each."""
 REFUSED = {
     "__hash__", "__repr__", "__format__", "__lt__", "__le__", "__gt__", "__ge__", "__rmod__",
 }  # fmt: skip

@@ -12,7 +12,7 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import RowTemplate
 
 HALF_A_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
-"""What two texts share that go on with different tags: the `<t` of `<think>` and `<tool_call>`."""
+"""The shared beginning of two different tags: the `<t` of `<think>` and `<tool_call>`."""
 
 
 @dataclass

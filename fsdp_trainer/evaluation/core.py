@@ -56,7 +56,7 @@ KINDS = {
     "schema": TaskKind(schema_texts, lambda item: item["gold"]),
     "language_modeling": TaskKind(language_texts, lambda item: 1),
 }
-"""By icl_task_type."""
+"""Kinds of tasks by icl_task_type."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,14 @@ class Core:
 
     def run_task(self, task: CoreTask, scorer: Scorer) -> dict[str, float]:
         """Return the accuracy of a task, as it is and centred. Collective."""
-        asked = [
+        questions = [
             task.endings([self.encode(text) for text in task.texts(number)], scorer.context)
             for number in range(len(task.items))
         ]
-        scores = iter(scorer.likelihoods([ending for endings in asked for ending in endings]))
+        scores = iter(scorer.likelihoods([ending for endings in questions for ending in endings]))
         right = [
             task.is_right(number, endings, [next(scores) for _ in endings])
-            for number, endings in enumerate(asked)
+            for number, endings in enumerate(questions)
         ]
         accuracy = sum(right) / len(right)
         spread = math.sqrt(accuracy * (1 - accuracy) / max(1, len(right) - 1))

@@ -18,7 +18,7 @@ from fsdp_trainer.evaluation.harness import HarnessModel
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 
 RESAMPLES = 1000
-"""For the standard errors of metrics that have no formula."""
+"""Samples drawn for the standard errors of metrics that have no formula."""
 
 
 class LoadedTasks(TaskManager):

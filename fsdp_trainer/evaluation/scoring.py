@@ -22,7 +22,7 @@ from fsdp_trainer.parallel.dims import Dims
 BATCH_TOKENS = 4096
 """Tokens of a forward; a longer request is computed alone."""
 Metrics = dict[str, dict[str, float]]
-"""By task and name."""
+"""Metrics by task and name."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

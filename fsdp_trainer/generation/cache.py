@@ -94,9 +94,9 @@ class BlockCache:
         """Forget other rows, and columns before `first`."""
         for name in ("keys", "values"):
             old = getattr(self, name)
-            kept = old.new_empty(len(rows), old.shape[1], old.shape[2] - first, old.shape[3])
-            kept[:, :, : end - first] = old[:, :, first:end].index_select(0, rows)
-            setattr(self, name, kept)
+            smaller = old.new_empty(len(rows), old.shape[1], old.shape[2] - first, old.shape[3])
+            smaller[:, :, : end - first] = old[:, :, first:end].index_select(0, rows)
+            setattr(self, name, smaller)
 
 
 class Prompts(DocumentAttention):

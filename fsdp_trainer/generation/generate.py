@@ -103,10 +103,10 @@ class Generation:
             if not ranks.most(len(unfinished)):
                 return
             if len(unfinished) <= len(rows) // 2:
-                kept = unfinished or [0]
-                self.cache.keep(kept)
-                rows = [rows[i] for i in kept]
-                chosen = chosen[kept]
+                remaining = unfinished or [0]
+                self.cache.keep(remaining)
+                rows = [rows[i] for i in remaining]
+                chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
 
     def start(self, rows: list[Continuation]) -> Tensor:

@@ -218,7 +218,7 @@ class Watchdog:
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
         self.starved: dict[int, tuple[int, float]] = {}
-        """By rank: the phase's number, and the seconds without a processor when it began."""
+        """The phase's number and the seconds without a processor when it began, by rank."""
         self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
         self.copied: set[Path] = set()

@@ -46,7 +46,7 @@ TARGET_NAMES = {"experts": "*.mlp.experts.*"}
 """Words that adapter.targets takes besides these, names and patterns."""
 NF4 = "nf4"
 BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-"""By adapter.base. With all others frozen weights are in precision.param_dtype."""
+"""The number format of frozen weights by adapter.base; all others: precision.param_dtype."""
 MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
 """Words that adapter.also takes besides names and patterns of modules."""
 WIDTH = 90  # of a line of names in a message

@@ -62,7 +62,7 @@ INSTEAD = {
     "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
     "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
 }
-"""What to do about keys of config.json that are refused."""
+"""Advice for keys of config.json that are refused."""
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -128,7 +128,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rope_theta: float = 10_000.0
     rope_local_theta: float | None = None
-    """Of the blocks with a window, whose RoPE is not scaled."""
+    """The theta of blocks with a window, whose RoPE is not scaled."""
     rope_scaling: Json | None = None
     partial_rotary_factor: float = 1.0
     rms_norm_eps: float = 1e-5
@@ -155,7 +155,7 @@ class ModelConfig:
     mlp_only_layers: tuple[int, ...] = ()
     """Blocks with a dense feed-forward in place of experts."""
     decoder_sparse_step: int = 1
-    """Of the others, every so many-th has experts."""
+    """The distance between blocks with experts, among the others: 1 for every block."""
     q_lora_rank: int | None = None
     """Width of the vector that a token's queries are made of; None: of its whole state."""
     kv_lora_rank: int = 0
@@ -169,7 +169,7 @@ class ModelConfig:
     first_k_dense_replace: int = 0
     """Blocks in front that have a dense feed-forward in place of experts."""
     n_shared_experts: int = 0
-    """What every token meets besides its experts is as wide as so many of them."""
+    """The width of the shared expert, which every token meets, in widths of one expert."""
     n_group: int = 1
     topk_group: int = 1
     """Groups of experts, and how many of them a token's experts are chosen from."""

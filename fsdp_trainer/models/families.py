@@ -28,9 +28,9 @@ class Family:
     architecture: str
     """Hugging Face's class, as config.json names it."""
     mixer: str = "attention"
-    """What mixes the tokens in a block: a name of `decoder.MIXERS`."""
+    """The part of a block that mixes tokens: a name of `decoder.MIXERS`."""
     feed_forward: str = "gated"
-    """What a block does to each token: a name of `decoder.FEED_FORWARDS`."""
+    """The part of a block that computes each token alone: a name of `decoder.FEED_FORWARDS`."""
     norms: Literal["before", "after", "around"] = "before"
     """A block normalises what attention and feed-forward read, what they add, or both."""
     norm_offset: float = 0.0
@@ -85,11 +85,11 @@ class Family:
     normalizes_experts: bool = False
     """The weights of a token's experts are divided by their sum, whatever config.json says."""
     router: str = "softmax"
-    """What chooses the experts: a name of `moe.ROUTERS`."""
+    """The router, which chooses the experts: a name of `moe.ROUTERS`."""
     shared_expert: str = ""
     """Name of a dense feed-forward that every token meets besides its experts; "": there is none"""
     gates_shared_expert: bool = False
-    """What it computes is multiplied by a number that a router gives each token."""
+    """True if the shared expert's output is multiplied by a gate of each token."""
 
     def stored_name(self, name: str) -> str:
         """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""

@@ -16,7 +16,7 @@ from fsdp_trainer.models.sdpa import Scoring
 
 CosSin = tuple[Tensor, Tensor]
 NORM_EPS = 1e-6
-"""Of the norms of the narrow vectors, whatever rms_norm_eps is (as in DeepSeek's own code)."""
+"""Epsilon of the norms of the narrow vectors, whatever rms_norm_eps is (as in DeepSeek's code)."""
 
 
 class LatentAttention(nn.Module):

@@ -15,7 +15,7 @@ from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
 from fsdp_trainer.models.grouped import grouped_bias, grouped_linear
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""Of GPT-OSS's activation: the sigmoid's factor, and the largest number on its way in."""
+"""The sigmoid's factor in GPT-OSS's activation, and the limit of its inputs."""
 
 
 class Routing(NamedTuple):
@@ -127,7 +127,7 @@ class SigmoidRouter(Router):
 
 
 ROUTERS: dict[str, type[Router]] = {"softmax": Router, BIASED: SigmoidRouter}
-"""By `Family.router`."""
+"""Routers by `Family.router`."""
 
 
 class Experts(nn.Module):
@@ -144,7 +144,7 @@ class Experts(nn.Module):
         self.active_share = config.num_experts_per_tok / config.num_experts
         """Share of the weights that a token meets."""
         self.lora_scales: dict[str, float] = {}
-        """Of the matrices that have adapters: the factor of B·A, by name."""
+        """The factor of B·A for each matrix that has an adapter, by name."""
         self.add_parameters(config)
 
     def add_parameters(self, config: ModelConfig) -> None:

@@ -16,11 +16,11 @@ Shape = tuple[int, ...]
 WEIGHTS_FILE = "adapter_model.safetensors"
 OTHER_WEIGHTS = "adapter_model.bin"
 PREFIX = "base_model.model."
-"""Before the model's own names in PEFT's files."""
+"""The prefix of the model's own names in PEFT's files."""
 FUSED_RANKS = "fused_ranks"
-"""In the metadata of our own files: the rank of each part of a fused matrix, by layer, as JSON."""
+"""The key of our files' metadata with the ranks of a fused matrix's parts, by layer, as JSON."""
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
-"""Before the blocks' names in a model for text and images."""
+"""The prefix of the blocks' names in a model for text and images."""
 BLOCK_INDEX = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 TENSORS = {
     f"{A}.weight": A,

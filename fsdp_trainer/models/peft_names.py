@@ -1,4 +1,4 @@
-"""From PEFT's names to ours: which adapters of a model a PEFT folder holds. No torch."""
+"""Translates PEFT's names to ours: the adapters that a PEFT folder holds. No torch."""
 
 import math
 from collections.abc import Iterable

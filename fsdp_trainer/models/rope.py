@@ -136,9 +136,9 @@ FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], Tensor]] = {
         frequencies / torch.tensor(scaling["short_factor"])
     ),
 }
-"""By rope_type: the frequencies, [rotary_dim / 2], of (plain frequencies, theta, scaling)."""
+"""Functions of (plain frequencies, theta, scaling) to frequencies [rotary_dim / 2]."""
 FACTORS: dict[str, Callable[[int, Scaling], float]] = {
     "yarn": _yarn_factor,
     "longrope": _longrope_factor,
 }
-"""By rope_type: the factor on cosine and sine of (max_position_embeddings, scaling); else 1."""
+"""Functions of (max_position_embeddings, scaling) to the factor on cosine and sine."""

@@ -206,7 +206,7 @@ class WeightedPart:
         self.weight = part.weight or 1.0
         self.bytes = 0
         self.is_read = False
-        """It has been read to its end once."""
+        """True once it has been read to its end."""
         self.is_empty = False
 
     def next(self) -> str | None:

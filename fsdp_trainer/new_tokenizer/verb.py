@@ -61,11 +61,11 @@ def check(
     if template not in BUILT_IN:
         reason = f"a new tokenizer gets one of the built-in templates:  {'  '.join(BUILT_IN)}"
         problems.append(Problem(f"data.template={template}", reason))
-    least = smallest_vocabulary(cfg.kind, added)
-    if cfg.vocab_size < least:
+    smallest = smallest_vocabulary(cfg.kind, added)
+    if cfg.vocab_size < smallest:
         reason = (
             f"is too small: 256 bytes and the {added.count} tokens of {template} and of"
-            f" tokenizer.add_tokens leave nothing to learn.\nUse  vocab_size={least}  or more"
+            f" tokenizer.add_tokens leave nothing to learn.\nUse  vocab_size={smallest}  or more"
         )
         problems.append(Problem(f"vocab_size={cfg.vocab_size}", reason))
     out = Path(str(cfg.out))

@@ -45,7 +45,7 @@ class Observer:
         self.device, self.config, self.seq_len = device, config, seq_len
         self.trackers: Trackers | None = None
         self.run: RunInfo | None = None
-        """What callbacks are told of the run; they are called from then on."""
+        """The run as callbacks get it; None: they are not called yet."""
         cuda = device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
         self.about: list[str] = []
@@ -53,7 +53,7 @@ class Observer:
         self.last_loss: float | None = None
         """Loss of the last step that was written."""
         self.work: TrainedWork | None = None
-        """What a step computes; None: all weights are trained."""
+        """The arithmetic of a step; None: all weights are trained."""
         self._step_seconds: list[float] = []
 
     def call(self, method: str, *arguments: Any) -> None:

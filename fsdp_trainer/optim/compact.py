@@ -76,7 +76,7 @@ class CompactOptimizer(TrainerOptimizer):
 
     skips_on_device = True
     moments: ClassVar[dict[str, MomentKind]]
-    """What is remembered of each number, by name."""
+    """The moments of each number, by name."""
 
     def __init__(
         self,

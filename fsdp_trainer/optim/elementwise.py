@@ -59,8 +59,8 @@ class Lion(CompactOptimizer):
         beta1, beta2 = group["betas"]
         mean, gradient = chunk.load("exp_avg"), chunk.gradient.float()
         direction = torch.lerp(mean, gradient, 1 - beta1).sign_()
-        kept = 1 - group["lr"] * group["weight_decay"]
-        new = (chunk.weight.float() * kept).sub_(direction, alpha=group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        new = (chunk.weight.float() * decay).sub_(direction, alpha=group["lr"])
         chunk.store("exp_avg", torch.lerp(mean, gradient, 1 - beta2))
         chunk.write(new)
 
@@ -79,7 +79,7 @@ class Sgd(CompactOptimizer):
         momentum, gradient = group["momentum"], chunk.gradient.float()
         total = chunk.load("momentum_buffer") * momentum + gradient
         direction = gradient + total * momentum if group["nesterov"] else total
-        kept = 1 - group["lr"] * group["weight_decay"]
-        new = (chunk.weight.float() * kept).sub_(direction, alpha=group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        new = (chunk.weight.float() * decay).sub_(direction, alpha=group["lr"])
         chunk.store("momentum_buffer", total)
         chunk.write(new)

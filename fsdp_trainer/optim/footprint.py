@@ -16,7 +16,7 @@ OWNED_COPIES = 6
 """Of an owner's matrices, while they are made orthogonal: what came, the matrices, three steps of
 the arithmetic, products of rows: an upper estimate."""
 COMPACT_UPDATE_BYTES = 44
-"""For each number that CompactOptimizer updates at a time: at most, over formats, as measured."""
+"""Bytes for each number that CompactOptimizer updates at a time, measured: the most of all."""
 
 
 class Update(NamedTuple):

@@ -20,7 +20,7 @@ SCALES = {
     # Jordan 2024
     "keller": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""By optim.scale, the factor of an orthogonal matrix."""
+"""The factor of an orthogonal matrix by optim.scale."""
 
 
 class Muon(CompactOptimizer):
@@ -96,11 +96,11 @@ class Muon(CompactOptimizer):
             group = self.group_of[parameter]
             _, rows, columns = stack_shape(parameter.shape)
             step = group["lr"] * SCALES[self.cfg.scale](rows, columns)
-            kept = 1 - group["lr"] * group["weight_decay"]
+            decay = 1 - group["lr"] * group["weight_decay"]
             flat = result.view(-1, self.block(parameter))
             for chunk in self.chunks(parameter, count, skip):
                 moved = flat[chunk.numbers].float()
-                chunk.write((chunk.weight.float() * kept).sub_(moved, alpha=step))
+                chunk.write((chunk.weight.float() * decay).sub_(moved, alpha=step))
 
     def direction(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Tensor:
         """Update the momentum; return this rank's part of what is to be orthogonalised."""

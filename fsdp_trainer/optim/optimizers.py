@@ -122,4 +122,4 @@ OPTIMIZERS = {
     "muon": build_muon,
     "sgd": build_sgd,
 }
-"""By optim.name. A new one: a file, a line here, and a line in `footprint.FOOTPRINTS`."""
+"""Optimizers by optim.name. A new one: a file, a line here and one in `footprint.FOOTPRINTS`."""

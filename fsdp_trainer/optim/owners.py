@@ -63,9 +63,9 @@ class ShardLayout:
 
         Of several replicas it is the owner's own, so that nothing is sent between them.
         """
-        beside = self.holders.get(self.parts[owner], [owner])
+        peers = self.holders.get(self.parts[owner], [owner])
         ranks = self.holders[part]
-        return ranks[beside.index(owner) % len(ranks)]
+        return ranks[peers.index(owner) % len(ranks)]
 
     def piece(self, parameter: int, matrix: int, rank: int) -> MatrixPiece | None:
         """Return what `rank` holds of a matrix, if it holds anything."""

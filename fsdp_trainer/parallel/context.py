@@ -115,7 +115,7 @@ SHARED_LAYOUTS: dict[str, type[SharedRows]] = {
     "gathered": Gathered,
     "ring": Ring,
 }
-"""By sharding.context_method."""
+"""Methods by sharding.context_method."""
 
 
 class Exchange(torch.autograd.Function):

@@ -59,7 +59,7 @@ class OwnMask(MaskedAttention):
 
 
 OWN_QUERIES: dict[str, type[OwnDocuments | OwnMask]] = {"documents": OwnDocuments, "mask": OwnMask}
-"""By the name of the layout for whole rows."""
+"""Layouts for a rank's own queries, by the name of the layout for whole rows."""
 
 
 class QueryRun(NamedTuple):

@@ -44,7 +44,7 @@ COMM_BUFFERS = {
     "symmetric": lambda module: module.set_symm_mem_for_comm(),
     "registered": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
 }
-"""By sharding.messages: where FSDP2 allocates what it sends and receives."""
+"""Functions that set where FSDP2 allocates its messages, by sharding.messages."""
 
 
 def parallelize(

@@ -31,7 +31,7 @@ SCHEDULES: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-"""By sharding.pipeline_schedule."""
+"""Torch's schedules by sharding.pipeline_schedule."""
 
 
 class LeanStage(PipelineStage):

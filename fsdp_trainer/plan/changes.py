@@ -40,13 +40,13 @@ class Effect(IntEnum):
     MOMENTS = 1
     """The format that the optimizer keeps its moments in."""
     WORLD = 2
-    """How many ranks there are."""
+    """The number of ranks."""
     COMPUTATION = 3
     """The format that is computed in."""
     ADAPTER = 4
     """Which weights are trained."""
     ROWS = 5
-    """How much text a row has."""
+    """The length of a row."""
 
 
 class Change(NamedTuple):
@@ -165,8 +165,8 @@ def expert_counts(run: Candidate) -> list[int]:
         return [1]
     sizes = expert_sizes(run.cfg.sharding, run.world)
     ranks = sizes["replicate"] * sizes["eshard"] * sizes["expert"]
-    most = math.gcd(ranks, run.config.num_experts)
-    return [size for size in range(1, most + 1) if most % size == 0]
+    largest = math.gcd(ranks, run.config.num_experts)
+    return [size for size in range(1, largest + 1) if largest % size == 0]
 
 
 def divide_experts(run: Candidate) -> Iterator[Change]:
@@ -357,7 +357,7 @@ FASTER: Table = (
     divide_experts,
     gather_more,
 )
-"""As much memory or more, and less time perhaps. The computed numbers stay the same."""
+"""Changes that may save time for as much memory or more. The computed numbers stay the same."""
 FINE_TUNING: Table = (adapters,)
 """Less memory to train weights that exist."""
 

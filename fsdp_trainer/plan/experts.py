@@ -61,7 +61,7 @@ class OwnExperts:
 
 
 TRACED = {kind: type(f"Traced{kind.__name__}", (OwnExperts, SHARED[kind]), {}) for kind in SHARED}
-"""By the class of a block's experts."""
+"""Traced experts by the class of a block's experts."""
 
 
 def divide_experts(block: nn.Module, ranks: int, load: float, rows: int) -> None:

@@ -179,10 +179,10 @@ class Step:
         self.backward_from = share.is_first * self.parts.backward_from
         self.tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len)
         self.hidden = self.tokens * config.hidden_size * self.compute
-        """Of all tokens, as the head has them; stream: as blocks hand them on."""
+        """Bytes of all tokens' hidden states in the head; stream: between blocks."""
         self.stream = self.hidden / sizes["tensor"]
         self.moved = moved_bytes(cfg, config, self.traced, device)
-        """Of each block what is in host memory between its forward and its backward."""
+        """Bytes of each block in host memory between its forward and its backward."""
         self.crossing = 0.0  # of it, what is on the device all the same: on its way out or back
         self.norm = norm_traced(self.parts, self.tokens, precision.param_dtype)
 

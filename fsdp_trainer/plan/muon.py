@@ -42,8 +42,8 @@ def owner_traffic(cfg: TrainConfig, config: ModelConfig, world: int, per_node: i
     number = getattr(torch, cfg.optim.ns_dtype).itemsize
     own = sum(map(math.prod, model_parts(config, cfg).matrices)) / world * number
     sent, answered = own * (shards - 1) / shards, own * (replicas - 1 / shards)
-    beside = min(shards, per_node)
-    across = sent * (shards - beside) / max(1, shards - 1)
+    on_node = min(shards, per_node)
+    across = sent * (shards - on_node) / max(1, shards - 1)
     across += answered * (world - min(world, per_node)) / (world - 1)
     return OwnerTraffic(sent, answered, across)
 
@@ -64,8 +64,8 @@ def _most_in_rounds(shapes: list[tuple[int, int, int]], ranks: int) -> float:
     for chosen in rounds_of(shapes, ranks):
         operations = np.zeros(ranks)
         for matrices, rows, columns in (shapes[i] for i in chosen):
-            few, many = sorted((rows, columns))
-            each = 4.0 * few * few * many + 2.0 * few**3
+            short, long = sorted((rows, columns))
+            each = 4.0 * short * short * long + 2.0 * short**3
             every, rest = divmod(matrices, ranks)
             operations += every * each
             operations[(owner + np.arange(rest)) % ranks] += each

@@ -20,7 +20,7 @@ FIGURES = (
     "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu_palm", "peak_gib",
     "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step",
 )  # fmt: skip
-"""Of a layout's plan, under the names that a single plan has."""
+"""Figures of a layout's plan, under the names that a single plan has."""
 
 
 def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict[str, Any]:

@@ -202,8 +202,8 @@ def expert_groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group,
     """Return the ranks that divide a block's experts, neighbours, and those that hold the same."""
     sizes = expert_sizes(sharding, world)
     experts, shards = sizes["expert"], sizes["eshard"]
-    beside = max(1, per_node // experts)
-    return Group(experts, min(experts, per_node)), Group(shards, min(shards, beside))
+    on_node = max(1, per_node // experts)
+    return Group(experts, min(experts, per_node)), Group(shards, min(shards, on_node))
 
 
 class RowTraffic(NamedTuple):

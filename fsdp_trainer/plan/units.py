@@ -216,7 +216,7 @@ class ModelParts:
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
         self.owners_work: dict[int, float] = {}
-        """Of Muon's owners by the number of ranks: see plan/muon.py."""
+        """Operations of Muon's owners by the number of ranks: see plan/muon.py."""
 
     def _first_with_gradient(self) -> int:
         """Return the first block whose output has a gradient; backward goes no further."""

@@ -50,7 +50,7 @@ class RecordedRun:
     expert_load: tuple[int, list[str]] | None = None
     """The last step whose line has the load of every expert, and what it says of each block."""
     label: str = ""
-    """Its name where the page has room for few words; the name if there is no better one."""
+    """A short name for narrow places of the page; the name if there is none."""
 
     def __post_init__(self) -> None:
         self.label = self.label or self.name

@@ -86,7 +86,7 @@ from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.weights import fill, restore
 
 SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
-"""Where micro-batches come from, by what orders the rows."""
+"""Data sources by the class that orders the rows."""
 
 
 @dataclass

@@ -46,7 +46,7 @@ class Feed(Prefetcher):
         default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
         self.plan = StepPlan(0, 0, 0)
-        """Of the step that is read now."""
+        """The plan of the step that is read now."""
         super().__init__(items, depth, assembler.device, counted=MicroBatch)
 
     def next_step(self, step: int) -> "StepBatches":

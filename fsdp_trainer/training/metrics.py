@@ -57,7 +57,7 @@ class StepTotal:
     """A scalar of MicroBatchResult, summed over the step: its loss, or its objective."""
 
     name: str
-    """Of the field, and in metrics.jsonl."""
+    """The name of the field, also in metrics.jsonl."""
     is_written: bool = True
     size: int = 1
 

@@ -29,7 +29,7 @@ class PipelineForwardBackward(ForwardBackward):
 
     pipeline: Pipeline
     checks: dict[int, Tensor | float] = field(default_factory=dict)
-    """Of each micro-batch whose backward has come to its end: see `_own_check`."""
+    """The check of each micro-batch whose backward has ended: see `_own_check`."""
 
     def __post_init__(self) -> None:
         self.pipeline.after_backward = self._check

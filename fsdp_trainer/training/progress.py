@@ -13,7 +13,7 @@ OLD_PENDING: dict[str | None, list[str]] = {
     "validation": ["validate", "sample"],
     "samples": ["sample"],
 }
-"""What earlier versions stored as `cut_short`."""
+"""Pending work by what earlier versions stored as `cut_short`."""
 
 
 @dataclass

@@ -177,7 +177,7 @@ class Match(NamedTuple):
 
     name: str
     change: str
-    """How it differs from the checkpoint's; empty: it does not."""
+    """The difference from the checkpoint's; empty: none."""
     continuation: str
     start: tuple[int, int] = (0, 0)
     """Rows, and the tokens in them, of this component that were trained on before."""

@@ -61,7 +61,7 @@ from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
 BEAT_SECONDS = 1.0
-"""How often a rank that prepares data lets the waiting ones know that it goes on."""
+"""Seconds between signs of life of a rank that prepares data while others wait."""
 
 
 def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
@@ -108,7 +108,7 @@ class Rank:
         self.patience = parse_duration(cfg.launch.data_timeout)
         self.timeout = parse_duration(cfg.launch.timeout)
         self.open = ExitStack()
-        """What is closed when this rank leaves: the folder's lock, the watchdog."""
+        """Things that are closed when this rank leaves: the folder's lock, the watchdog."""
         self.world: World | None = None
         self.lock: TextIO | None = None
         self.trainer: Trainer | None = None

@@ -31,9 +31,9 @@ class RunLock:
     """The run that trains in a folder, as the folder's lock file says."""
 
     launchers: list[str]
-    """Of all nodes, see World."""
+    """The launchers of all nodes, see World."""
     attempt: int = 0
-    """How often some of these launchers had started the run before."""
+    """The number of earlier starts of the run by these launchers."""
 
     @classmethod
     def read(cls, run: Path) -> "RunLock":

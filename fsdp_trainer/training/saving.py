@@ -42,7 +42,7 @@ class CheckpointManager:
     newest: int
     """Step of the newest checkpoint, committed or on its way; -1: there is none."""
     complete: bool
-    """Whether that one has nothing pending."""
+    """True if that one has nothing pending."""
     _before: int = -1
     _tries_again: bool = False
     _failure: str = ""

@@ -16,7 +16,7 @@ from fsdp_trainer.process import ECHO_SECONDS, SIGNALS
 WAKE_SIGNAL = signal.SIGURG
 """Interrupts the main thread's wait. By default it is ignored, so it harms no process."""
 WAIT_SECONDS = 0.5
-"""How long a wait may last before a stop interrupts it."""
+"""The longest wait in seconds before a stop interrupts it."""
 NEVER = float("inf")
 
 

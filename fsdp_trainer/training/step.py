@@ -47,7 +47,7 @@ class ForwardBackward:
 
     model: Decoder
     objective: Callable[[Tensor], Objective]
-    """From a micro-batch's weights."""
+    """A function that makes the objective from a micro-batch's weights."""
     metrics: Metrics
     dims: Dims
     probe: EmbeddingGradProbe

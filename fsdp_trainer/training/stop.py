@@ -14,7 +14,7 @@ from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener, name_of
 from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
 
 GRACE_SECONDS = 2.0
-"""How long a rank may take to leave by itself after another rank has ended."""
+"""Seconds that a rank has to leave by itself after another rank has ended."""
 T = TypeVar("T")
 
 
@@ -54,15 +54,15 @@ class StopSignals(SignalListener):
         self.limits = TimeLimits(time_limit)
         self.agreement = Agreement()
         self.leaving = False
-        """Whether this rank is done with the others, so that their end means nothing to it."""
+        """True once this rank is done with the others, so that their end means nothing to it."""
         self.data_error: Exception | None = None
         """Why this rank cannot read its part of a step."""
         self.data_wait_interrupted = False
-        """Whether this rank has no data for a step because a stop ended its wait for them."""
+        """True if this rank has no data for a step because a stop ended its wait for them."""
         self._store: dist.Store = dist.HashStore()
-        """What the ranks share; this rank's own until they are connected."""
+        """The store that the ranks share; this rank's own until they are connected."""
         self._shared_in: dist.Store | None = None
-        """Where this rank's signal is known."""
+        """The store that knows of this rank's signal."""
         self._main = False
         self._started: dict[int, tuple[int, int | None]] = {}
         super().__init__(say, on_forced_exit)

@@ -76,13 +76,13 @@ class StreamedRows:
     assembler: Assembler
     dims: Dims
     attention_cost: Callable[[np.ndarray], np.ndarray]
-    """Of documents' lengths."""
+    """The cost of attention over documents of these lengths."""
     workers: int
     """Processes that make rows; 1: this one alone."""
     signals: StopSignals
     observer: Observer
     cursors: dict[int, dict[int, Cursor]] = field(default_factory=dict)
-    """Of this rank's streams, by the row that they stand before."""
+    """Cursors of this rank's streams, by the row that they stand before."""
     samples: dict[int, list[list[tuple[str, int, int]]]] = field(default_factory=dict)
     """Places of this rank's documents in each micro-batch, by the first row of the last steps."""
 

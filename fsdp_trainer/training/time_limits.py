@@ -23,7 +23,7 @@ class TimeLimits:
         if time_limit:
             self.deadlines["time_limit"] = time.monotonic() + parse_duration(time_limit)
         self.seconds_to_checkpoint = 0.0
-        """How long the next step and a checkpoint after it take at most, as it is known now."""
+        """The longest time that the next step and a checkpoint after it will take, as known now."""
         self._passed, self._count = "", False
 
     @contextmanager

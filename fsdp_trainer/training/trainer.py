@@ -85,7 +85,7 @@ class Trainer:
     dtypes: dict[str, str]
     """Number formats in which the weights were imported, for the export."""
     base: Base | None
-    """Where the frozen weights are, which checkpoints do not hold; None: all are trained."""
+    """The place of the frozen weights, which checkpoints do not hold; None: all are trained."""
     observer: Observer
     step_log: StepLog
     profiler: Profiler

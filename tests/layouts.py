@@ -13,6 +13,7 @@ from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import gather, local_part, local_slice
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import parallelize as parallelize_module
+from fsdp_trainer.parallel.compile import is_one_graph
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -110,7 +111,7 @@ def compile_quickly(model, cfg, **options):
     if model.lm_head is not None:
         model.lm_head.compile_chunks(backend="aot_eager")
     for block in model.blocks().values():
-        block.compile(fullgraph=True, backend="aot_eager")
+        block.compile(fullgraph=is_one_graph(block), backend="aot_eager")
 
 
 def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):

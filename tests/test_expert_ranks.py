@@ -3,7 +3,15 @@
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GROUPED, ROW, VOCABULARY, assert_same, take_steps_on_rows, whole
+from layouts import (
+    GROUPED,
+    ROW,
+    VOCABULARY,
+    assert_same,
+    compiled_quickly,
+    take_steps_on_rows,
+    whole,
+)
 from stored import checkpoint, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
@@ -76,12 +84,13 @@ def plain(sizes, settings):
     return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
-def built(cfg, config):
+def built(cfg, config, compiled=False):
     """This rank's part of a model without weights, and the dimensions."""
     dist.init_process_group("gloo")
     dims = Dims(cfg.sharding, "cpu", 60)
     model = meta_decoder(config)
-    model = parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config))
+    with compiled_quickly():
+        model = parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config), compiled)
     allocate(model, CPU)
     return model, dims
 
@@ -89,18 +98,20 @@ def built(cfg, config):
 def shared(sizes, settings):
     """This rank's part."""
     cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
-    model, dims = built(cfg, config)
+    model, dims = built(cfg, config, settings.get("compiled", False))
     start(model, settings.get("one_rank"))
     first = whole(dict(model.named_parameters()))
     choice = context_method(cfg, config)
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
+        attention=settings.get("attention", "documents"),
     )  # fmt: skip
     return first, *take_steps_on_rows(model, cfg, dims, assembler)
 
 
 EXPERT = {"sharding": {"expert": 2}}
+COMPILED = {"compiled": True, "attention": "mask"}
 LORA = {"name": "lora", "rank": 2, "targets": ["all", "experts"], "rank_pattern": {"up_proj": 3}}
 TOP_1 = {"num_experts_per_tok": 1, "norm_topk_prob": False}
 WIDE = {
@@ -172,6 +183,8 @@ CASES = {
         {},
         EXPERT | {"optim": {"name": "muon", "ns_dtype": "float32"}, "tolerance": 1e-4},
     ),
+    "compiled": (2, {}, COMPILED | EXPERT | {"checkpoint": {"mode": "full"}}),
+    "compiled, tensor alone": (2, {}, COMPILED | {"sharding": {"tensor": 2}}),
     "8 bits": (4, WIDE, EXPERT | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
 }
 QUICK = ("two",)
@@ -261,7 +274,6 @@ def test_losses_of_experts_and_their_load_are_those_of_one_process(train):
         (["sharding.expert=3"], "must divide num_experts=4. Use sharding.expert=2"),
         (["sharding.expert=2"], "(shard × context × tensor), which are 1. Use sharding.expert=1"),
         (["sharding.expert=2", "model.family=qwen3"], "qwen3 has no experts"),
-        (["sharding.expert=2", "compile=enabled"], "Use compile=disabled"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(train, overrides, words):

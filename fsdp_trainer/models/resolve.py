@@ -184,7 +184,7 @@ def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"sharding.expert={size}", reason)
     for key in ("expert", "tensor"):
         if getattr(cfg.sharding, key) > 1:
-            yield from _separate_expert_problems(cfg, config, key)
+            yield from _separate_expert_problems(cfg, key)
             return
 
 
@@ -234,7 +234,7 @@ def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"loss.bias_update_speed={speed}", reason)
 
 
-def _separate_expert_problems(cfg: TrainConfig, config: ModelConfig, key: str) -> Iterator[Problem]:
+def _separate_expert_problems(cfg: TrainConfig, key: str) -> Iterator[Problem]:
     """Yield what cannot be where experts are on a mesh of their own, because of sharding.`key`."""
     because = f"sharding.{key}={getattr(cfg.sharding, key)}"
     torch = version("torch")
@@ -244,11 +244,6 @@ def _separate_expert_problems(cfg: TrainConfig, config: ModelConfig, key: str) -
             because,
             f"with experts needs torch {needed}; installed is {torch}.\nUse  sharding.{key}=1",
         )
-    if cfg.compile.enabled:
-        reason = (
-            f"together with experts and {because} is not in this version.\nUse  compile=disabled"
-        )
-        yield Problem("compile.enabled=true", reason)
 
 
 def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:

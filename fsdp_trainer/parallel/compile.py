@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_trainer import phases
 from fsdp_trainer.config.paths import compile_cache
@@ -15,6 +16,7 @@ from fsdp_trainer.config.schema import Compile, TrainConfig
 from fsdp_trainer.distributed import gather
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.experts import SharedExperts
 from fsdp_trainer.torch_private import (
     count_compiled_graphs,
     is_compiler_error,
@@ -73,14 +75,19 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
     options: dict[str, Any] = {"mode": cfg.mode, "backend": BACKEND}
     if model.lm_head is not None:
         model.lm_head.compile_chunks(**options)
-    options["fullgraph"] = True
     for block in model.model.layers.values():
+        options["fullgraph"] = is_one_graph(block)
         if forward_alone:
             method: Any = block.forward
             compiled = torch.compile(method.__func__, **options)
             block.forward = MethodType(compiled, block)
         else:
             block.compile(**options)
+
+
+def is_one_graph(block: nn.Module) -> bool:
+    """Return False for a block whose experts ranks divide: they are between two graphs."""
+    return not any(isinstance(module, SharedExperts) for module in block.modules())
 
 
 class Compilations:

@@ -85,6 +85,8 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func is torch.ops.prim.device.default:  # makes nothing; two of three calls ask for it
+            return out
         given = {
             t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
         }
@@ -99,17 +101,58 @@ class Storages(TorchDispatchMode):
         del self.numbers[address]
         self.events.append((number, -size))
 
-    def live(self, count: int) -> list[int]:
-        """Return the bytes that live after each of the first `count` events."""
-        return list(accumulate(size for _, size in self.events[:count]))
-
-    def most(self, count: int) -> int:
-        """Return the most bytes that live at once within the first `count` events."""
-        return max(self.live(count))
-
     def number(self, tensor: Tensor) -> int | None:
-        """Bytes of the storage of `tensor`."""
+        """Number of the storage of `tensor`."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
+
+
+class Order(NamedTuple):
+    """Order in which a part makes and frees storages, the same for all sizes of its input.
+
+    numbers: of the storage of each event; end, middle, stop: events until forward has its result,
+    until backward begins, and until it ends, stop 0 without backward; gradients: the numbers of
+    the gradients of the part's weights.
+    """
+
+    numbers: tuple[int, ...]
+    end: int
+    middle: int = 0
+    stop: int = 0
+    gradients: frozenset[int | None] = frozenset()
+
+
+class PartTrace(NamedTuple):
+    """What a part allocates. sizes: bytes of each event of `order`, negative where it frees."""
+
+    order: Order
+    sizes: tuple[int, ...]
+
+    def part(self) -> TracedPart:
+        """Return the most that the part holds, and what it keeps."""
+        live, order = list(accumulate(self.sizes)), self.order
+        forward = max(live[: order.end])
+        if not order.stop:
+            return TracedPart(forward, 0, 0, 0)
+        peak = max(range(order.middle, order.stop), key=live.__getitem__)
+        before = zip(order.numbers[: peak + 1], self.sizes[: peak + 1], strict=True)
+        gradients = sum(size for number, size in before if number in order.gradients)
+        return TracedPart(forward, live[order.middle - 1], live[peak], gradients)
+
+
+def trace_of_rows(rows: int, traces: dict[int, PartTrace]) -> PartTrace | None:
+    """Return the trace of so many rows by those of two other numbers of rows, if it follows.
+
+    Storages are as large for any rows, as weights are, or grow with each row by as much. None
+    where the order is not the same for both, or a size does not grow by whole bytes.
+    """
+    if len(traces) < 2:
+        return None
+    (low, few), (high, many) = sorted(traces.items())[-2:]
+    growths = [more - less for less, more in zip(few.sizes, many.sizes, strict=False)]
+    if few.order != many.order or any(growth % (high - low) for growth in growths):
+        return None
+    grown = [growth // (high - low) * (rows - low) for growth in growths]
+    return PartTrace(few.order, tuple(map(sum, zip(few.sizes, grown, strict=True))))
 
 
 def trace(
@@ -117,7 +160,7 @@ def trace(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     input_gradient: bool = True,
-) -> TracedPart:
+) -> PartTrace:
     """Trace a module whose first input, and output, has this shape and dtype.
 
     make: the module, on the meta device, and its other inputs. input_gradient: False if nothing in
@@ -136,22 +179,24 @@ def trace(
             del x
             end = len(storages.events)
             if not out.requires_grad:
-                return TracedPart(storages.most(end), 0, 0, 0)
+                return _logged(storages.events, end)
             edge = torch.autograd.graph.get_gradient_edge(out * 2.0)
             del out
             middle = len(storages.events)
             torch.autograd.backward((edge,), (torch.empty((), dtype=dtype).expand(shape),))
             stop = len(storages.events)
-        own = {storages.number(p.grad) for p in module.parameters() if p.grad is not None}
-        live = storages.live(stop)
-        peak = max(range(middle, stop), key=live.__getitem__)
-        gradients = sum(size for number, size in storages.events[: peak + 1] if number in own)
-    return TracedPart(storages.most(end), live[middle - 1], live[peak], gradients)
+        own = frozenset(storages.number(p.grad) for p in module.parameters() if p.grad is not None)
+        return _logged(storages.events[:stop], end, middle, stop, own)
+
+
+def _logged(events: list[tuple[int, int]], *marks: Any) -> PartTrace:
+    numbers, sizes = zip(*events, strict=True)
+    return PartTrace(Order(numbers, *marks), sizes)
 
 
 def trace_block(
     block: nn.Module, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
-) -> TracedPart:
+) -> PartTrace:
     """Trace a decoder block as training computes it, with its adapters.
 
     Rows are traced as two documents each: how many there are hardly counts.
@@ -181,14 +226,20 @@ def trace_block(
         )
 
     shape = (given.rows, given.length // given.tensor, config.hidden_size)
-    traced = trace(make, shape, dtype, given.has_gradient)
+    return trace(make, shape, dtype, given.has_gradient)
+
+
+def with_repeated_keys(
+    traced: TracedPart, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
+) -> TracedPart:
+    """Return a block's bytes with the keys and values that `attention.sdpa` repeats on a GPU."""
+    dtype: torch.dtype = getattr(torch, given.dtype)
     if (
         not given.gpu
         or config.num_attention_heads == config.num_key_value_heads
-        or not (attention == "mask" or dtype == torch.float32)
+        or not (given.attention == "mask" or dtype == torch.float32)
     ):
         return traced
-    # `attention.sdpa` repeats keys and values there
     more = (
         2
         * given.rows
@@ -204,9 +255,14 @@ def trace_block(
     )
 
 
+def has_experts(block: Any) -> bool:
+    """Return True if the block's feed-forward is a mixture of experts."""
+    return hasattr(block.mlp, "experts")
+
+
 def fed_numbers(block: Any, config: ModelConfig) -> int:
     """Return the numbers of each token that go into and out of the products of a feed-forward."""
-    if not hasattr(block.mlp, "experts"):
+    if not has_experts(block):
         return 3 * config.intermediate_size
     of_one = 3 * config.expert_size + 2 * config.hidden_size
     return config.num_experts_per_tok * of_one + 3 * config.shared_size
@@ -251,7 +307,7 @@ def compiled_saving(
 def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:
     """Trace the norm before the head, over the supervised tokens."""
     norm = deepcopy(norm).to(getattr(torch, dtype))
-    return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype))
+    return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype)).part()
 
 
 _known: dict[str, Any] = {}

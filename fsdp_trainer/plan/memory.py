@@ -5,6 +5,7 @@ The order in which FSDP2 works is walked through over blocks that are traced onc
 
 import math
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -29,12 +30,16 @@ from fsdp_trainer.parallel.activation_offload import SMALLEST
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.blocks import (
     Input,
+    PartTrace,
     TracedPart,
     compiled_saving,
     fed_numbers,
+    has_experts,
     remembered,
     trace_block,
     trace_norm,
+    trace_of_rows,
+    with_repeated_keys,
 )
 from fsdp_trainer.plan.share import others_keys, share_of_rank
 from fsdp_trainer.plan.stages import (
@@ -530,9 +535,8 @@ def trace_blocks(
 
     def _traced(kind: BlockKind, given: Input, mode: str) -> TracedPart:
         saved = ActivationCheckpoint(mode=mode, save=recompute.save)
-        arguments = (kind.signature, cfg.adapter.name, given, saved)
-        traced: TracedPart = remembered(
-            "block", config, arguments, lambda: trace_block(kind.block, config, given, saved)
+        traced = with_repeated_keys(
+            traced_rows(cfg, config, kind, given, saved), config, given, saved
         )
         if cfg.compile.enabled:
             ranks = kind.counts.ranks
@@ -563,6 +567,26 @@ def trace_blocks(
     return [block(i) for i in range(len(windows))], rotation * (
         2 if config.rope_local_theta else 1
     ) + masks
+
+
+def traced_rows(
+    cfg: TrainConfig,
+    config: ModelConfig,
+    kind: BlockKind,
+    given: Input,
+    saved: ActivationCheckpoint,
+) -> TracedPart:
+    """Return a block's bytes, traced once for each number of rows that does not follow."""
+    arguments = (kind.signature, cfg.adapter.name, replace(given, rows=0), saved)
+    traces: dict[int, PartTrace] = remembered("block", config, arguments, dict)
+    if given.rows in traces:
+        return traces[given.rows].part()
+    # experts get rows in portions
+    by_others = None if has_experts(kind.block) else trace_of_rows(given.rows, traces)
+    if by_others:
+        return by_others.part()
+    traces[given.rows] = trace_block(kind.block, config, given, saved)
+    return traces[given.rows].part()
 
 
 def with_others_keys(

@@ -117,17 +117,23 @@ def test_every_option_sets_its_groups_selector():
     values = {
         "bf16": "bfloat16",
         "fp32": "float32",
+        "fp16": "float16",
         "pure_bf16": "bfloat16",
         "fp8": "bfloat16",
         "enabled": True,
         "disabled": False,
     }
-    values |= {"adamw_8bit": "adamw", "adamw_bf16": "adamw", "qlora": "lora"}
+    values |= {
+        "adamw_8bit": "adamw",
+        "adamw_bf16": "adamw",
+        "normuon": "muon",
+        "qlora": "lora",
+    }
     for i in range(max(map(len, groups.values()))):
         chosen = {group: names[i % len(names)] for group, names in groups.items()}
         if chosen["activation_checkpoint"] == "budget":
             chosen["compile"] = "enabled"  # one needs the other
-        if chosen["optim"] == "muon":
+        if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
             chosen["adapter"] = "none"  # one refuses the other
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         for group, name in chosen.items():

@@ -32,8 +32,9 @@ class PlannedLayout(NamedTuple):
     @property
     def computes_once(self) -> bool:
         """True if nothing is computed again, nor moved to the host."""
-        again = {"activation_checkpoint=full", "activation_checkpoint=selective", OFFLOADED}
-        return again.isdisjoint(self.overrides)
+        again = {"activation_checkpoint=full", "activation_checkpoint=selective"}
+        moved = {f"{key}=true" for key in ON_HOST}
+        return (again | moved).isdisjoint(self.overrides)
 
 
 class Dimension(NamedTuple):
@@ -49,7 +50,9 @@ class Dimension(NamedTuple):
     is_needed: Callable[[Candidate, list[PlannedLayout]], bool] = lambda run, layouts: True
 
 
-OFFLOADED = "activation_checkpoint.offload=true"
+ACTIVATIONS, STATES = "activation_checkpoint.offload", "sharding.cpu_offload"
+ON_HOST = {ACTIVATIONS: ("activations",), STATES: ("parameters", "gradients", "optimizer")}
+"""Keys that move something to the host, and the categories of memory that they free at most."""
 
 
 def tensor_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
@@ -231,6 +234,7 @@ class Search:
         self.layouts: list[PlannedLayout] = []
         self.nearest: PlannedLayout | None = None
         self.tried = 0
+        self.states_typed = cfg.sharding.cpu_offload
         self._choose(Candidate(cfg, config, world, device), (), DIMENSIONS)
         self.layouts.sort(key=lambda layout: (layout.plan.seconds, peak(layout)))
 
@@ -239,7 +243,7 @@ class Search:
     ) -> bool:
         """Try all choices of the first dimension with all of the others. Returns if any fits."""
         if not dimensions:
-            return self._try_with_offload(run, overrides)
+            return self._try_with_host(run, overrides)
         dimension, *others = dimensions
         fits, before = False, len(self.layouts)
         for choice in dimension.choices(run):
@@ -252,30 +256,58 @@ class Search:
                 break
         return fits
 
-    def _try_with_offload(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
-        """Try a layout, and where it does not fit the same with activations in host memory."""
-        key = "activation_checkpoint.offload"
-        typed = (f"{key}=false",) if run.cfg.activation_checkpoint.offload else ()
-        if self._try(run.changed({key: False}), (*overrides, *typed)):
-            return True
-        offloaded = run.changed({key: True})
-        sharding = run.cfg.sharding
-        # larger groups part activations at less cost; a pipeline refuses it
-        is_shared = sharding.tensor > 1 or sharding.pipeline > 1
-        if not run.on_gpu or is_shared:
-            return False
-        return self._try(offloaded, (*overrides, OFFLOADED))
+    def _try_with_host(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
+        """Try a layout; where it does not fit, the same with something in host memory.
 
-    def _try(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
-        """Plan a layout and add it if it fits. Returns True if it does."""
+        What could not make it fit is not tried.
+        """
+        typed = (f"{ACTIVATIONS}=false",) if run.cfg.activation_checkpoint.offload else ()
+        run = run.changed({ACTIVATIONS: False})
+        plan = self._try(run, (*overrides, *typed))
+        if self._fits(plan) or not run.on_gpu:
+            return self._fits(plan)
+        # one that the host has no room for alone has none with another
+        refused = {STATES} if self.states_typed else set()
+        for keys in ((ACTIVATIONS,), (STATES,), (ACTIVATIONS, STATES)):
+            moved = run.changed(dict.fromkeys(keys, True))
+            is_too_large = least_on_device(plan, keys) > plan.memory_bytes
+            if is_too_large or refused.intersection(keys) or moved.is_refused():
+                continue
+            tried = self._try(moved, (*overrides, *(f"{key}=true" for key in keys)))
+            if self._fits(tried):
+                return True
+            if not tried.host_fits:
+                refused.update(keys)
+        return False
+
+    def _try(self, run: Candidate, overrides: tuple[str, ...]) -> RunPlan:
+        """Plan a layout and add it if it fits."""
         self.tried += 1
         layout = PlannedLayout(overrides, run.plan())
-        fits = layout.plan.fits and (layout.plan.host_fits or run.cfg.sharding.cpu_offload)
-        if fits and not run.is_refused():
+        if self._fits(layout.plan) and not run.is_refused():
             self.layouts.append(layout)
-        if not self.nearest or peak(layout) < peak(self.nearest):
+        if not self.nearest or lack(layout) < lack(self.nearest):
             self.nearest = layout
-        return fits
+        return layout.plan
+
+    def _fits(self, plan: RunPlan) -> bool:
+        """Return True if device and host have enough; who typed that states move knows the host."""
+        return plan.fits and (plan.host_fits or self.states_typed)
+
+
+def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
+    """Return the bytes that a rank holds at least if these of ON_HOST are set."""
+    freed = {category for key in keys for category in ON_HOST[key]} | {"allowance"}
+    held = [
+        sum(size for category, size in moment.bytes.items() if category not in freed)
+        for moment in plan.memory.moments
+    ]
+    return max(held)
+
+
+def lack(layout: PlannedLayout) -> tuple[bool, float]:
+    """Return the order of layouts that do not fit: last those that the host has no room for."""
+    return not layout.plan.host_fits, peak(layout)
 
 
 def peak(layout: PlannedLayout) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 
 SIDE = 128
 FLOAT8 = "F8_E4M3"
@@ -38,9 +38,9 @@ class Float8Matrix(TensorOnDisk):
         columns = self.shape[1]
         rows = as_tensor(buffer, self.dtype, (last - first, columns))
         first, last = self.first_row + first, self.first_row + last
-        codes = read_part(self.codes, first, last).view(torch.float8_e4m3fn)
+        codes = read_whole(self.codes, first, last).view(torch.float8_e4m3fn)
         block = first // SIDE
-        scales = read_part(self.scales, block, -(-last // SIDE))
+        scales = read_whole(self.scales, block, -(-last // SIDE))
         of_rows = scales.repeat_interleave(SIDE, 0)[first - block * SIDE :][: last - first]
         return rows.copy_(codes.float() * of_rows.repeat_interleave(SIDE, 1)[:, :columns])
 
@@ -72,9 +72,3 @@ class JoinedRows(TensorOnDisk):
             part = buffer[(begin - first) * self.row_bytes :]
             self.matrices[number].read_rows(begin - number * height, end - number * height, part)
         return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
-
-
-def read_part(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-    """Return rows of a tensor in memory of their own."""
-    size = (last - first) * tensor.row_bytes
-    return tensor.read_rows(first, last, torch.empty(size, dtype=torch.uint8))

@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor, read_whole
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors that stand for one."""
@@ -51,11 +51,9 @@ class Mxfp4Tensor(HuggingFaceTensor):
     def read_expert(self, expert: int, start: int, stop: int) -> Tensor:
         """Return rows of one expert's matrix. The whole of it is read: its columns are rows of the
         file, of which each holds a part of these."""
-        stored = []
-        for tensor in (self.blocks, self.scales):
-            buffer = torch.empty(tensor.row_bytes, dtype=torch.uint8)
-            stored.append(tensor.read_rows(expert, expert + 1, buffer)[0])
-        blocks, scales = stored
+        blocks, scales = (
+            read_whole(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
+        )
         first, last = start // NUMBERS, -(-stop // NUMBERS)
         columns = decode(blocks[:, first:last], scales[:, first:last])
         return columns.T[start - first * NUMBERS : stop - first * NUMBERS]

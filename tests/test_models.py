@@ -425,6 +425,14 @@ def test_what_is_written_is_what_was_read(tmp_path, values):
     assert written["rope_parameters"]["rope_theta"] == written["rope_theta"]
 
 
+def test_gemma_of_our_own_sizes_says_what_its_scores_are_divided_by(tmp_path):
+    config = ModelConfig(family="gemma2", head_dim=24)
+    written = config.to_hf("float32")
+    assert written["query_pre_attn_scalar"] == 24, "transformers cannot compute with null"
+    (tmp_path / "config.json").write_text(json.dumps(written | {"query_pre_attn_scalar": None}))
+    assert ModelConfig.from_hf(tmp_path).query_pre_attn_scalar is None, "written before 0.7.0"
+
+
 UNSUPPORTED = {
     "model_type": "mamba",
     "architectures": ["LlamaForSequenceClassification"],

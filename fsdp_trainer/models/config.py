@@ -101,6 +101,7 @@ NULL_DIFFERS_FROM_ABSENT = (
     "num_key_value_heads",
     "head_dim",
     "sliding_window",
+    "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "q_lora_rank",
@@ -387,6 +388,8 @@ class ModelConfig:
         options = filter(self._is_exported, self.family_spec.options)
         for name in (*SIZES, *COMMON, "hidden_act", *options):
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
+        if exported.get("query_pre_attn_scalar", 0) is None:  # transformers wants a number
+            exported["query_pre_attn_scalar"] = self.head_dim
         if self.is_latent:  # transformers calls the rotated channels alone so
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}

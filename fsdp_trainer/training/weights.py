@@ -166,7 +166,7 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
         for name, parameter in stored_weights(model.whole).items()
         if name not in in_base
     }
-    if ModelConfig.from_hf(model_folder(checkpoint)).vocab_size == model.config.vocab_size:
+    if ModelConfig.from_hf(checkpoint / "hf").vocab_size == model.config.vocab_size:
         for name in {*VOCABULARY} & stored.keys() & ours.keys():
             ours[name] = torch.Size((stored[name][0], *ours[name][1:]))
     different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import FIELDS, REQUIRED, make_reader
-from fsdp_trainer.data.preferences import read_preference
 from fsdp_trainer.data.prepare import prepare
 from fsdp_trainer.data.samples import SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError, find_sources
@@ -117,12 +116,9 @@ def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
     format, columns = formatted
     row = Row(columns, ("f", 1))
     try:
-        reader = make_reader(columns, format, None, "f", pairs=True)
-        if format == "preference":
-            read_preference(row, reader)
-        else:
-            for builder in BUILDERS:
-                builder.render(reader.read(row))
+        reader = make_reader(columns, format, None, "f")
+        for builder in BUILDERS:
+            builder.render(reader.read(row))
     except RowError:
         pass
 

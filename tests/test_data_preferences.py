@@ -1,16 +1,24 @@
-"""Preference pairs are read in their usual forms, checked, and shown; what trains says that it does
-not learn from them."""
+"""Preference pairs are read in their usual forms, checked, stored as two documents of one group,
+and shown; what learns from single answers refuses them."""
 
 import json
 import os
 
 import pytest
+from texts import learnt
 
+from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import make_reader
-from fsdp_trainer.data.preferences import read_preference
+from fsdp_trainer.data.pipeline import choose_reader
+from fsdp_trainer.data.prepare import prepare
+from fsdp_trainer.data.samples import SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError
+from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
 
+BYTES = load_tokenizer("demo:bytes")
+CHATML = load_template("chatml", BYTES)
 Q, A, B = (
     {"role": "user", "content": "q"},
     {"role": "assistant", "content": "a"},
@@ -21,9 +29,7 @@ HH = "\n\nHuman: q\n\nAssistant: "
 
 
 def read(columns):
-    return read_preference(
-        Row(columns, ("f", 1)), make_reader(columns, "auto", None, "f", pairs=True)
-    )
+    return make_reader(columns, "auto", None, "f", pairs=True).read(Row(columns, ("f", 1)))
 
 
 @pytest.mark.parametrize(
@@ -93,37 +99,91 @@ def test_a_pair_that_is_none_is_an_error_of_the_row(columns, why):
 
 @pytest.fixture
 def pairs(tmp_path):
-    rows = [{"prompt": f"q{i}", "chosen": "good\x1b[2J", "rejected": "bad"} for i in range(3)]
+    rows = [{"prompt": f"q{i}", "chosen": "good", "rejected": "bad"} for i in range(3)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path / "pairs.jsonl"
 
 
-def test_preview_shows_and_checks_pairs_and_train_says_what_to_use(world, pairs, tmp_path):
-    given = [
-        f"data.path={pairs}",
-        "tokenizer.path=demo:bytes",
-        f"run.root={tmp_path}",
-        "run.name=r",
-    ]
-    (told,) = world.command("preview", *given, "preview.rows=1")
-    assert "3 preference pairs" in told.out
-    assert "chosen    assistant: good" in told.out
-    assert "q1" not in told.out
-    assert "\x1b" not in told.out
-    assert (
-        "pairs are shown in the terminal only"
-        in world.command("preview", *given, f"preview.html={tmp_path}/p.html", code=2)[0].err
+def test_preview_shows_what_is_learnt_of_pairs(world, pairs, tmp_path):
+    given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}"]
+    (shown,) = world.command("preview", *given, "batch.seq_len=128", "preview.rows=1")
+    assert "chosen 5.0 tokens on average, rejected 4.0" in shown.out
+    assert "(chosen)" in shown.out
+    assert "(rejected)" in shown.out
+    (rows,) = world.command(
+        "preview", *given, "data.packing=none", "preview.rows=1", "preview.format=json"
     )
-    (refused,) = world.command("train", *given, "train.steps=1", code=2)
-    assert "data.fields={prompt: prompt, completion: chosen}" in refused.err
+    row = json.loads(rows.out)
+    assert len(row["documents"]) == 2
+    learnt = [label for label in row["labels"] if label != -100]
+    assert len(learnt) == 9
     with open(pairs, "a") as file:
         file.write('{"prompt": "q", "chosen": "a", "rejected": "a"}\n')
     (broken,) = world.command("preview", *given, code=2)
     assert "pairs.jsonl:4" in broken.err
     assert "the same" in broken.err
     (skipped,) = world.command("preview", *given, "data.on_error=skip")
-    assert "3 preference pairs" in skipped.out
-    assert "skipped 1" in skipped.out
+    assert "1 row skipped" in skipped.out
+
+
+def test_train_says_what_learns_from_pairs(world, pairs, tmp_path):
+    given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}"]
+    cached = [*given, "run.name=r", "train.steps=1", "batch.seq_len=128"]
+    for _ in range(2):  # also where the cache has the pairs
+        (refused,) = world.command("train", *cached, code=2)
+        assert "data.fields={prompt: prompt, completion: chosen}" in refused.err
+        assert "objective=dpo" in refused.err
+        world.command("preview", *given, "batch.seq_len=128", "preview.rows=1")
+
+
+def pair_samples(**options):
+    pair = read({"prompt": [Q, A, Q], "chosen": "yes", "rejected": "no, not at all"})
+    builder = SampleBuilder(
+        Data(path="", **options.pop("data", {})), options.get("seq_len", 200), BYTES, CHATML
+    )
+    (samples,) = builder.tokenize(builder.render(pair))
+    return samples, builder
+
+
+def test_a_pair_is_two_samples_of_one_group_whose_answers_alone_are_learnt():
+    (chosen, rejected), _ = pair_samples()
+    assert chosen.starts_group
+    assert not rejected.starts_group
+    assert learnt(BYTES, chosen) == ["yes<|im_end|>"]
+    assert learnt(BYTES, rejected) == ["no, not at all<|im_end|>"]
+
+
+def test_a_pair_that_no_row_holds_is_dropped_whole():
+    (chosen, rejected), _ = pair_samples()
+    both = len(chosen.tokens) + len(rejected.tokens)
+    assert len(pair_samples(seq_len=both)[0]) == 2
+    none, builder = pair_samples(seq_len=both - 1)
+    assert none == []
+    assert builder.counts["too_long"] == 1
+    assert builder.counts["lost_tokens"] == both
+
+
+@pytest.mark.parametrize(
+    ("key", "use"),
+    [
+        ({"loss_on": "all"}, "data.loss_on=assistant"),
+        ({"too_long": "truncate"}, "data.too_long=drop"),
+        ({"too_long": "split"}, "data.too_long=drop"),
+    ],
+)
+def test_answers_of_pairs_are_not_cut(key, use):
+    columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    with pytest.raises(UserError, match=use):
+        choose_reader(Data(path="", **key), columns, "f", "auto", None, pairs=True)
+
+
+def test_pairs_with_an_answer_in_common_are_no_duplicates(tmp_path):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": other} for other in "bcb"]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepared = prepare(Data(path=str(path)), Batch(seq_len=200), BYTES, CHATML, tmp_path / "c")
+    (store,) = prepared.train
+    assert (len(store), store.groups, store.counts["duplicate"]) == (6, 3, 1)
 
 
 def test_the_better_answers_can_be_trained_on(train, pairs):
@@ -135,23 +195,6 @@ def test_the_better_answers_can_be_trained_on(train, pairs):
     ).metrics
 
 
-def test_pairs_have_no_rows_of_training(world, pairs):
-    given = [
-        f"data.path={pairs}",
-        "tokenizer.path=demo:bytes",
-        f"data.cache={pairs.parent / 'cache'}",
-        "preview.format=json",
-    ]
-    (told,) = world.command("preview", *given, code=2)
-    assert "preference pairs" in told.err
-    assert not told.out
-    (told,) = world.command(
-        "preview", *given[:-1], f"preview.html={pairs.parent / 'page.html'}", code=2
-    )
-    assert "in the terminal only" in told.err
-    assert not (pairs.parent / "page.html").exists()
-
-
 def test_a_file_for_another_objective_is_named(tmp_path):
     sides = {"chosen": "a", "rejected": "b"}
     for prompt, advised in (
@@ -160,5 +203,5 @@ def test_a_file_for_another_objective_is_named(tmp_path):
         ({}, "messages: c"),
     ):
         with pytest.raises(UserError, match="preference pairs") as raised:
-            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path))
+            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path), pairs=False)
         assert f"'data.fields={{{advised}" in str(raised.value)

@@ -7,7 +7,6 @@ from texts import learnt, samples_of
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
 from fsdp_trainer.data.conversations import make_reader
-from fsdp_trainer.data.preferences import read_preference
 from fsdp_trainer.data.row_formats import FORMATS
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.data.tokenizer import load_tokenizer
@@ -134,11 +133,11 @@ def test_pairs_are_read_under_any_names_through_fields():
     columns = {"q": "q", "response_j": "a", "response_k": "b", "date": "d"}
     fields = {"prompt": "q", "chosen": "response_j", "rejected": "response_k"}
     reader = reader_of(columns, fields=fields, pairs=True)
-    pair = read_preference(Row(columns, ("file", 1)), reader)
+    pair = reader.read(Row(columns, ("file", 1)))
     assert (pair.prompt, pair.chosen) == ([ASK], [REPLY])
     assert list(reader.unused) == ["date"]
     with pytest.raises(UserError, match=r"{prompt: q, completion: response_j}"):
-        reader_of(columns, fields=fields)
+        reader_of(columns, fields=fields, pairs=False)
 
 
 def test_preview_shows_pairs_under_any_names(world, tmp_path):
@@ -146,7 +145,7 @@ def test_preview_shows_pairs_under_any_names(world, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     keys = ["preview", f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes"]
     (shown,) = world.command(*keys, "data.fields={prompt: q, chosen: good, rejected: bad}")
-    assert "1 preference pairs" in shown.out
+    assert "preference (q → prompt, good → chosen, bad → rejected)" in shown.out
     assert "columns not used: date" in shown.out
 
 

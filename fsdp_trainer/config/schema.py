@@ -598,6 +598,10 @@ class Adapter:
     )
 
 
+PAIRED = ("dpo", "ipo", "simpo", "orpo")
+"""Objectives that compare the two answers of a preference pair."""
+
+
 @dataclass
 class ObjectiveChoice:
     """The objective: the loss that is minimised."""

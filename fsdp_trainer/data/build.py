@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import Data, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, Data, TrainConfig
+from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.prepare import Prepared, Reporter, prepare
 from fsdp_trainer.data.stream import stream_data
@@ -110,14 +111,17 @@ def _build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
+    pairs = None if isinstance(cfg, PreviewConfig) else cfg.objective.name in PAIRED
     if not cfg.data.streaming:
-        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
+        root = cache_root(cfg)
+        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, pairs)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
     report, validation = streamed.report, None
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
-        prepared = prepare(data, cfg.batch, tokenizer, template, cache_root(cfg), reporter)
+        root = cache_root(cfg)
+        prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, pairs)
         validation = prepared.train[0]
         report = [*report, f"validation on {len(validation):,} samples"]
     return tokenizer, template, Prepared([], [], validation, report, streamed)

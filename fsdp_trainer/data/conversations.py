@@ -7,7 +7,6 @@ from typing import Any
 
 from fsdp_trainer.data.messages import (
     Message,
-    content_of,
     read_turns,
     shown_value,
     text_of,
@@ -15,11 +14,11 @@ from fsdp_trainer.data.messages import (
     tools_of,
     turns_or_text,
 )
+from fsdp_trainer.data.preferences import Preference, read_preference
 from fsdp_trainer.data.row_formats import (
     FIELDS,
     FORMATS,
     REQUIRED,
-    TEXT_KEYS,
     column_value,
     field_hints,
     find_format,
@@ -32,6 +31,7 @@ from fsdp_trainer.data.row_formats import (
     role_key,
     unused_columns,
 )
+from fsdp_trainer.data.row_values import Values
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
@@ -81,7 +81,7 @@ class Segments:
     where: tuple[str, int]
 
 
-Readable = Conversation | Document | Pretokenised | Segments
+Readable = Conversation | Document | Pretokenised | Segments | Preference
 
 
 @dataclass
@@ -158,56 +158,11 @@ class Reader:
         )
 
 
-@dataclass
-class Values:
-    """A row's values by meaning, with the names of their columns for messages."""
+PREFERENCE = """holds preference pairs (%s, %s), and what is asked for learns from single answers.
+To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
 
-    by_meaning: dict[str, Any]
-    columns: dict[str, str]
-    where: tuple[str, int]
-
-    def __getitem__(self, meaning: str) -> Any:
-        return self.by_meaning[meaning]
-
-    def name(self, meaning: str) -> str:
-        """Return the column of a meaning, or its usual name where the row has none."""
-        return self.columns.get(meaning, meaning)
-
-    def text(self, meaning: str) -> str:
-        """Return a value that has to be a text."""
-        return text_of(self[meaning], self.name(meaning))
-
-    def conversation(self, messages: list[Message]) -> Conversation:
-        """Return the turns with the row's system text and tools."""
-        values = self.by_meaning
-        return Conversation(
-            with_system(messages, values, self.name("system")),
-            tools_of(values.get("tools"), self.name("tools")),
-            self.where,
-        )
-
-
-def with_system(
-    messages: list[Message], values: dict[str, Any], column: str = "system"
-) -> list[Message]:
-    """Return the turns after the row's system text, if it has one that they do not begin with."""
-    if not values.get("system"):
-        return messages
-    text, _, _ = content_of(_system_text(values["system"]), {}, f"{column!r}")
-    system = {"role": "system", "content": text}
-    return messages if messages[:1] == [system] else [system, *messages]
-
-
-def _system_text(value: Any) -> Any:
-    """Return the content of a system text: of a turn, or of parts as Bedrock and Gemini have."""
-    if isinstance(value, dict):
-        return next((value[key] for key in TEXT_KEYS if key in value), value)
-    return value
-
-
-PREFERENCE = """holds preference pairs (%s, %s): `preview` shows and checks them, no objective \
-learns from them yet.
-To train on the better answers alone:  'data.fields={%s}'"""
+NO_PAIRS = """is read as %s, and this objective compares two answers to one prompt.
+Name their columns:  'data.fields={prompt: …, chosen: …, rejected: …}'  or use  objective=sft"""
 
 
 def _require_fields_of(format: str, fields: dict[str, str]) -> None:
@@ -225,11 +180,12 @@ def make_reader(
     format: str | None,
     fields: dict[str, str] | None,
     file: str,
-    pairs: bool = False,
+    pairs: bool | None = None,
 ) -> Reader:
     """Return the reader for a file, from the columns of its first row.
 
-    UserError if its format cannot be found out. pairs: True where preference pairs are wanted.
+    pairs: True where preference pairs alone are wanted, False where none are.
+    UserError if its format cannot be found out, or is not what is wanted.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     automatic = format == "auto" and not fields
@@ -244,11 +200,18 @@ def make_reader(
     else:
         _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
-    if format == "preference" and not pairs:
-        raise _unusable(file, _pairs_refused(matched))
+    _require_kind(str(format), matched, file, pairs)
     text_only = not automatic or format == "text"
     form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
     return Reader(str(format), matched, frozenset(columns), text_only, form)
+
+
+def _require_kind(format: str, matched: dict[str, str], file: str, pairs: bool | None) -> None:
+    """Raise UserError for pairs where none are wanted, and for all else where pairs are."""
+    if format == "preference" and pairs is False:
+        raise _unusable(file, _pairs_refused(matched))
+    if format != "preference" and pairs:
+        raise _unusable(file, NO_PAIRS % format)
 
 
 def _pairs_refused(matched: dict[str, str]) -> str:
@@ -315,8 +278,13 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
     return _unusable(file, reason + advice)
 
 
+def _conversation(values: Values, messages: list[Message]) -> Conversation:
+    """Return the turns with the row's system text and tools."""
+    return Conversation(values.with_system(messages), values.tools(), values.where)
+
+
 def _read_chat(values: Values, meaning: str) -> Conversation:
-    return values.conversation(read_turns(values[meaning], values.name(meaning)))
+    return _conversation(values, read_turns(values[meaning], values.name(meaning)))
 
 
 def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
@@ -334,7 +302,7 @@ def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
     answer = _answer(values, completion)
     if values["reasoning"]:
         answer[0]["reasoning_content"] = values.text("reasoning")
-    return values.conversation([*history, *question, *answer])
+    return _conversation(values, [*history, *question, *answer])
 
 
 def _answer(values: Values, completion: str) -> list[Message]:
@@ -415,6 +383,7 @@ def _read_segments(values: Values) -> Segments:
 
 READERS: dict[str, Callable[[Values], Readable]] = {
     "tokens": _read_tokens,
+    "preference": read_preference,
     "segments": _read_segments,
     "messages": partial(_read_chat, meaning="messages"),
     "sharegpt": partial(_read_chat, meaning="conversations"),

@@ -14,7 +14,7 @@ from fsdp_trainer.data.samples import (
     REWRITTEN_TOKENS,
 )
 
-DROPPED = ("unsupervised", "too_long", "empty")
+DROPPED = ("unsupervised", "too_long", "empty", "same_answers")
 """Keys of what is no sample of the store."""
 
 
@@ -36,6 +36,10 @@ KINDS = {
         "{n} sample{s} dropped: without a supervised token",
         "a conversation needs an answer of the assistant with a weight above 0 before "
         "batch.seq_len ends; data.loss_on=all learns everything",
+    ),
+    "same_answers": Kind(
+        "{n} pair{s} dropped: the template writes both answers alike",
+        "take them out of the data, or use a template that writes what they differ in",
     ),
     "no_end": Kind(
         "{n} assistant turn{s} whose end is not supervised: the model does not learn to stop",

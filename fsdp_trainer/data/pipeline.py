@@ -21,7 +21,8 @@ CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another ro
 class TokenizeOptions:
     """All that decides the tokens of a row, for all units of a component.
 
-    share: of its rows, chosen by their content, held out for validation.
+    share: of its rows, chosen by their content, held out for validation. pairs: as `make_reader`
+    takes it.
     """
 
     data: Data
@@ -29,6 +30,7 @@ class TokenizeOptions:
     share: float
     tokenizer: TextTokenizer
     template: Template
+    pairs: bool | None = None
 
     def builder(self) -> SampleBuilder:
         """Return what renders and tokenises rows by these options."""
@@ -90,18 +92,25 @@ def _next_chunk(
 
 
 def choose_reader(
-    data: Data, columns: dict[str, Any], file: str, format: str, fields: dict[str, Any] | None
+    data: Data,
+    columns: dict[str, Any],
+    file: str,
+    format: str,
+    fields: dict[str, Any] | None,
+    pairs: bool | None = False,
 ) -> Reader:
-    """Return a reader for rows with these columns.
+    """Return a reader for rows with these columns. pairs: as `make_reader` takes it.
 
     Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
     """
     try:
-        reader = make_reader(columns, format, fields, file)
+        reader = make_reader(columns, format, fields, file, pairs)
     except UserError as error:
         if data.on_error == "fail":
             raise
         raise RowError(error.problems[0].why.splitlines()[0]) from None
+    if reader.format == "preference":
+        _require_whole_answers(data, file)
     if data.too_long == "split" and reader.format not in CAN_BE_CUT:
         # packing=stream needs too_long=split
         packing = "data.packing=best_fit " if data.packing == "stream" else ""
@@ -109,3 +118,14 @@ def choose_reader(
         reason = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
         raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
     return reader
+
+
+def _require_whole_answers(data: Data, file: str) -> None:
+    """Raise UserError for keys under which the answers of pairs could not be compared."""
+    pairs = f"{file} holds preference pairs, "
+    if data.loss_on == "all":
+        reason = f"{pairs}whose answers alone are compared.\nUse  data.loss_on=assistant"
+        raise UserError("the data cannot be used", [Problem("data.loss_on=all", reason)])
+    if data.too_long == "truncate":
+        reason = f"{pairs}whose answers are compared whole.\nUse  data.too_long=drop"
+        raise UserError("the data cannot be used", [Problem("data.too_long=truncate", reason)])

@@ -302,7 +302,8 @@ class Preparation:
             counts["unreadable"] = bad
             examples["unreadable"] = [problem.what for problem in problems[:EXAMPLES]]
         train = TokenStore(merged / TRAIN, "", files=self.component.files)
-        if len(again := _duplicates(train.digests)):
+        firsts, digests = _digests(train)
+        if len(again := firsts[_duplicates(digests)]):
             counts["duplicate"] = len(again)
             examples["duplicate"] = [train.where(i) for i in again[:EXAMPLES].tolist()]
         return {
@@ -399,6 +400,17 @@ def _last_of_file(tasks: list[Task], i: int) -> int:
     """Return the last task with a unit of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
+
+
+def _digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first sample of each group, and a digest of the whole group."""
+    digests = np.asarray(store.digests)  # pairs may share an answer
+    if store.group_starts is None:
+        return np.arange(len(digests)), digests
+    firsts = np.flatnonzero(store.group_starts)
+    places = np.arange(len(digests)) - np.repeat(firsts, np.diff(firsts, append=len(digests)))
+    odd = (2 * places + 1).astype(np.uint64)
+    return firsts, np.add.reduceat(digests * odd, firsts)
 
 
 def _duplicates(digests: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.conversations import make_reader
 from fsdp_trainer.data.fingerprint import contents, fingerprint
 from fsdp_trainer.data.pipeline import TokenizeOptions
 from fsdp_trainer.data.preparation import (
@@ -27,6 +28,7 @@ from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenise import TRAIN, VALIDATION
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.units import read_rows
 from fsdp_trainer.errors import Problem, UserError
 
 
@@ -90,8 +92,12 @@ def preparations(
     template: Template,
     root: Path,
     reporter: Reporter,
+    pairs: bool | None = None,
 ) -> list["Preparation"]:
-    """The prepared data of every component, that of validation last if it is separate."""
+    """The prepared data of every component, that of validation last if it is separate.
+
+    pairs: as `make_reader` takes it.
+    """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
     content = contents(
@@ -99,7 +105,7 @@ def preparations(
         root,
         lambda: reporter.progress("data   hashing files"),
     )
-    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, pairs)
     return [
         Preparation(component, replace(options, share=component.share), content, root, reporter)
         for component in every
@@ -113,13 +119,18 @@ def prepare(
     template: Template,
     root: Path,
     reporter: Reporter | None = None,
+    pairs: bool | None = None,
 ) -> Prepared:
     """Tokenise what `data` names into folders of `root`, unless that is there already.
 
-    UserError if the data cannot be used.
+    pairs: as `make_reader` takes it. UserError if the data cannot be used.
     """
-    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter or Reporter())
+    reporter = reporter or Reporter()
+    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, pairs)
     opened = [one.stores() for one in preparing]
+    if pairs is not None:
+        for one, stores in zip(preparing, opened, strict=True):
+            require_kind(one, stores, pairs)
     report, validation = [line for one in preparing for line in one.report], None
     unused = [line for one in preparing for line in one.unused]
     if preparing[-1].component.key == "data.validation":
@@ -142,6 +153,21 @@ def prepare(
         digests={file: digest for one in preparing for file, digest in one.digests.items()},
         unused=unused,
     )
+
+
+def require_kind(one: Preparation, stores: dict[str, TokenStore], pairs: bool) -> None:
+    """Raise UserError where a store that was found in the cache holds pairs and none are wanted, or
+    the other way round."""
+    samples = sum(map(len, stores.values()))
+    groups = sum(store.groups for store in stores.values())
+    if groups == (samples // 2 if pairs else samples):
+        return
+    for source in one.component.sources:
+        format, fields = source.columns(one.options.data)
+        for file in source.files:
+            row = next((row for row in read_rows(file) if not row.error), None)
+            if row is not None:
+                make_reader(row.columns, format, fields, file, pairs)
 
 
 def _merge_held_out(

@@ -10,11 +10,11 @@ import numpy as np
 
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.build import build_data, cache_root
+from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.mixture import OFTEN, REPEATED, Mixture, build_order
 from fsdp_trainer.data.order import RowData
-from fsdp_trainer.data.preferences import preference_summary
+from fsdp_trainer.data.preferences import SIDES
 from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.preview_page import Page, ShownDocument, ShownRow, TextPiece
@@ -34,16 +34,9 @@ LONGEST_CHARACTER = 4  # tokens: a byte each
 
 def preview(cfg: PreviewConfig) -> int:
     """Print `preview.rows` rows in the order of training; returns the exit code."""
-    html, n = cfg.preview.html, cfg.preview.rows
+    html = cfg.preview.html
     if html and not Path(html).expanduser().parent.is_dir():
         raise _cannot_write(html, "there is no such folder")
-    if cfg.preview.format == "text":
-        pairs = preference_summary(cfg.data, cache_root(cfg), n)
-        if pairs:
-            if html:
-                raise _cannot_write(html, "pairs are shown in the terminal only")
-            print(CONTROL.sub("", "\n".join(pairs)))
-            return 0
     console = Console(quiet=False, stream=sys.stderr)
     tokenizer, template, prepared = build_data(cfg, Reporter(console.paced(), console.say))
     if cfg.preview.format == "json":
@@ -143,7 +136,9 @@ def look(
 
 
 def title_of(store: TokenStore, sample: int) -> str:
-    """Return FILE:LINE of a sample, and which one it is of those of its line."""
+    """Return FILE:LINE of a sample, and which one it is of those of its line, or of its pair."""
+    if store.group_starts is not None:
+        return f"{store.where(sample)} ({SIDES[not store.group_starts[sample]]})"
     number, count = store.number_in_line(sample)
     return store.where(sample) + (f" (sample {number} of {count})" if count > 1 else "")
 
@@ -185,6 +180,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
     )
     return [
         ("samples", f"{samples:,}"),
+        *pair_figures(prepared.train),
         ("tokens", f"{tokens:,}"),
         ("supervised", f"{supervised:,}, {supervised / tokens:.1%} of them"),
         ("dropped, twice", left_out(prepared.train)),
@@ -195,6 +191,22 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
         ),
         ("documents a row", f"{documents:.1f}"),
         *([("validation", f"{len(prepared.validation):,} samples")] if prepared.validation else []),
+    ]
+
+
+def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
+    """(name, value) of figures of preference pairs; empty without any."""
+    paired = [store for store in stores if store.group_starts is not None]
+    if not paired:
+        return []
+    learnt = [np.asarray(store.supervised) for store in paired]
+    # a model that learns from pairs easily learns to be long
+    chosen, rejected = (
+        np.concatenate([each[place::2] for each in learnt]).mean() for place in range(len(SIDES))
+    )
+    return [
+        ("pairs", f"{sum(store.groups for store in paired):,}"),
+        ("answers", f"chosen {chosen:,.1f} tokens on average, rejected {rejected:,.1f}"),
     ]
 
 

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from fsdp_trainer.data.conversations import (
     Segments,
 )
 from fsdp_trainer.data.messages import Message
+from fsdp_trainer.data.preferences import SIDES, Preference
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -70,11 +71,19 @@ class Rendered:
     """The tokens of data that is tokenised already; the text is empty then."""
     place: tuple[int, int] = (1, 1)
     """Number of the text among those of its conversation, from 1, and how many there are."""
+    rejected: "Rendered | None" = None
+    """Of a preference pair, whose chosen answer this is: the other one."""
+
+    @property
+    def sides(self) -> "list[Rendered]":
+        """Itself, and the rejected answer of a pair."""
+        return [self] if self.rejected is None else [self, self.rejected]
 
     @property
     def size(self) -> int:
         """Characters, or as many as so many tokens usually have."""
-        return len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
+        own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
+        return own + (self.rejected.size if self.rejected else 0)
 
 
 class SampleBuilder:
@@ -115,11 +124,14 @@ class SampleBuilder:
             texts = self._document(row)
         elif isinstance(row, Segments):
             texts = [self._segments(row)]
+        elif isinstance(row, Preference):
+            texts = [self._pair(row)]
         else:
             texts = [self._pretokenised(row)]
         try:
             for text in texts:
-                text.text.encode()
+                for side in text.sides:
+                    side.text.encode()
         except UnicodeEncodeError as e:
             raise RowError(
                 f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
@@ -158,6 +170,25 @@ class SampleBuilder:
         if any(tokens[i] not in self._special_ids for i in ends):
             self.count("no_end", row.where)
         return _with_tokens(tokens, learnt, row.where)
+
+    def _pair(self, row: Preference) -> Rendered:
+        """Return the chosen answer behind its prompt, with the rejected one beside it."""
+        chosen, rejected = (self._answer(row, name) for name in SIDES)
+        return replace(chosen, rejected=rejected)
+
+    def _answer(self, row: Preference, name: str) -> Rendered:
+        """Return one side of a pair: its turns are learnt, those of the prompt are not."""
+        prompt = [
+            turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in row.prompt
+        ]
+        turns = [*prompt, *getattr(row, name)]
+        texts = self._conversation(Conversation(turns, row.tools, row.where))
+        if len(texts) > 1:
+            raise RowError(
+                f"{name} has several turns, which the template writes in {len(texts)} texts, and"
+                " an answer is compared as one.\nUse  data.loss_on=last"
+            )
+        return texts[0]
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
         notes: set[str] = set()
@@ -255,12 +286,16 @@ class SampleBuilder:
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
-        """Yield for every text its sample, or none where it is left out."""
-        plain = [text.text for text in texts if text.is_document]
-        weighed = [text.text for text in texts if not text.is_document and text.sample is None]
+        """Yield for every text its sample, for a pair both, or none where it is left out."""
+        sides = [side for text in texts for side in text.sides]
+        plain = [text.text for text in sides if text.is_document]
+        weighed = [text.text for text in sides if not text.is_document and text.sample is None]
         documents = iter(self.tokenizer.encode_plain(plain))
         chats = iter(self.tokenizer.encode_batch(weighed))
         for text in texts:
+            if text.rejected is not None:
+                yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
+                continue
             if text.sample is not None:
                 sample = text.sample
             elif text.is_document:
@@ -268,6 +303,21 @@ class SampleBuilder:
             else:
                 sample = self._weigh(next(chats), text)
             yield [one for piece in self._fit(sample, text) for one in self._keep(piece, text)]
+
+    def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:
+        """Return both answers, or none: a row must hold them together."""
+        length = sum(len(sample.tokens) for sample in samples)
+        if length > self.seq_len:
+            self.counts[f"{FITS}{rounded_length(length)}"] += 1
+            self.counts[LOST] += length
+            return self._left_out("too_long", text.where)
+        chosen, rejected = samples
+        if len(chosen.tokens) == len(rejected.tokens) and (chosen.tokens == rejected.tokens).all():
+            return self._left_out("same_answers", text.where)
+        chosen_kept, rejected_kept = (self._keep(sample, text) for sample in samples)
+        if not (chosen_kept and rejected_kept):
+            return []
+        return [chosen, replace(rejected, starts_group=False)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id

@@ -88,6 +88,12 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    @property
+    def groups(self) -> int:
+        """The number of groups: as many as samples where each is one by itself."""
+        starts = self.group_starts
+        return len(self) if starts is None else int(np.count_nonzero(starts))
+
     def read(
         self, sample: int, start: int = 0, length: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:

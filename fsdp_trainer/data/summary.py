@@ -123,7 +123,12 @@ def left_out(stores: Sequence[TokenStore]) -> str:
         key: sum(store.counts.get(key, 0) for store in stores)
         for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)
     }
-    named = {"too_long": "too long", "unsupervised": "without a supervised token", "empty": "empty"}
+    named = {
+        "too_long": "too long",
+        "unsupervised": "without a supervised token",
+        "empty": "empty",
+        "same_answers": "with the same answer twice",
+    }
     reason = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
     tokens = sum(int(store.lengths.sum()) for store in stores)
     parts = [

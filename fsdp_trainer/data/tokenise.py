@@ -184,7 +184,9 @@ class TaskTokenizer:
             if self.reader is None:
                 fields = dict(unit.fields)
                 file, data = unit.unit.file, self.options.data
-                self.reader = choose_reader(data, row.columns, file, unit.format, fields)
+                self.reader = choose_reader(
+                    data, row.columns, file, unit.format, fields, self.options.pairs
+                )
             return self.reader
 
         def refuse(row: Row, reason: str) -> None:

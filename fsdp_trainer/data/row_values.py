@@ -1,0 +1,47 @@
+"""A row's values by meaning, as the readers of all formats take them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_trainer.data.messages import Message, content_of, text_of, tools_of
+from fsdp_trainer.data.row_formats import TEXT_KEYS
+
+
+@dataclass
+class Values:
+    """A row's values by meaning, with the names of their columns for messages."""
+
+    by_meaning: dict[str, Any]
+    columns: dict[str, str]
+    where: tuple[str, int]
+
+    def __getitem__(self, meaning: str) -> Any:
+        return self.by_meaning[meaning]
+
+    def name(self, meaning: str) -> str:
+        """Return the column of a meaning, or its usual name where the row has none."""
+        return self.columns.get(meaning, meaning)
+
+    def text(self, meaning: str) -> str:
+        """Return a value that has to be a text."""
+        return text_of(self[meaning], self.name(meaning))
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """Return the turns after the row's system text, unless they begin with it."""
+        value = self.by_meaning.get("system")
+        if not value:
+            return messages
+        text, _, _ = content_of(_system_text(value), {}, f"{self.name('system')!r}")
+        system = {"role": "system", "content": text}
+        return messages if messages[:1] == [system] else [system, *messages]
+
+    def tools(self) -> list[dict] | None:
+        """Return the tools that the row describes."""
+        return tools_of(self.by_meaning.get("tools"), self.name("tools"))
+
+
+def _system_text(value: Any) -> Any:
+    """Return the content of a system text: of a turn, or of parts as Bedrock and Gemini have."""
+    if isinstance(value, dict):
+        return next((value[key] for key in TEXT_KEYS if key in value), value)
+    return value

@@ -62,7 +62,10 @@ class Callback:
 CALLBACKS: dict[str, Callback] = {}
 METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
-BUILT_IN = {"objective": ("sft",), "metric": ("loss", "objective", "loss_by_source")}
+BUILT_IN = {
+    "objective": ("sft", "dpo", "ipo", "simpo", "orpo"),
+    "metric": ("loss", "objective", "loss_by_source", "pairs"),
+}
 """Names that the program has itself."""
 KINDS: dict[str, dict[str, Any]] = {
     "callback": CALLBACKS,

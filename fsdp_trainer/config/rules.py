@@ -28,6 +28,7 @@ from fsdp_trainer.config.rules_data import (
     streaming,
     users_of_validation,
 )
+from fsdp_trainer.config.rules_objective import objective_keys, pairs, reference
 from fsdp_trainer.config.rules_training import (
     adapters,
     allowed_changes,
@@ -80,6 +81,9 @@ RULES: tuple[Rule, ...] = (
     entries_of_a_list,
     users_of_validation,
     registered_objective,
+    objective_keys,
+    pairs,
+    reference,
     tracking_command,
     rewinding,
     export_dtype,

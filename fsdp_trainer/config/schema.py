@@ -600,6 +600,8 @@ class Adapter:
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
 """Objectives that compare the two answers of a preference pair."""
+REFERENCED = ("dpo", "ipo")
+"""Those of them that compare the model with a reference."""
 
 
 @dataclass
@@ -608,8 +610,31 @@ class ObjectiveChoice:
 
     name: str = key(
         "sft",
-        "`sft`: the loss of supervised tokens (see the keys of loss); or one that your own"
-        " code registers (--import)",
+        "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
+        " `orpo`: of preference pairs; or one that your own code registers (--import)",
+    )
+    beta: float = key(
+        0.1,
+        "of pairs: how much a difference between log-probabilities counts; dpo and ipo stay"
+        " nearer to the reference with a higher one",
+        above=0,
+    )
+    label_smoothing: float = key(
+        0.0,
+        "dpo, simpo: the share of pairs whose answers are taken to be exchanged",
+        minimum=0,
+        maximum=0.5,
+    )
+    sft_weight: float = key(
+        0.0,
+        "of pairs: adds so many times the chosen answer's mean loss of a token",
+        minimum=0,
+    )
+    gamma: float = key(0.0, "simpo: by how much the chosen answer is to be ahead", minimum=0)
+    reference: str = key(
+        "start",
+        "dpo, ipo: the model to stay near to. `start`: the one that the run begins with, which"
+        " with adapters is their base; `none`: none",
     )
 
 

@@ -275,6 +275,11 @@ class Mixture:
         )
         return sum(weight), sum(tokens), sum(supervised), sum(attention_cost)
 
+    def documents(self, start: int, stop: int) -> int:
+        """Return how many documents rows [start, stop) hold, without reading one."""
+        ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
+        return sum(order.documents(first, end) for order, first, end in ranges)
+
     def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
         """Return what attention costs, as a share of what it would if every row were one document.
 

@@ -242,6 +242,17 @@ class RowOrder:
         weight, tokens, supervised, attention_cost = sums.tolist()
         return weight, int(tokens), int(supervised), int(attention_cost)
 
+    def documents(self, start: int, stop: int) -> int:
+        """Return how many documents rows [start, stop) hold, without reading one."""
+        count = 0
+        while start < stop:
+            epoch, i = divmod(start, self.rows_per_epoch)
+            end = min(i + stop - start, self.rows_per_epoch)
+            offsets = self.epoch(epoch if self.shuffle else 0).offsets
+            count += int(offsets[end]) - int(offsets[i])
+            start += end - i
+        return count
+
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """Yield the plan of each epoch that these rows are in, and their places in it."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)

@@ -7,7 +7,8 @@ behind `base_model.model.`.
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -456,6 +457,26 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def is_adapted(model: nn.Module) -> bool:
     """Return True if any layer, experts included, has an adapter."""
     return bool(adapted_layers(model) or adapted_experts(model))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Have LoRA's layers compute as their base does, within the block: with scales of 0."""
+    layers = list(adapted_layers(model).values())
+    experts = {id(module): module for module, _ in adapted_experts(model).values()}
+    scales = [layer.lora_scale for layer in layers]
+    expert_scales = [dict(module.lora_scales) for module in experts.values()]
+    try:
+        for layer in layers:
+            layer.lora_scale = 0.0
+        for module in experts.values():
+            module.lora_scales.update(dict.fromkeys(module.lora_scales, 0.0))
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.lora_scale = scale
+        for module, of_matrices in zip(experts.values(), expert_scales, strict=True):
+            module.lora_scales.update(of_matrices)
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -59,6 +59,8 @@ class MicroBatch:
     objective needs neither.
     token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
     padding 0; None where no experts are watched. Undivided until the step is known.
+    reference: [documents] float64, the Σ log-probability of each document's targets under a
+    reference model; None without one.
     """
 
     tokens: Tensor
@@ -71,6 +73,7 @@ class MicroBatch:
     documents: Tensor | None = None
     groups: Tensor | None = None
     token_share: Tensor | None = None
+    reference: Tensor | None = None
 
 
 class DecoderOutput(NamedTuple):

@@ -32,6 +32,7 @@ class StepPlan:
     weight: Σ weight of their targets, which divides the loss.
     tokens, supervised: how many there are.
     attention_cost: Σ length² of their documents, less what windows leave out.
+    documents: how many they hold.
     """
 
     step: int
@@ -41,6 +42,7 @@ class StepPlan:
     tokens: int = 0
     supervised: int = 0
     attention_cost: int = 0
+    documents: int = 0
 
 
 @dataclass
@@ -174,7 +176,8 @@ class Batches(Assembler):
         """Yield the plans of the ranges of `row_ranges`, behind `step` steps."""
         ranges = row_ranges(rows, last_row, start, skipped)
         for number, (first, stop) in enumerate(ranges, step + 1):
-            yield StepPlan(number, first, stop, *self.order.totals(first, stop))
+            totals = self.order.totals(first, stop)
+            yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """Yield this rank's part of a step."""

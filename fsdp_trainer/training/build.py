@@ -25,7 +25,7 @@ from fsdp_trainer.config.context import (
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
-from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.stream import StreamedData
@@ -73,7 +73,9 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import Metrics, step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
+from fsdp_trainer.training.pair_step import BaseReference, PairForwardBackward, no_reference
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
+from fsdp_trainer.training.preferences import chosen_watch, has_reference, pair_figures
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.samples import Samples
@@ -160,6 +162,7 @@ def build(
             "pad_to_multiple": cfg.data.pad_to_multiple,
             "context": context_ranks(dims, context.method, config.windows),
             "attention": attention.layout,
+            "number_documents": cfg.objective.name in PAIRED,
         },
         dims,
         min(8, cores() * world.nodes // world.size),
@@ -194,7 +197,9 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    metrics = step_metrics(data.source_names, differs, whole.auxiliary_names, device, balance)
+    pairs = pair_figures(cfg.objective)
+    names = whole.auxiliary_names
+    metrics = step_metrics(data.source_names, differs, names, device, balance, pairs)
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -226,6 +231,7 @@ def build(
         ),
         signals=signals,
         compilations=CompilationLog(observer, compiled),
+        chosen_watch=chosen_watch(cfg.objective),
     )
     return trainer, start
 
@@ -243,6 +249,19 @@ def build_step(
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
         sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+        if cfg.objective.name in PAIRED:
+            return PairForwardBackward(
+                model,
+                objective,
+                metrics,
+                dims,
+                probe,
+                sync,
+                loss_scale,
+                pair_figures(cfg.objective),
+                choice=cfg.objective,
+                reference=BaseReference(model) if has_reference(cfg.objective) else no_reference,
+            )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)

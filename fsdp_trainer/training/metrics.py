@@ -253,10 +253,12 @@ def step_metrics(
     auxiliary_names: Sequence[str],
     device: torch.device,
     balance: Balance | None = None,
+    pairs: Metric | None = None,
 ) -> Metrics:
     """Return the metrics of a training step.
 
-    objective_differs: whether what is minimised is another figure than the loss.
+    objective_differs: whether what is minimised is another figure than the loss. pairs: figures of
+    preference pairs.
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
@@ -265,23 +267,28 @@ def step_metrics(
         auxiliary |= {name: AuxiliaryTotal(name) for name in balance.loss_names}
         auxiliary[LOAD] = ExpertLoad(*balance.load.shape)
     registered = {name: build() for name, build in METRICS.items()}
-    metrics = {"objective": objective, **loss_metrics(source_names), **auxiliary, **registered}
+    losses = loss_metrics(source_names, pairs)
+    metrics = {"objective": objective, **losses, **auxiliary, **registered}
     return Metrics(metrics, device)
 
 
-def validation_metrics(source_names: Sequence[str], token_bytes: Tensor) -> Metrics:
+def validation_metrics(
+    source_names: Sequence[str], token_bytes: Tensor, pairs: Metric | None = None
+) -> Metrics:
     """Return the metrics of a validation, whose weights are not divided.
 
     token_bytes: [vocabulary] on the device, the bytes of each token.
     """
-    metrics = loss_metrics(source_names)
+    metrics = loss_metrics(source_names, pairs)
     metrics["bits_per_byte"] = BitsPerByte(token_bytes)
     return Metrics(metrics, token_bytes.device)
 
 
-def loss_metrics(source_names: Sequence[str]) -> dict[str, Metric]:
-    """Return the loss, and that of each source where there are several."""
+def loss_metrics(source_names: Sequence[str], pairs: Metric | None = None) -> dict[str, Metric]:
+    """Return the loss, and that of each source where there are several; of pairs their figures."""
     metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
+    if pairs is not None:
+        return metrics | {"pairs": pairs}
     if len(source_names) > 1:
         metrics["loss_by_source"] = LossBySource(source_names)
     return metrics

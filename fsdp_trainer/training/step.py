@@ -22,7 +22,7 @@ from fsdp_trainer.training.guard import (
     StepVerdict,
 )
 from fsdp_trainer.training.loss_scale import LossScale
-from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
+from fsdp_trainer.training.metrics import Metric, Metrics, MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
 
 
@@ -55,6 +55,8 @@ class ForwardBackward:
     """None: a pipeline's stages see to it."""
     loss_scale: LossScale | None = None
     """None: the loss is minimised as it is."""
+    pair_figures: Metric | None = None
+    """None: what is learnt from is no pairs."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.
@@ -139,10 +141,22 @@ class ForwardBackward:
         if self.gradient_sync is not None:
             self.gradient_sync.before(last)
 
+    def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
+        """Return a micro-batch's share of the reported loss, not divided: a scalar."""
+        return negative_log_likelihood(scores, batch.weights)
+
+    def weight(self, plan: StepPlan) -> float:
+        """Return what the reported loss of a step is divided by."""
+        return plan.weight
+
+    def own_weight(self, batch: MicroBatch) -> Tensor:
+        """Return a micro-batch's part of `weight`, a scalar."""
+        return batch.weights.sum()
+
     def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
         """Return Σ weight · loss of the tokens on this rank, and Σ weight: float64."""
-        loss = (result.loss * (plan.weight or 1.0)).double()
-        return torch.stack([loss, result.batch.weights.sum().double()])
+        loss = (result.loss * (self.weight(plan) or 1.0)).double()
+        return torch.stack([loss, self.own_weight(result.batch).double()])
 
     def _own_check(self) -> Tensor | float:
         """Return 0; not finite where the last gradient of the embedding's output is not."""

@@ -41,7 +41,7 @@ from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.metrics import MicroBatchResult, validation_metrics
-from fsdp_trainer.training.objective import negative_log_likelihood
+from fsdp_trainer.training.preferences import ChosenWatch, PairFigures
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
@@ -91,6 +91,8 @@ class Trainer:
     profiler: Profiler
     signals: StopSignals
     compilations: CompilationLog
+    chosen_watch: ChosenWatch | None = None
+    """None: what is learnt from is no pairs."""
 
     def fit(self) -> Outcome:
         """Train until the last step, or until all ranks agree to stop. Raises Rewind after a spike.
@@ -293,7 +295,8 @@ class Trainer:
         ranks."""
         validation = self.validation
         assert validation
-        metrics = validation_metrics(validation.source_names, self.token_bytes)
+        figures = self.forward_backward.pair_figures
+        metrics = validation_metrics(validation.source_names, self.token_bytes, figures)
         phases.enter("validation")
         sums = metrics.zeros()
         with self.step_log.clock.excluded() as seconds:
@@ -302,13 +305,14 @@ class Trainer:
                     step = feed.next_step(1)
                     before = partial(self.sync_during, "validation")
                     for batch, scores in self.forward_backward.scores(step, before):
-                        part = negative_log_likelihood(scores, batch.weights)
+                        part = self.forward_backward.loss(batch, scores)
                         metrics.add(sums, MicroBatchResult(batch, scores, part, part))
             finally:
                 reshard(self.model)
             self.dims.sum_over_tokens(sums)
             dist.broadcast(sums, 0)  # the ranks decide by it: it must be the same to the last bit
-            loss = sums[metrics.position("loss")].item() / (step.plan.weight or math.nan)
+            weight = self.forward_backward.weight(step.plan)
+            loss = sums[metrics.position("loss")].item() / (weight or math.nan)
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
             self.record_validation(loss, metrics.written(sums.tolist()), seconds())
         self.compilations.report(self.progress.step, "validation")
@@ -323,6 +327,9 @@ class Trainer:
         line: dict[str, Any] = {"validation_loss": value, "validation_bits_per_byte": bits}
         if by_source:
             line["validation_loss_by_source"] = by_source
+        line |= {
+            f"validation_{name}": written[name] for name in PairFigures.keys if name in written
+        }
         self.add_to_line(line)
 
     def add_to_line(self, more: dict[str, Any]) -> None:
@@ -373,6 +380,9 @@ class Trainer:
         losses = [report.sums[metrics.position("loss")] for report in reports]
         with self.step_log.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
+            if self.chosen_watch is not None:
+                figures = [metrics.written(report.sums) for report in reports]
+                self.chosen_watch.review(reports, figures, self.observer)
             incomplete = not {"validate", "evaluate"}.isdisjoint(self.progress.pending)
             self.observer.write(
                 reports, metrics.written, seconds, self.total_steps, last, incomplete

@@ -1,0 +1,80 @@
+"""Rules between keys of the objective and of what it learns from. See config/rules.py."""
+
+from collections.abc import Iterator
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.schema import PAIRED, REFERENCED, TrainConfig
+
+Broken = Iterator[tuple[str, str]]
+OBJECTIVE_KEYS = {
+    "beta": PAIRED,
+    "label_smoothing": ("dpo", "simpo"),
+    "sft_weight": PAIRED,
+    "gamma": ("simpo",),
+    "reference": REFERENCED,
+}
+"""Objectives that read a key."""
+REFERENCES = ("start", "none")
+
+
+def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
+    """Keys that only some objectives read are set with one of them."""
+    for name, objectives in OBJECTIVE_KEYS.items():
+        key = f"objective.{name}"
+        if key in report.typed and cfg.objective.name not in objectives:
+            ways = "  or  ".join(f"objective={objective}" for objective in objectives)
+            yield key, f"only counts with  {ways}"
+
+
+def pairs(cfg: TrainConfig, report: Report) -> Broken:
+    """Whole pairs lie on one rank, in rows that are stored; their loss has keys of its own."""
+    if cfg.objective.name not in PAIRED:
+        return
+    both = f"objective={cfg.objective.name} compares both answers of a pair"
+    if cfg.sharding.pipeline > 1:
+        reason = f"{both} in one micro-batch at once: not in this version with stages.\n"
+        yield "sharding.pipeline", reason + "Use  sharding.pipeline=1"
+    if cfg.sharding.context > 1:
+        reason = f"{both}, and each rank would have a part of each: not in this version.\n"
+        yield "sharding.context", reason + "Use  sharding.context=1"
+    if cfg.data.streaming:
+        reason = f"{both}, which streams do not keep in one row.\nUse  data.streaming=false"
+        yield "data.streaming", reason
+    if cfg.data.packing == "stream":
+        reason = f"{both}, and a stream cuts documents where a row is full.\n"
+        yield "data.packing", reason + "Use  data.packing=best_fit"
+    if cfg.loss.label_smoothing:
+        reason = "spreads targets over the vocabulary, for  objective=sft .\n"
+        yield "loss.label_smoothing", reason + "Pairs have  objective.label_smoothing"
+    if cfg.loss.z_loss:
+        yield "loss.z_loss", "only counts with  objective=sft"
+
+
+def reference(cfg: TrainConfig, report: Report) -> Broken:
+    """The reference is one that this version can compute."""
+    if cfg.objective.name not in REFERENCED or cfg.objective.reference == "none":
+        return
+    if cfg.objective.reference not in REFERENCES:
+        reason = "start, the model that the run begins with, or none: not another in this version"
+        yield "objective.reference", reason
+        return
+    why = why_no_base(cfg)
+    if why:
+        reason = (
+            f"{why}.\nUse  adapter=lora , whose base is the reference, or an objective without one:"
+            "  objective=simpo  objective=orpo"
+        )
+        yield "objective.reference", reason
+
+
+def why_no_base(cfg: TrainConfig) -> str | None:
+    """Return why the model without its adapters is not the one that the run begins with."""
+    if cfg.adapter.name == "none":
+        return "without adapters the first model is gone after a step: not in this version"
+    if cfg.adapter.name == "dora":
+        return "lengths that dora trains stay when its adapters are taken away"
+    if cfg.adapter.init_from:
+        return "the run begins with the adapters of adapter.init_from, not with their base"
+    if cfg.adapter.also:
+        return "what adapter.also trains is not as it was when adapters are taken away"
+    return None

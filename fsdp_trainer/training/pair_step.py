@@ -1,0 +1,81 @@
+"""Forward and backward of micro-batches of preference pairs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer import phases
+from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.distributed import to_device_of
+from fsdp_trainer.models.adapters import without_adapters
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.training.batches import StepPlan
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.metrics import MicroBatchResult
+from fsdp_trainer.training.preferences import ANSWERS, PairObjective, sums_by_document
+from fsdp_trainer.training.step import ForwardBackward, shared_out
+
+
+def no_reference(batch: MicroBatch) -> MicroBatch:
+    """Return the batch as it is: its reference is with it already, or there is none."""
+    return batch
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """The reference of a model with adapters: the same model without them."""
+
+    model: Decoder
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Return the batch with the reference's sums, of one forward. Collective."""
+        with without_adapters(self.model):
+            scores = self.model(batch).scores
+        return replace(batch, reference=sums_by_document(scores.log_probability, batch))
+
+
+@dataclass(kw_only=True)
+class PairForwardBackward(ForwardBackward):
+    """Runs micro-batches of pairs. The loss is that of the objective, a mean over the pairs."""
+
+    choice: ObjectiveChoice
+    reference: Callable[[MicroBatch], MicroBatch] = field(default=no_reference)
+
+    def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
+        """See ForwardBackward."""
+        phases.enter("forward")
+        batch = self.reference(shared_out(batch, plan))
+        count = self.weight(plan) or 1.0
+        scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
+        scaled = PairObjective(batch, self.choice, count / scale)
+        value, scores, auxiliary = self.model(batch, scaled)
+        phases.enter("backward")
+        value.backward()
+        loss = self.loss(batch, scores) / count
+        return MicroBatchResult(batch, scores, loss, value.detach() / scale, auxiliary)
+
+    def scores(
+        self, step: StepBatches, before: Callable[[], None]
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """See ForwardBackward."""
+        for batch in step:
+            before()
+            with_reference = self.reference(batch)
+            yield with_reference, self.model(with_reference).scores
+
+    def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
+        """See ForwardBackward."""
+        return PairObjective(batch, self.choice)(scores, slice(0, len(batch.targets)))
+
+    def weight(self, plan: StepPlan) -> float:
+        """See ForwardBackward: the step's pairs."""
+        return plan.documents / len(ANSWERS)
+
+    def own_weight(self, batch: MicroBatch) -> Tensor:
+        """See ForwardBackward."""
+        assert batch.groups is not None
+        return batch.weights.new_full((), len(batch.groups) / len(ANSWERS))

@@ -1,0 +1,37 @@
+"""Preference pairs for tests, and what an objective makes of them by the textbook."""
+
+import json
+
+import torch
+import torch.nn.functional as F
+
+
+def write_pairs(path, count=30):
+    """Pairs of many lengths, of which the better answers are sums."""
+    rows = [
+        {"prompt": f"{i}+{i % 7}?", "chosen": f"{i + i % 7}" + "!" * (i % 4), "rejected": f"no {i}"}
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def textbook(name, policy, reference, tokens, beta, smoothing=0.0, gamma=0.0, sft_weight=0.0):
+    """The loss of one pair, as the papers write it. policy, reference: Σ log-probability of both
+    answers; tokens: of both."""
+    (chosen, rejected), (chosen_ref, rejected_ref) = policy, reference
+    mean, mean_other = chosen / tokens[0], rejected / tokens[1]
+    if name == "dpo":
+        logit = beta * ((chosen - chosen_ref) - (rejected - rejected_ref))
+    if name == "simpo":
+        logit = beta * mean - beta * mean_other - gamma
+    if name in ("dpo", "simpo"):
+        loss = -(1 - smoothing) * F.logsigmoid(logit) - smoothing * F.logsigmoid(-logit)
+    if name == "ipo":
+        ahead = (chosen - chosen_ref) / tokens[0] - (rejected - rejected_ref) / tokens[1]
+        loss = (ahead - 1 / (2 * beta)) ** 2
+    if name == "orpo":
+        p, q = mean.exp(), mean_other.exp()
+        ratio = torch.log((p / (1 - p)) / (q / (1 - q)))
+        loss = -beta * F.logsigmoid(ratio)
+    return loss - sft_weight * mean

@@ -89,7 +89,7 @@ ABSENT = {
     "deepspeed=ds.json": "sharding=fsdp",
     "data.loss=kto": "learns from pairs alone",
     "reward_modeling=true": "learns from pairs alone",
-    "ref_model=m": "the reference is their base",
+    "ref_model=m": "objective.reference=PATH",
     "label_smoothing=0.1": "objective.label_smoothing=0.1",
     "dpo_beta=0.2": "Did you mean  objective.beta=0.2 ?",
     "optim=adafactor": "Muon with AdamW beside it",

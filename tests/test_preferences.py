@@ -178,24 +178,82 @@ def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
             assert last[name] == pytest.approx(expected[name], rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("typed", "named"),
-    [
-        (["objective=simpo", "sharding.pipeline=2"], "sharding.pipeline=1"),
-        (["objective=simpo", "sharding.context=2"], "sharding.context=1"),
-        (["objective=simpo", "data.streaming=true"], "data.streaming=false"),
-        (["objective=simpo", "data.packing=stream"], "data.packing=best_fit"),
-        (["objective=simpo", "loss.label_smoothing=0.1"], "objective.label_smoothing"),
-        (["objective=simpo", "loss.z_loss=0.1"], "objective=sft"),
-        (["objective=dpo", "adapter=dora"], "adapter=lora"),
-        (["objective.beta=1"], "objective=dpo"),
-        (["objective=dpo", "objective.gamma=1"], "objective=simpo"),
-        (["objective=orpo", "objective.reference=none"], "objective=dpo  or  objective=ipo"),
-    ],
-)
-def test_what_pairs_cannot_do_is_refused_before_anything_starts(capsys, typed, named):
+WHOLE = ["objective=ipo", "schedule=constant", "checkpoint.every=2", "checkpoint.keep=9"]
+COMPUTED = "the reference reads"
+
+
+def numbers(folder):
+    return [path for path in folder.rglob("*.npy") if path.parent.name == "reference"]
+
+
+@pytest.mark.slow
+def test_the_first_model_is_the_reference_of_whole_weights_also_after_a_resume(
+    world, keys, tmp_path
+):
+    keys = [*keys, *WHOLE, f"data.cache={tmp_path / 'cache'}", "train.steps=4"]
+    run = world.train(tmp_path / "whole", *keys, "batch.micro_rows=3")
+    assert run.column("loss")[0] == 25.0, "1 / (2 · beta), squared: both models are equal"
+    assert run.column("reward_chosen")[0] == 0
+    assert COMPUTED in run.out
+    dealt = world.train(tmp_path / "dealt", *keys, "batch.micro_rows=1", ranks=2)
+    assert dealt.column("loss") == pytest.approx(run.column("loss"), rel=2e-5)
+
+    again = world.train(tmp_path / "again", *keys, "batch.micro_rows=3", "train.steps=2")
+    assert COMPUTED not in again.out, "it is stored"
+    for file in numbers(tmp_path / "cache"):
+        file.unlink()
+    again = world.train(tmp_path / "again", *keys, "batch.micro_rows=3")
+    assert COMPUTED in again.out
+    assert again.column("loss") == run.column("loss")
+    assert again.column("reward_margin") == run.column("reward_margin")
+
+
+@pytest.mark.slow
+def test_another_run_can_be_the_reference_and_may_not_change(world, keys, tmp_path):
+    ours = [*keys, *WHOLE, f"data.cache={tmp_path / 'cache'}"]
+    first = [*keys, "objective=simpo", "schedule=constant", "checkpoint.keep=9"]
+    folder = world.train(tmp_path / "first", *first, "train.steps=1").folder
+    ours = [key for key in ours if not key.startswith("tokenizer")]
+    ours += [f"objective.reference={folder}", f"model.init_from={folder}", "adapter=dora"]
+    run = world.train(tmp_path / "run", *ours, "train.steps=1")
+    assert run.column("loss")[0] == 25.0
+    world.train(folder, *first, "train.steps=2")
+    world.train(tmp_path / "run", *ours, "train.steps=2")
+    for file in numbers(tmp_path / "cache"):
+        file.unlink()
+    said = world.train(tmp_path / "run", *ours, "train.steps=3", code=2).err
+    assert "the reference is another one" in said
+
+
+REFUSED = [
+    {
+        "objective=simpo": "",
+        "sharding.pipeline=2": "sharding.pipeline=1",
+        "sharding.context=2": "sharding.context=1",
+        "data.streaming=true": "data.streaming=false",
+        "data.packing=stream": "data.packing=best_fit",
+        "loss.label_smoothing=0.1": "objective.label_smoothing",
+        "loss.z_loss=0.1": "objective=sft",
+    },
+    {
+        "objective=dpo": "",
+        "objective.reference=nowhere": "a run nor a Hugging Face folder",
+        "objective.gamma=1": "objective=simpo",
+    },
+    {
+        "objective.beta=1": "objective=dpo",
+        "objective.reference=none": "objective=dpo  or  objective=ipo",
+    },
+]
+"""Keys that are typed together → what the message of each has one type instead."""
+
+
+@pytest.mark.parametrize("typed", REFUSED, ids=lambda typed: next(iter(typed)))
+def test_what_pairs_cannot_do_is_refused_before_anything_starts(capsys, typed):
     assert main(["data.path=demo:backwards", "tokenizer.path=demo:bytes", *typed]) == 2
-    assert named in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for named in typed.values():
+        assert named in said
 
 
 def test_answers_without_a_pair_are_refused(train):

@@ -105,6 +105,7 @@ PATHS = (
     "tokenizer.path",
     "model.init_from",
     "adapter.init_from",
+    "objective.reference",
     "checkpoint.resume",
     "evaluation.core_data",
     "core_data",

@@ -1,8 +1,10 @@
 """Rules between keys of the objective and of what it learns from. See config/rules.py."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
 from fsdp_trainer.config.schema import PAIRED, REFERENCED, TrainConfig
 
 Broken = Iterator[tuple[str, str]]
@@ -15,6 +17,7 @@ OBJECTIVE_KEYS = {
 }
 """Objectives that read a key."""
 REFERENCES = ("start", "none")
+"""Values of objective.reference besides a path."""
 
 
 def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
@@ -51,30 +54,24 @@ def pairs(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def reference(cfg: TrainConfig, report: Report) -> Broken:
-    """The reference is one that this version can compute."""
-    if cfg.objective.name not in REFERENCED or cfg.objective.reference == "none":
+    """A reference that is a path is a model on disk."""
+    given = cfg.objective.reference
+    if cfg.objective.name not in REFERENCED or given in REFERENCES:
         return
-    if cfg.objective.reference not in REFERENCES:
-        reason = "start, the model that the run begins with, or none: not another in this version"
-        yield "objective.reference", reason
-        return
-    why = why_no_base(cfg)
-    if why:
-        reason = (
-            f"{why}.\nUse  adapter=lora , whose base is the reference, or an objective without one:"
-            "  objective=simpo  objective=orpo"
+    folder = Path(given)
+    if not (find_checkpoint(folder) or is_whole_model(folder)):
+        yield (
+            "objective.reference",
+            "is neither a run nor a Hugging Face folder with weights.\n"
+            "Use a path to one,  start , the model that the run begins with, or  none",
         )
-        yield "objective.reference", reason
 
 
-def why_no_base(cfg: TrainConfig) -> str | None:
-    """Return why the model without its adapters is not the one that the run begins with."""
-    if cfg.adapter.name == "none":
-        return "without adapters the first model is gone after a step: not in this version"
-    if cfg.adapter.name == "dora":
-        return "lengths that dora trains stay when its adapters are taken away"
-    if cfg.adapter.init_from:
-        return "the run begins with the adapters of adapter.init_from, not with their base"
-    if cfg.adapter.also:
-        return "what adapter.also trains is not as it was when adapters are taken away"
-    return None
+def base_is_reference(cfg: TrainConfig) -> bool:
+    """Return True where the model without its adapters is the reference.
+
+    DoRA's lengths, what adapter.also trains, and adapters that the run begins with would stay.
+    """
+    adapter = cfg.adapter
+    is_plain = adapter.name == "lora" and not (adapter.also or adapter.init_from)
+    return cfg.objective.reference == "start" and is_plain

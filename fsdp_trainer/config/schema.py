@@ -633,8 +633,8 @@ class ObjectiveChoice:
     gamma: float = key(0.0, "simpo: by how much the chosen answer is to be ahead", minimum=0)
     reference: str = key(
         "start",
-        "dpo, ipo: the model to stay near to. `start`: the one that the run begins with, which"
-        " with adapters is their base; `none`: none",
+        "dpo, ipo: the model to stay near to. `start`: the one that the run begins with; a run or"
+        " a Hugging Face folder of the same shape; `none`: none",
     )
 
 

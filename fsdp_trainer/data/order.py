@@ -49,6 +49,8 @@ class Rows:
     """Lengths of each row's documents, in order."""
     group_starts: list[list[bool]]
     """True for each document that starts a group of documents that belong together."""
+    reference: list[list[float]] | None = None
+    """Σ log-probability of each document under a reference model; None without one."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
@@ -69,6 +71,11 @@ class Rows:
         for i, place in enumerate(places):
             self.documents[place] = rows.documents[i]
             self.group_starts[place] = rows.group_starts[i]
+        if rows.reference is not None:
+            if self.reference is None:
+                self.reference = [[] for _ in self.documents]
+            for place, values in zip(places, rows.reference, strict=True):
+                self.reference[place] = values
 
     def row(self, i: int) -> RowData:
         """The i-th by itself."""
@@ -139,6 +146,8 @@ class RowOrder:
         """The same for every epoch: it depends on the lengths only."""
         self.fill: float = tokens / (self.rows_per_epoch * seq_len)
         """Share of positions that hold a token."""
+        self.reference: np.ndarray | None = None
+        """[samples] float64, Σ log-probability of each under a reference model; None: without."""
         self._epochs: dict[int, Epoch] = {}
         self._ahead = 0  # the last epoch that was asked for
 
@@ -204,6 +213,9 @@ class RowOrder:
         if self.store.group_starts is not None:
             starts_group = self.store.group_starts[samples]
         rows.group_starts = [part.tolist() for part in np.split(starts_group, first_documents[1:])]
+        if self.reference is not None:
+            values = np.split(self.reference[samples], first_documents[1:])
+            rows.reference = [part.tolist() for part in values]
         return rows
 
     def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:

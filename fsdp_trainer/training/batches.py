@@ -122,13 +122,16 @@ class Assembler:
         def supervised(values: np.ndarray) -> Tensor:
             return padded(np.take_along_axis(values, own, 1).reshape(-1)[index])
 
-        documents = groups = None
+        documents = groups = reference = None
         if self.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
             places = (own + rows_before).reshape(-1)[index]
             numbers, group_numbers = number_documents(rows, places, length)
             documents = padded(numbers, fill=len(group_numbers))
             groups = to_device(group_numbers, self.device)
+            if rows.reference is not None:
+                values = np.concatenate([np.zeros(0), *map(np.array, rows.reference)])
+                reference = to_device(values, self.device)
         return MicroBatch(
             part(rows.tokens),
             part(rows.positions),
@@ -140,6 +143,7 @@ class Assembler:
             documents,
             groups,
             part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
+            reference,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:

@@ -3,6 +3,7 @@
 Collective: every rank builds its part.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,9 +26,11 @@ from fsdp_trainer.config.context import (
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
+from fsdp_trainer.config.rules_objective import base_is_reference
 from fsdp_trainer.config.schema import PAIRED, Adapter, Model, TrainConfig
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
+from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.workers import cores
@@ -38,7 +41,7 @@ from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import (
     expert_problems,
@@ -73,7 +76,12 @@ from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import Metrics, step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
-from fsdp_trainer.training.pair_step import BaseReference, PairForwardBackward, no_reference
+from fsdp_trainer.training.pair_step import (
+    BaseReference,
+    PairForwardBackward,
+    no_reference,
+    stored_reference,
+)
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
 from fsdp_trainer.training.preferences import chosen_watch, has_reference, pair_figures
 from fsdp_trainer.training.progress import Progress
@@ -82,6 +90,7 @@ from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stored_reference import ReferencePass
 from fsdp_trainer.training.streaming import StreamedRows
 from fsdp_trainer.training.tasks import TrainingTasks
 from fsdp_trainer.training.trainer import Trainer
@@ -184,6 +193,15 @@ def build(
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, model_device)
+    reference = ReferencePass(
+        cfg,
+        model,
+        inputs.init_from,
+        orders_of(order, held_out, cfg.batch.rows),
+        context_of_rows.assembler,
+        dims,
+        observer,
+    ).prepare(start.checkpoint)
     if start.checkpoint:
         restore(model, optimizer, start.checkpoint, loss_scale)
         dtypes = read_progress(start.checkpoint)["dtypes"]
@@ -232,6 +250,7 @@ def build(
         signals=signals,
         compilations=CompilationLog(observer, compiled),
         chosen_watch=chosen_watch(cfg.objective),
+        reference=reference,
     )
     return trainer, start
 
@@ -260,11 +279,26 @@ def build_step(
                 loss_scale,
                 pair_figures(cfg.objective),
                 choice=cfg.objective,
-                reference=BaseReference(model) if has_reference(cfg.objective) else no_reference,
+                reference=reference_of(cfg, model),
             )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)
+
+
+def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:
+    """Return the orders of stored rows that a run reads, each with the rows of one of its steps."""
+    orders = [(one, rows) for one in order.orders] if isinstance(order, Mixture) else []
+    if held_out is not None:
+        orders += [(one, held_out.rows_per_epoch) for one in held_out.orders]
+    return orders
+
+
+def reference_of(cfg: TrainConfig, model: Decoder) -> Callable[[MicroBatch], MicroBatch]:
+    """Return what gives a micro-batch of pairs the sums of its reference."""
+    if not has_reference(cfg.objective):
+        return no_reference
+    return BaseReference(model) if base_is_reference(cfg) else stored_reference
 
 
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:

@@ -93,6 +93,8 @@ class Trainer:
     compilations: CompilationLog
     chosen_watch: ChosenWatch | None = None
     """None: what is learnt from is no pairs."""
+    reference: str | None = None
+    """The digest of the weights of a stored reference."""
 
     def fit(self) -> Outcome:
         """Train until the last step, or until all ranks agree to stop. Raises Rewind after a spike.
@@ -471,6 +473,7 @@ class Trainer:
             "frozen": asdict(self.base) if self.base else None,
             "data": self.data.fingerprint,
             "validation": self.validation_fingerprint,
+            **({"reference": self.reference} if self.reference else {}),
         }
 
     @property

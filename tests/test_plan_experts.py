@@ -69,8 +69,8 @@ def test_ranks_send_the_bytes_that_the_plan_counts(world):
             assert real == pytest.approx(counted, rel=close), layout
         way = ways.get("expert")
         assert rows == (way.gathered + way.reduced if way else 0), layout
-        again = cfg.activation_checkpoint.mode != "none"
-        assert waits == (2 * (1 + again) if way else 0), layout
+        # of two blocks, also where they are computed again
+        assert waits == (way.waits if way else 0) == (2 if way else 0), layout
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_512_ranks_send_the_rows_that_the_plan_counts(world):
     config = architecture(cfg)[0]
     [(sent, rows, waits)] = world.call(1, rows_of_512_ranks, cfg, config)
     ways = wire(cfg, config, 512, DEVICES["h100"])
-    assert (rows, waits) == (ways["expert"].gathered + ways["expert"].reduced, 4)
+    assert (rows, waits) == (ways["expert"].gathered + ways["expert"].reduced, 2)
     # 8 nodes of 8: of 63 other ranks 56 are on another node
     assert ways["expert"].across == pytest.approx(rows * 56 / 63)
     for name in ("shard", "eshard"):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.activation_offload import Offloader
+from fsdp_trainer.parallel.experts import divides_experts, with_known_rows
 from fsdp_trainer.torch_private import set_activation_memory_budget
 
 ATTENTION = (
@@ -55,9 +56,14 @@ def checkpoint_activations(
     def forward(block: nn.Module, *args: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, **options)
 
+    def forward_with_experts(block: nn.Module, *args: Any) -> Any:
+        return checkpoint(with_known_rows, block, [], *args, **options)
+
     for block in list(model.model.layers.values())[:: cfg.every]:
         # a method, which the compiler reads like any other; it would pass over a partial
-        block.forward = MethodType(forward, block)
+        block.forward = MethodType(
+            forward_with_experts if divides_experts(block) else forward, block
+        )
 
 
 def selective_contexts(save: frozenset[str], offloader: Offloader | None = None) -> Any:

@@ -16,7 +16,7 @@ from fsdp_trainer.config.schema import Compile, TrainConfig
 from fsdp_trainer.distributed import gather
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.parallel.experts import SharedExperts
+from fsdp_trainer.parallel.experts import divides_experts
 from fsdp_trainer.torch_private import (
     count_compiled_graphs,
     is_compiler_error,
@@ -87,7 +87,7 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
 
 def is_one_graph(block: nn.Module) -> bool:
     """Return False for a block whose experts ranks divide: they are between two graphs."""
-    return not any(isinstance(module, SharedExperts) for module in block.modules())
+    return not divides_experts(block)
 
 
 class Compilations:

@@ -10,7 +10,7 @@ divides further over the ranks that hold the same ones. That view takes the rank
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,10 +116,23 @@ class ExpertRanks:
         return torch.stack([counts.sum(1), received.sum(1)]).tolist()
 
 
+class RowNumbers(NamedTuple):
+    """Rows that travel for a block and micro-batch.
+
+    received: [ranks, experts of a rank], of those that come; to, come: by rank, on the host.
+    """
+
+    received: Tensor
+    to: list[int]
+    come: list[int]
+
+
 class SharedExperts(Experts):
     """Experts of which each rank has some."""
 
     expert_ranks: ExpertRanks
+    known: list[RowNumbers] | None = None
+    """Keeps the numbers of rows from forward until backward computes the block again."""
 
     def own(self, parameter: Any) -> Tensor:
         """See Experts: with its graph."""
@@ -129,14 +142,12 @@ class SharedExperts(Experts):
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """See Experts: of all experts, the rows of this rank's tokens. Collective.
 
-        The host waits for the numbers of rows.
+        The host waits for the numbers of rows, once for each micro-batch.
         """
         ranks = self.expert_ranks
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, -1)
-        received = exchange_counts(counts, ranks)
-        sent_to, received_from = ranks.row_numbers(counts, received)
+        received, sent_to, received_from = self.row_numbers(ends)
         # from each rank come the rows of one expert after the other
-        experts = torch.arange(counts.shape[1], device=rows.device).repeat(ranks.size)
+        experts = torch.arange(received.shape[1], device=rows.device).repeat(ranks.size)
         of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(received_from))
         order = of_rows.argsort(stable=True)
         back = torch.empty_like(order)
@@ -148,6 +159,21 @@ class SharedExperts(Experts):
         computed = Rearranged.apply(computed, back, order, 1)
         return ExchangeRows.apply(computed, received_from, sent_to, ranks)
 
+    def row_numbers(self, ends: Tensor) -> RowNumbers:
+        """Return the numbers of rows of this micro-batch. Collective, unless they are known.
+
+        ends: as in `forward`.
+        """
+        if self.known:
+            return self.known[0]
+        ranks = self.expert_ranks
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).view(ranks.size, -1)
+        received = exchange_counts(counts, ranks)
+        numbers = RowNumbers(received, *ranks.row_numbers(counts, received))
+        if self.known is not None:
+            self.known.append(numbers)
+        return numbers
+
 
 class SharedClampedExperts(SharedExperts, ClampedExperts):
     """GPT-OSS's experts of which each rank has some."""
@@ -157,6 +183,20 @@ SHARED: dict[type[Experts], type[SharedExperts]] = {
     Experts: SharedExperts,
     ClampedExperts: SharedClampedExperts,
 }
+
+
+def with_known_rows(block: Any, known: list[RowNumbers], *args: Any) -> Any:
+    """Return a block's output, computed with known numbers of rows; an empty list is filled.
+
+    Routing is the same when a block is computed again, so its ranks need not exchange them again.
+    """
+    block.mlp.experts.known = known
+    return type(block).forward(block, *args)
+
+
+def divides_experts(block: nn.Module) -> bool:
+    """Return True for a block whose experts are on several ranks."""
+    return any(isinstance(module, SharedExperts) for module in block.modules())
 
 
 def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:

@@ -210,7 +210,7 @@ class RowTraffic(NamedTuple):
     """Bytes of rows that a rank sends to others' experts and back in a micro-batch.
 
     across: of them, those that leave its node. waits: how often the host waits for the numbers of
-    rows. As many bytes come in meanwhile, with even routing.
+    rows, not again where a block is computed again. As many bytes come in meanwhile, with even routing.
     """
 
     sent: float = 0.0
@@ -241,7 +241,7 @@ def expert_exchange(
     size = blocks * EXCHANGES * exchanged_bytes(cfg, config)
     sent = size * group.sent * (1 + reached * (1 + again))
     others = (group.ranks - group.on_node) / (group.ranks - 1)
-    return RowTraffic(sent, sent * others, blocks * (1 + reached * again))
+    return RowTraffic(sent, sent * others, blocks)
 
 
 class Hops(NamedTuple):

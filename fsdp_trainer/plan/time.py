@@ -210,7 +210,8 @@ class RowTraffic(NamedTuple):
     """Bytes of rows that a rank sends to others' experts and back in a micro-batch.
 
     across: of them, those that leave its node. waits: how often the host waits for the numbers of
-    rows, not again where a block is computed again. As many bytes come in meanwhile, with even routing.
+    rows, which a block that is computed again still knows. As many bytes come in meanwhile, with
+    even routing.
     """
 
     sent: float = 0.0

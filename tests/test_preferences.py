@@ -148,9 +148,15 @@ def keys(tmp_path_factory):
 
 @pytest.mark.slow
 def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
+    layouts = (
+        (1, ["batch.micro_rows=6"]),
+        (2, ["sharding.tensor=2", "batch.micro_rows=2"]),
+        (2, ["sharding.context=2", "batch.micro_rows=3"]),
+        (4, ["batch.micro_rows=1"]),
+    )
     runs = [
         world.train(
-            tmp_path / f"{ranks}-{len(more)}",
+            tmp_path / f"run{number}",
             *keys,
             "objective=dpo",
             "adapter=lora",
@@ -159,12 +165,7 @@ def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
             *more,
             ranks=ranks,
         )
-        for ranks, more in (
-            (1, ["batch.micro_rows=6"]),
-            (2, ["batch.micro_rows=1"]),
-            (2, ["sharding.tensor=2", "batch.micro_rows=2"]),
-            (4, ["batch.micro_rows=1"]),
-        )
+        for number, (ranks, more) in enumerate(layouts)
     ]
     first, *others = runs
     assert first.column("loss")[0] == pytest.approx(math.log(2), abs=1e-7)
@@ -176,6 +177,23 @@ def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
         last, expected = run.metrics[-1], first.metrics[-1]
         for name in ("validation_loss", "validation_reward_accuracy"):
             assert last[name] == pytest.approx(expected[name], rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_does_not_change_what_pairs_teach(world, keys, tmp_path):
+    ours = ["objective=simpo", "batch.micro_rows=2", "schedule=constant"]
+    exact = world.train(tmp_path / "exact", *keys, *ours)
+    run = world.train(
+        tmp_path / "fp16",
+        *keys,
+        *ours,
+        "precision.param_dtype=float16",
+        "precision.loss_scale=1024",
+    )
+    assert run.column("loss_scale") == [1024.0] * 3
+    for name in ("loss", "reward_margin", "log_probability_chosen"):
+        assert run.column(name) == pytest.approx(exact.column(name), rel=5e-3, abs=2e-3), name
+    assert run.column("grad_norm") == pytest.approx(exact.column("grad_norm"), rel=2e-2)
 
 
 WHOLE = ["objective=ipo", "schedule=constant", "checkpoint.every=2", "checkpoint.keep=9"]
@@ -229,7 +247,6 @@ REFUSED = [
     {
         "objective=simpo": "",
         "sharding.pipeline=2": "sharding.pipeline=1",
-        "sharding.context=2": "sharding.context=1",
         "data.streaming=true": "data.streaming=false",
         "data.packing=stream": "data.packing=best_fit",
         "loss.label_smoothing=0.1": "objective.label_smoothing",

@@ -36,10 +36,8 @@ def pairs(cfg: TrainConfig, report: Report) -> Broken:
     both = f"objective={cfg.objective.name} compares both answers of a pair"
     if cfg.sharding.pipeline > 1:
         reason = f"{both} in one micro-batch at once: not in this version with stages.\n"
-        yield "sharding.pipeline", reason + "Use  sharding.pipeline=1"
-    if cfg.sharding.context > 1:
-        reason = f"{both}, and each rank would have a part of each: not in this version.\n"
-        yield "sharding.context", reason + "Use  sharding.context=1"
+        more = "Use  sharding.pipeline=1  and share blocks and rows with  sharding.tensor  or"
+        yield "sharding.pipeline", f"{reason}{more}  sharding.context"
     if cfg.data.streaming:
         reason = f"{both}, which streams do not keep in one row.\nUse  data.streaming=false"
         yield "data.streaming", reason

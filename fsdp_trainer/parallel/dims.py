@@ -84,6 +84,11 @@ class Dims:
         return self.coordinates["context"] == self.coordinates["pipeline"] == 0
 
     @property
+    def is_first_of_context(self) -> bool:
+        """Return True for the first of the ranks that share its rows, by whom they are counted."""
+        return self.coordinates["context"] == 0
+
+    @property
     def parts_experts(self) -> bool:
         """True if experts are on another mesh than the rest of a block."""
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1

@@ -215,7 +215,7 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    pairs = pair_figures(cfg.objective)
+    pairs = pair_figures(cfg.objective, dims)
     names = whole.auxiliary_names
     metrics = step_metrics(data.source_names, differs, names, device, balance, pairs)
     trainer = Trainer(
@@ -277,9 +277,9 @@ def build_step(
                 probe,
                 sync,
                 loss_scale,
-                pair_figures(cfg.objective),
+                pair_figures(cfg.objective, dims),
                 choice=cfg.objective,
-                reference=reference_of(cfg, model),
+                reference=reference_of(cfg, model, dims),
             )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
@@ -294,11 +294,13 @@ def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[R
     return orders
 
 
-def reference_of(cfg: TrainConfig, model: Decoder) -> Callable[[MicroBatch], MicroBatch]:
+def reference_of(
+    cfg: TrainConfig, model: Decoder, dims: Dims
+) -> Callable[[MicroBatch], MicroBatch]:
     """Return what gives a micro-batch of pairs the sums of its reference."""
     if not has_reference(cfg.objective):
         return no_reference
-    return BaseReference(model) if base_is_reference(cfg) else stored_reference
+    return BaseReference(model, dims) if base_is_reference(cfg) else stored_reference
 
 
 def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:

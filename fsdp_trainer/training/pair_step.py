@@ -12,10 +12,16 @@ from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.models.adapters import without_adapters
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MicroBatchResult
-from fsdp_trainer.training.preferences import ANSWERS, PairObjective, sums_by_document
+from fsdp_trainer.training.preferences import (
+    ANSWERS,
+    PairObjective,
+    answer_sums,
+    counted_once,
+)
 from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 
@@ -35,13 +41,15 @@ class BaseReference:
     """The reference of a model with adapters: the same model without them."""
 
     model: Decoder
+    dims: Dims
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the reference's sums, of one forward. Collective."""
         with without_adapters(self.model):
             scores = self.model(batch).scores
-        return replace(batch, reference=sums_by_document(scores.log_probability, batch))
+        sums = answer_sums(scores.log_probability, batch, self.dims)
+        return replace(batch, reference=sums)
 
 
 @dataclass(kw_only=True)
@@ -57,7 +65,7 @@ class PairForwardBackward(ForwardBackward):
         batch = self.reference(shared_out(batch, plan))
         count = self.weight(plan) or 1.0
         scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
-        scaled = PairObjective(batch, self.choice, count / scale)
+        scaled = PairObjective(batch, self.choice, count / scale, self.dims)
         value, scores, auxiliary = self.model(batch, scaled)
         phases.enter("backward")
         value.backward()
@@ -75,7 +83,8 @@ class PairForwardBackward(ForwardBackward):
 
     def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
         """See ForwardBackward."""
-        return PairObjective(batch, self.choice)(scores, slice(0, len(batch.targets)))
+        objective = PairObjective(batch, self.choice, dims=self.dims)
+        return objective(scores, slice(0, len(batch.targets)))
 
     def weight(self, plan: StepPlan) -> float:
         """See ForwardBackward: the step's pairs."""
@@ -84,4 +93,5 @@ class PairForwardBackward(ForwardBackward):
     def own_weight(self, batch: MicroBatch) -> Tensor:
         """See ForwardBackward."""
         assert batch.groups is not None
-        return batch.weights.new_full((), len(batch.groups) / len(ANSWERS))
+        pairs = batch.weights.new_full((), len(batch.groups) / len(ANSWERS))
+        return counted_once(pairs, self.dims)

@@ -19,6 +19,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.metrics import MicroBatchResult
 
 ANSWERS = ("chosen", "rejected")
@@ -42,10 +43,10 @@ class Pairs:
     tokens: Tensor
 
     @classmethod
-    def of(cls, log_probability: Tensor, batch: MicroBatch) -> "Pairs":
-        """log_probability: [supervised], of the batch's targets."""
-        policy = sums_by_document(log_probability, batch)
-        tokens = sums_by_document(torch.ones_like(log_probability), batch)
+    def of(cls, log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> "Pairs":
+        """log_probability: [supervised], of the batch's targets. Collective: see answer_sums."""
+        ones = torch.ones_like(log_probability)
+        policy, tokens = answer_sums(torch.stack([log_probability, ones]), batch, dims)
         reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
         return cls(*(part.view(-1, len(ANSWERS)) for part in (policy, reference, tokens)))
 
@@ -56,12 +57,51 @@ class Pairs:
 
 
 def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the sum of each document's values, [documents] float64. values: [supervised]."""
+    """Return the sum of each document's values on this rank, [..., documents] float64.
+
+    values: [..., supervised].
+    """
     assert batch.documents is not None
     assert batch.groups is not None
     count = len(batch.groups)  # padding has this number
-    zeros = torch.zeros(count + 1, dtype=torch.float64, device=values.device)
-    return zeros.index_add(0, batch.documents, values.double())[:count]
+    zeros = torch.zeros(*values.shape[:-1], count + 1, dtype=torch.float64, device=values.device)
+    return zeros.index_add(-1, batch.documents, values.double())[..., :count]
+
+
+def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return the sum of each document's values, [..., documents] float64.
+
+    Collective over the ranks that share rows, each of which has some of the values; its gradient
+    is that of its own ones. dims: None where every rank has whole rows.
+    """
+    sums = sums_by_document(values, batch)
+    if dims is None or dims.sizes["context"] == 1:
+        return sums
+    # a rank that lacks its rows has no documents: all send as many numbers as rows have tokens
+    room = batch.tokens.numel() * dims.sizes["context"] - sums.shape[-1]
+    return _SumOverContext.apply(F.pad(sums, (0, room)), dims)[..., : sums.shape[-1]]
+
+
+class _SumOverContext(torch.autograd.Function):
+    """The sum over the ranks that share rows, which each differentiates by its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dims: Dims) -> Tensor:
+        total = values.clone()
+        dims.sum_over_context(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
+    """Return a value that ranks which share rows have in common: 0 on all but the first of them.
+
+    Its gradient is the same on all.
+    """
+    return value if dims is None or dims.is_first_of_context else value - value.detach()
 
 
 # --- losses and rewards ---------------------------------------------------------------------------
@@ -131,21 +171,23 @@ class PairObjective:
     """Σ loss of a micro-batch's pairs / count. The head calls it, once.
 
     batch: with the sums of its reference, where there is one. count: the pairs of the whole step.
+    dims: of ranks that may share rows; the first of them has the value, all its gradient.
     """
 
     batch: MicroBatch
     cfg: ObjectiveChoice
     count: float | Tensor = 1.0
+    dims: Dims | None = None
     needs_mean = False
     needs_all_tokens = True
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
         """Return the sum over all pairs. scores: of all tokens."""
-        pairs = Pairs.of(scores.log_probability, self.batch)
+        pairs = Pairs.of(scores.log_probability, self.batch, self.dims)
         losses = LOSSES[self.cfg.name][0](pairs, self.cfg)
         if self.cfg.sft_weight:
             losses = losses - self.cfg.sft_weight * pairs.means[:, 0]
-        return (losses.sum() / self.count).float()
+        return counted_once((losses.sum() / self.count).float(), self.dims)
 
 
 # --- what is reported -----------------------------------------------------------------------------
@@ -167,17 +209,18 @@ class PairFigures:
     keys = ("reward_margin", "reward_accuracy", *means)
     size = 2 + len(means)
 
-    def __init__(self, cfg: ObjectiveChoice):
-        self.cfg = cfg
+    def __init__(self, cfg: ObjectiveChoice, dims: Dims | None = None):
+        self.cfg, self.dims = cfg, dims
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return [size] float64."""
-        pairs = Pairs.of(result.scores.log_probability, result.batch)
+        """Return [size] float64. Collective: see answer_sums."""
+        pairs = Pairs.of(result.scores.log_probability, result.batch, self.dims)
         rewards = LOSSES[self.cfg.name][1](pairs, self.cfg)
         right = (advantage(rewards) > 0).sum().double()
         figures = torch.stack([rewards, pairs.policy, pairs.tokens]).sum(1)
         count = torch.full_like(right, len(rewards))
-        return torch.cat([torch.stack([count, right]), figures.flatten()])
+        sums = torch.cat([torch.stack([count, right]), figures.flatten()])
+        return counted_once(sums, self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
         """Return the means, such as reward_chosen, and the margin and accuracy of the rewards."""
@@ -238,9 +281,9 @@ class ChosenWatch:
         )
 
 
-def pair_figures(cfg: ObjectiveChoice) -> PairFigures | None:
+def pair_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | None:
     """Return the figures of an objective's pairs; None for one that learns from single answers."""
-    return PairFigures(cfg) if cfg.name in PAIRED else None
+    return PairFigures(cfg, dims) if cfg.name in PAIRED else None
 
 
 def chosen_watch(cfg: ObjectiveChoice) -> ChosenWatch | None:

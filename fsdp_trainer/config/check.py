@@ -38,6 +38,7 @@ class Report:
     def __init__(self, typed: dict[str, str], problems: list[Problem], settled: set[str]):
         self.typed, self.problems, self.settled = typed, problems, settled
         self.origins: dict[str, str] = {}  # key → the file that set it
+        self.in_recipes: set[str] = set()  # keys that a recipe sets
 
     def add(self, key: str, value: Any, reason: str) -> None:
         """Refuse the `value` of a key, unless the key has a problem already."""

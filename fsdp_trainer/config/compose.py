@@ -255,6 +255,8 @@ def _check_file(
     for key, value in _leaves(tree, f"{package}." if package else "", keys):
         line = lines.get(key.removeprefix(f"{package}."))
         report.origins[key] = f"{file}:{line}" if line else str(file)
+        if kind == "recipe":
+            report.in_recipes.add(key)
         reason = _why_refused(key, value, kind, keys, groups)
         if reason:
             refused[key] = reason

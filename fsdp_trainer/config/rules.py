@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import Report, value_of
+from fsdp_trainer.config.depth import settle_depth
 from fsdp_trainer.config.rules_adapter import merging, settle_adapter
 from fsdp_trainer.config.rules_computing import (
     activation_checkpointing,
@@ -127,6 +128,7 @@ def check_rules(cfg: Any, report: Report) -> None:
         return
     if isinstance(cfg, PlanConfig):
         report.problems += unknown_gpus(cfg.plan.gpu)
+    settle_depth(cfg, report)
     settle_length(cfg.train, report)
     settle_adapter(cfg, report)
     for rule in RULES:

@@ -88,6 +88,12 @@ class Train:
         " (both null: 1 epoch)",
         minimum=1,
     )
+    tokens_per_parameter: float = key(
+        12.0,
+        "with model.depth, which sets train.steps by it: tokens for each weight of the blocks'"
+        " matrices and the head; Chinchilla: 20",
+        above=0,
+    )
     freeze: list[str] = key(
         [],
         "patterns of parameter names that are not trained, as `model.layers.[0-3].*`: "
@@ -286,6 +292,12 @@ class Model:
         None,
         "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null:"
         " random",
+    )
+    depth: int | None = key(
+        None,
+        "blocks of a new model; width, heads, batch, steps and optim.lr follow by nanochat's rules,"
+        " but for those that are set; null: nothing follows",
+        minimum=1,
     )
     family: str | None = key(
         None,

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.config.compose import compose, find_file, options
+from fsdp_trainer.config.depth import VOCABULARY as VOCABULARY_OF_DEPTH
+from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.hosts import hosts_of, ranks_of
 from fsdp_trainer.config.paths import model_folder
@@ -50,6 +52,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     if model.init_from is None and model.vocab_size is None:
         tokens, reason = _vocabulary(cfg, model.name)
         assumed.append(f"{tokens:,} tokens in the vocabulary, {reason}")
+    if model.depth:
+        assumed.append(depth_in_words(cfg))
     return resolve_model(model, tokens), assumed
 
 
@@ -89,6 +93,8 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
     text = file.read_text() if file else ""
     if published := re.search(r"published vocabulary of ([\d,]+)", text):
         return int(published[1].replace(",", "")), f"as many as {size} was published with"
+    if cfg.model.depth:
+        return VOCABULARY_OF_DEPTH, "as the rules of model.depth assume: or  model.vocab_size=N"
     return VOCABULARY, "which nothing says: write  model.vocab_size=N  or  tokenizer.path=…"
 
 

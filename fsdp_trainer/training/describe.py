@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from fsdp_trainer.config.context import ContextChoice
+from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.pipeline import idle_share, micro_batches
@@ -54,6 +55,7 @@ def describe(
         f"run    {run}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
         *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),

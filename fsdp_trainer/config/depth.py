@@ -1,0 +1,163 @@
+"""The settings that follow from model.depth: one number for the sizes of a model and its training.
+
+The rules are those of nanochat (Karpathy 2025, scripts/base_train.py), measured there on models
+of 12 to 26 blocks. docs/from-nothing-to-chat.md states them.
+"""
+
+import math
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.schema import Model, TrainConfig
+
+WIDTH_PER_BLOCK = 64
+HEAD_DIM = 128
+SEQ_LEN = 2048
+VOCABULARY = 32_768
+"""nanochat's; taken where model.vocab_size does not say another one."""
+REFERENCE_DEPTH = 12
+REFERENCE_BATCH = 2**19
+"""Tokens of the best step for 12 blocks, measured by nanochat."""
+BATCH_EXPONENT = 0.383
+"""The best batch grows with so much of a power of all tokens (arXiv 2505.13738)."""
+REFERENCE_LR = {
+    # of 2**19 tokens a step and 12 blocks, as the recipe chain_pretrain has it
+    "adamw": 1.0e-3,
+    # nanochat's 0.02 for orthogonal updates, in Moonlight's scale: 0.02 / (0.2 · √768)
+    "muon": 3.6e-3,
+}
+"""By optim.name, the learning rate of the model of 12 blocks."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
+"""Families of dense blocks with ordinary attention and a gated feed-forward layer."""
+
+
+def settle_depth(cfg: TrainConfig, report: Report) -> None:
+    """Set what follows from model.depth, but for keys of the command line and of recipes."""
+    if cfg.model.depth is None:
+        return
+    reason = contradiction(cfg)
+    if reason:
+        report.add("model.depth", cfg.model.depth, reason)
+        return
+    for name, size in sizes(cfg.model, cfg.model.depth).items():
+        if getattr(cfg.model, name) is None:
+            setattr(cfg.model, name, size)
+    set_unless_given(cfg, report, "batch.seq_len", SEQ_LEN)
+    tokens = cfg.train.tokens_per_parameter * scaling_parameters(cfg.model)
+    rows = max(1, round(best_batch(cfg, tokens) / cfg.batch.seq_len))
+    set_unless_given(cfg, report, "batch.rows", rows)
+    step_tokens = cfg.batch.rows * cfg.batch.seq_len
+    if not is_given(report, "train.epochs"):
+        set_unless_given(cfg, report, "train.steps", max(1, round(tokens / step_tokens)))
+    if not is_given(report, "optim.lr"):
+        settle_learning_rate(cfg, report)
+
+
+def contradiction(cfg: TrainConfig) -> str:
+    """Return why model.depth cannot go with other keys of model, "" if it can."""
+    model, depth = cfg.model, cfg.model.depth
+    if model.init_from:
+        return f"{model.init_from} decides all sizes: drop it"
+    if model.name != "auto":
+        return f"model={model.name} has sizes of its own.\nUse  model=auto  or drop model.depth"
+    if model.family not in (None, *FAMILIES):
+        named = ", ".join(FAMILIES)
+        return f"knows no rules for the blocks of {model.family}.\nIt has them for {named}"
+    if model.num_hidden_layers not in (None, depth):
+        return f"is not model.num_hidden_layers={model.num_hidden_layers}: drop one of them"
+    return ""
+
+
+def sizes(model: Model, depth: int) -> dict[str, int | bool]:
+    """Return the sizes of a model of so many blocks, by key of model.
+
+    The width is a multiple of the head size. Three matrices of 8/3 of the width have as many
+    weights as nanochat's two of four times the width.
+    """
+    head_dim = model.head_dim or HEAD_DIM
+    width = model.hidden_size or up_to_multiple(WIDTH_PER_BLOCK * depth, HEAD_DIM)
+    heads = model.num_attention_heads or max(1, width // head_dim)
+    return {
+        "num_hidden_layers": depth,
+        "hidden_size": width,
+        "intermediate_size": up_to_multiple(8 * width // 3, HEAD_DIM),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": False,
+    }
+
+
+def up_to_multiple(number: int, of: int) -> int:
+    """Return the smallest multiple of `of` that is no smaller than `number`."""
+    return math.ceil(number / of) * of
+
+
+def scaling_parameters(model: Model) -> int:
+    """Return the number of weights that tokens are counted by: all but the embedding and norms."""
+    given = [
+        model.num_hidden_layers,
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_attention_heads,
+        model.num_key_value_heads,
+        model.head_dim,
+    ]
+    blocks, width, inner, heads, key_heads, head_dim = (int(size or 0) for size in given)
+    attention = 2 * width * head_dim * (heads + key_heads)
+    vocabulary = model.vocab_size or VOCABULARY
+    return blocks * (attention + 3 * width * inner) + vocabulary * width
+
+
+def best_batch(cfg: TrainConfig, tokens: float) -> int:
+    """Return the tokens of a step, a power of 2, for a training on so many tokens."""
+    reference = Model(vocab_size=cfg.model.vocab_size)
+    for name, size in sizes(reference, REFERENCE_DEPTH).items():
+        setattr(reference, name, size)
+    reference_tokens = cfg.train.tokens_per_parameter * scaling_parameters(reference)
+    best = REFERENCE_BATCH * (tokens / reference_tokens) ** BATCH_EXPONENT
+    return 2 ** round(math.log2(best))
+
+
+def settle_learning_rate(cfg: TrainConfig, report: Report) -> None:
+    """Set optim.lr: it falls with the root of the width, and rises with that of the batch."""
+    reference = REFERENCE_LR.get(cfg.optim.name)
+    if reference is None:
+        known = "  or  ".join(f"optim={name}" for name in REFERENCE_LR)
+        reason = f"model.depth knows none for {cfg.optim.name}: write one, or  {known}"
+        report.add("optim.lr", cfg.optim.lr, reason)
+        return
+    width = cfg.model.hidden_size or 1
+    narrower = WIDTH_PER_BLOCK * REFERENCE_DEPTH / width
+    larger = cfg.batch.rows * cfg.batch.seq_len / REFERENCE_BATCH
+    rate = reference * math.sqrt(narrower * larger)
+    set_unless_given(cfg, report, "optim.lr", float(f"{rate:.2e}"))
+
+
+def is_given(report: Report, key: str) -> bool:
+    """Return True for a key of the command line or of a recipe."""
+    return key in report.typed or key in report.in_recipes
+
+
+def set_unless_given(cfg: TrainConfig, report: Report, key: str, value: float) -> None:
+    """Set a key that neither the command line nor a recipe sets."""
+    if is_given(report, key):
+        return
+    group, _, name = key.partition(".")
+    setattr(getattr(cfg, group), name, value)
+    report.origins[key] = report.typed.get("model.depth", f"model.depth={cfg.model.depth}")
+
+
+def depth_in_words(cfg: TrainConfig) -> str:
+    """Return the sizes and the training that follow from model.depth, as they now are."""
+    model, batch = cfg.model, cfg.batch
+    step = batch.rows * batch.seq_len
+    length = ""
+    if cfg.train.steps:
+        tokens = cfg.train.steps * step
+        ratio = tokens / scaling_parameters(model)
+        length = f", {cfg.train.steps:,} steps = {tokens:,} tokens, {ratio:.3g} a parameter"
+    return (
+        f"model.depth={model.depth}: width {model.hidden_size:,}, {model.num_attention_heads} heads"
+        f" of {model.head_dim}; {batch.rows} rows × {batch.seq_len:,} tokens = {step:,} a step"
+        f"{length}; optim.lr={cfg.optim.lr:g}"
+    )

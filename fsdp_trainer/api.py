@@ -1,7 +1,6 @@
 """Training from Python: `fsdp_trainer.train`."""
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer import phases
+from fsdp_trainer.config.check import as_value
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
@@ -105,18 +105,3 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", inner) for key, inner in value.items())
         else:
             yield name, value
-
-
-def as_value(value: Any) -> str:
-    """Return a value as an override spells it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{as_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_value, value))}]"
-    text = str(value)
-    if isinstance(value, int | float) or re.fullmatch(r"[\w./+-]+", text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

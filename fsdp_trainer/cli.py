@@ -45,6 +45,7 @@ VERBS = {
     "chat": Verb("fsdp_trainer.chat.verb:chat"),
     "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
     "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
+    "chain": Verb("fsdp_trainer.chain.verb:chain", ("words of stages",)),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),
     "report": Verb("fsdp_trainer.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),
@@ -52,6 +53,8 @@ VERBS = {
 }
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 NO_OVERRIDE = re.compile(r"[^=+~-][^=]*")
+WORD_OF_STAGE = re.compile(r"(all|tokenizer|pretrain|mid|sft)\.")
+"""A setting of a stage of `chain`."""
 YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 
@@ -84,9 +87,17 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     explained: list[str] = []
     if "explained" in verb.needs:  # overrides of training, whose values `config` explains
         explained = [word for word in overrides if re.match("(?!key=).*=", word)]
-    own = [word for word in overrides if word not in explained]
+    of_stages: list[str] = []
+    if "words of stages" in verb.needs:
+        of_stages = [word for word in overrides if WORD_OF_STAGE.match(word)]
+    own = [word for word in overrides if word not in (*explained, *of_stages)]
     words = [*config_flag(config_dir), *overrides]
-    further = {"words": words, "config_dir": config_dir, "explained": explained}
+    further = {
+        "words": words,
+        "config_dir": config_dir,
+        "explained": explained,
+        "words of stages": of_stages,
+    }
     cfg = compose(name, own, config_dir, inputs=verb.inputs)
     return resolve_name(verb.function)(cfg, *(further[need] for need in verb.needs))
 

@@ -37,6 +37,7 @@ LAYERS = [
     ("evaluation",),
     ("training",),
     ("report", "generate", "quickstart", "new_tokenizer", "chat"),
+    ("chain",),
     ("cli", "api"),
     ("__main__", "__init__"),
 ]

@@ -7,7 +7,9 @@ import pytest
 from recipe import RECIPES, planned, published_model, recipe_as_it_is
 
 from fsdp_trainer.config.compose import CONF
+from fsdp_trainer.config.depth import VOCABULARY
 from fsdp_trainer.config.document import recipes_page
+from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.plan import GIB
 
 
@@ -21,9 +23,12 @@ class Recipe:
         sharding = self.cfg.sharding
         self.ranks_per_row = sharding.pipeline * sharding.tensor * sharding.context
         before = Path(self.cfg.model.init_from or "").name
-        self.model = (
-            Recipe(before).model if before in RECIPES else published_model(self.cfg.model.name)
-        )
+        if before in RECIPES:
+            self.model = Recipe(before).model
+        elif self.cfg.model.depth:
+            self.model = resolve_model(self.cfg.model, VOCABULARY)
+        else:
+            self.model = published_model(self.cfg.model.name)
         self.text = (
             (CONF / "recipe" / f"{name}.yaml")
             .read_text()

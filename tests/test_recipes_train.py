@@ -19,6 +19,7 @@ SMALLER = [
 
 FURTHER_SIZES = {
     "llama405b_pretrain_pp": ["model.num_hidden_layers=4"],  # two stages of each rank
+    "chain_depth": ["model.depth=2", "compile=disabled"],
     "deepseek_v3_sft": [
         "model.num_key_value_heads=4", "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4",
         "model.v_head_dim=8", "model.kv_lora_rank=16", "model.q_lora_rank=16",

@@ -6,7 +6,7 @@ Problems are collected, so that all of them can be reported at once.
 import math
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -74,6 +74,21 @@ def show(value: Any) -> str:
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         return re.sub(r"e-0", "e-", f"{value:g}")
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_value(value: Any) -> str:
+    """Return a value as an override spells it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{as_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_value, value))}]"
+    text = str(value)
+    if isinstance(value, int | float) or re.fullmatch(r"[\w./+-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def describe(kind: Any) -> str:

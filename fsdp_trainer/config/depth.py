@@ -12,6 +12,9 @@ from fsdp_trainer.config.schema import Model, TrainConfig
 WIDTH_PER_BLOCK = 64
 HEAD_DIM = 128
 SEQ_LEN = 2048
+MAX_POSITIONS = 8192
+ROPE_THETA = 100_000.0
+"""Room for the longer rows of later stages, as SmolLM2 has it."""
 VOCABULARY = 32_768
 """nanochat's; taken where model.vocab_size does not say another one."""
 REFERENCE_DEPTH = 12
@@ -32,6 +35,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
 
 def settle_depth(cfg: TrainConfig, report: Report) -> None:
     """Set what follows from model.depth, but for keys of the command line and of recipes."""
+    if "model.depth" not in report.typed and cfg.model.name != "auto":
+        cfg.model.depth = None  # of a recipe: a named size wins
     if cfg.model.depth is None:
         return
     reason = contradiction(cfg)
@@ -67,7 +72,7 @@ def contradiction(cfg: TrainConfig) -> str:
     return ""
 
 
-def sizes(model: Model, depth: int) -> dict[str, int | bool]:
+def sizes(model: Model, depth: int) -> dict[str, int | float | bool]:
     """Return the sizes of a model of so many blocks, by key of model.
 
     The width is a multiple of the head size. Three matrices of 8/3 of the width have as many
@@ -84,6 +89,8 @@ def sizes(model: Model, depth: int) -> dict[str, int | bool]:
         "num_key_value_heads": heads,
         "head_dim": head_dim,
         "tie_word_embeddings": False,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_theta": ROPE_THETA,
     }
 
 

@@ -26,6 +26,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
+    ChainConfig,
     ChatConfig,
     ExportConfig,
     GenerateConfig,
@@ -39,6 +40,7 @@ DEMOS = {
     "data.path": ("demo:backwards",),
     "data.validation": ("demo:backwards/heldout",),
     TOKENIZER: ("demo:bytes",),
+    "chats": ("demo:backwards",),
 }
 NAME_DATA = (
     "say what to train on, e.g.  data.path=chats.jsonl"
@@ -76,6 +78,8 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
         reason = f"say what to read: {what}, e.g.  source=runs/quickstart"
         _require("source", cfg.source or None, reason, report)
         _check_exists("source", cfg.source, report)
+    elif isinstance(cfg, ChainConfig):
+        _check_chain(cfg, report)
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
         report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
     if isinstance(cfg, ExportConfig):
@@ -93,6 +97,20 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> No
     if whole:
         require_training_inputs(cfg, report)
     _check_training_inputs(cfg, report)
+
+
+def _check_chain(cfg: ChainConfig, report: Report) -> None:
+    """Check what the stages of a chain learn from."""
+    if cfg.demo:
+        return
+    without = "or, to try it out,  demo=true"
+    _require("text", cfg.text, f"say what to pretrain on, e.g.  text=text/  {without}", report)
+    reason = f"say what to answer like, e.g.  chats=chats.jsonl  {without}"
+    _require("chats", cfg.chats, reason, report)
+    for key in ("text", "good", "chats"):
+        if key not in report.settled:
+            _check_paths(key, value_of(cfg, key), report)
+    _check_exists("questions", cfg.questions, report)
 
 
 def _check_text(cfg: TokenizerConfig, report: Report) -> None:
@@ -207,7 +225,9 @@ def _lacks_tokenizer(path: str) -> bool:
 def _unreadable(key: str, path: str) -> str | None:
     """The reason why a path of data or tokenizer cannot be read; None if it can."""
     if path.startswith("demo:"):
-        return None if path in DEMOS[key] else f"there is no such demo. Use  {key}={DEMOS[key][0]}"
+        demos = DEMOS.get(key, ())
+        use = f" Use  {key}={demos[0]}" if demos else ""
+        return None if path in demos else f"there is no such demo.{use}"
     return _unreadable_tokenizer(path) if key == "tokenizer.path" else _unreadable_data(path)
 
 

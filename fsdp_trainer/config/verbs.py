@@ -380,6 +380,48 @@ class RecipesConfig:
 
 
 @dataclass
+class ChainConfig:
+    """Makes a model that answers out of text, in stages: tokenizer to report card.
+
+    Further words set keys of a stage, as pretrain.train.steps=100, or of all trainings, as
+    all.launch.nproc_per_node=8.
+    """
+
+    text: str | list[str] | None = key(
+        None, "text for the tokenizer and for pretraining, as data.path"
+    )
+    good: str | list[str] | None = key(
+        None, "the best text there is, for mid-training; null: that stage is left out"
+    )
+    chats: str | list[str] | None = key(None, "conversations, for the last training")
+    questions: str | None = key(
+        None,
+        "a .jsonl of conversations in `messages`: the card says how often the model gives the last"
+        " answer word for word",
+    )
+    demo: bool = key(
+        False, "texts made on the spot and a tiny model, instead of the above: minutes on two cores"
+    )
+    depth: int = key(24, "model.depth of pretraining", minimum=1)
+    vocab_size: int = key(32768, "tokens of the new tokenizer", minimum=1)
+    tasks: list[str] = key(
+        [], "tasks of lm-evaluation-harness for the model of each stage, as evaluation.tasks"
+    )
+    limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
+    prompts: list[str] = key(
+        [], "what each stage's model is given at its end, to show how it goes on"
+    )
+    price: float = key(3.0, "dollars for an hour of a GPU, to estimate the cost", minimum=0)
+    name: str = key("chain", "the chain lives in root/name")
+    root: str = key("runs", "folder that holds it")
+    again: str | None = key(
+        None,
+        "delete what this stage and those after it have written, and do them again",
+        choices=("tokenizer", "pretrain", "mid", "sft", "evaluation"),
+    )
+
+
+@dataclass
 class QuickstartConfig:
     """Trains a small model on a generated task and shows that it learnt it."""
 
@@ -395,5 +437,5 @@ PRIMARY: dict[str, type] = {
     "evaluate": EvaluateConfig,
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
-    "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
+    "chain": ChainConfig, "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
 }  # fmt: skip

@@ -1,0 +1,177 @@
+"""The report card of a chain: what each stage came to, as one page of Markdown and one of HTML."""
+
+import json
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fsdp_trainer.chain.evaluation import SHOWN
+from fsdp_trainer.chain.record import ChainRecord
+from fsdp_trainer.chain.stages import Chain
+from fsdp_trainer.report.read import read_run
+from fsdp_trainer.report.summary import Summary, duration, short
+
+HERE = Path(__file__).parent
+COLUMNS = ("stage", "steps", "tokens", "loss", "validation", "bits per byte", "time", "cost")
+
+
+@dataclass
+class StageResult:
+    """A stage's figures. seconds: in which it ran; gpus: 0 on a CPU."""
+
+    name: str
+    seconds: float
+    gpus: int = 0
+    summary: Summary | None = None
+    tasks: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def last(self, figure: str) -> float | None:
+        """Return the last value of a training's figure."""
+        return self.summary.run.last(figure) if self.summary else None
+
+    @cached_property
+    def samples(self) -> list[tuple[str, str]]:
+        """Prompts and how the stage's model went on at its end."""
+        samples = self.summary.run.samples if self.summary else []
+        end = max((line.get("step", 0) for line in samples), default=0)
+        return [(line["prompt"], line["text"]) for line in samples if line.get("step") == end]
+
+
+@dataclass
+class Card:
+    """Everything on the card."""
+
+    name: str
+    results: list[StageResult]
+    questions: list[dict[str, Any]]
+    price: float
+
+    def cost(self, seconds: float) -> str:
+        """Return the estimated dollars of so much time; empty where no GPU was used."""
+        # the node is paid for in the stages on its CPU too
+        gpus = max((result.gpus for result in self.results), default=0)
+        return f"${seconds / 3600 * gpus * self.price:,.2f}" if gpus else ""
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row for each stage, and one for all together; see COLUMNS."""
+        rows = [
+            (
+                result.name,
+                *("" if value is None else short(value) for value in map(result.last, FIGURES)),
+                duration(result.seconds),
+                self.cost(result.seconds),
+            )
+            for result in self.results
+        ]
+        total = sum(result.seconds for result in self.results)
+        empty = ("",) * len(FIGURES)
+        return [*rows, ("all", *empty, duration(total), self.cost(total))]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns of `rows`."""
+        return COLUMNS
+
+    @property
+    def tasks(self) -> list[tuple[str, ...]]:
+        """A row for each metric of each task: its value after each stage that was evaluated."""
+        evaluated = [result for result in self.results if result.tasks]
+        names = {
+            (task, metric): None
+            for result in evaluated
+            for task, metrics in result.tasks.items()
+            for metric in metrics
+            if "stderr" not in metric
+        }
+        return [
+            (
+                f"{task} {metric}",
+                *(number(result.tasks.get(task, {}).get(metric)) for result in evaluated),
+            )
+            for task, metric in names
+        ]
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The stages whose models were evaluated on tasks."""
+        return [result.name for result in self.results if result.tasks]
+
+    @property
+    def right(self) -> int:
+        """The number of questions that were answered word for word."""
+        return sum(row["right"] for row in self.questions)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The first questions."""
+        return self.questions[:SHOWN]
+
+
+FIGURES = ("step", "tokens", "loss", "validation_loss", "validation_bits_per_byte")
+"""Figures of metrics.jsonl, in the order of COLUMNS."""
+
+
+def number(value: float | None) -> str:
+    """Return a metric for people."""
+    return "" if value is None else f"{value:.4f}"
+
+
+def write_card(planned: Chain, record: ChainRecord) -> str:
+    """Write card.md and card.html into the chain's folder; return the former's text."""
+    card = Card(
+        planned.cfg.name,
+        [result_of(planned, stage.name, record) for stage in planned.stages],
+        read_json(planned.folder_of("evaluation") / "questions.json", []),
+        planned.cfg.price,
+    )
+    texts = {}
+    for suffix, escape in (("md", False), ("html", True)):
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(HERE),
+            autoescape=escape,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.filters["line"] = one_line
+        template = environment.get_template(f"card.{suffix}.jinja")
+        texts[suffix] = template.render(card=card, written=time.strftime("%Y-%m-%d %H:%M"))
+        file = planned.folder / f"card.{suffix}"
+        file.write_text(texts[suffix], encoding="utf-8", errors="replace")
+    return texts["md"]
+
+
+def result_of(planned: Chain, name: str, record: ChainRecord) -> StageResult:
+    """Return what a stage came to, from its own records where it trained."""
+    seconds = record.seconds(name)
+    folder = planned.folder_of(name)
+    if name not in [stage.name for stage in planned.trainings]:
+        return StageResult(name, seconds)
+    summary = Summary(read_run(folder, name))
+    if summary.goodput:  # knows attempts that were killed
+        ran = summary.goodput.wall - summary.goodput.seconds["down"]
+        seconds = max(seconds, ran)
+    tasks = read_json(planned.folder_of("evaluation") / f"{name}.json", {})
+    return StageResult(name, seconds, gpus_of(summary), summary, tasks)
+
+
+def gpus_of(summary: Summary) -> int:
+    """Return the number of GPUs that a run had at its last start."""
+    starts = [event for event in summary.run.events if event["event"] in ("start", "resume")]
+    if not any(line.startswith("world") and "× cuda" in line for line in summary.about):
+        return 0
+    return max((int(event.get("world_size") or 0) for event in starts), default=0)
+
+
+def read_json(file: Path, default: Any) -> Any:
+    """Return what a file holds, `default` where there is none."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else default
+
+
+def one_line(text: str) -> str:
+    """Return a text for a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|")

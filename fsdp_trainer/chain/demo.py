@@ -1,0 +1,131 @@
+"""Texts for a chain that this program makes: animals, of which each has a colour, a home, a food.
+
+The facts are invented: what the model knows of them it has read. Some are never asked about in the
+conversations; those are the questions at the end.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ANIMALS = (
+    *("ant", "bear", "camel", "cat", "crow", "dog", "duck", "fox", "frog", "goat"),
+    *("horse", "lion", "mouse", "owl", "panda", "seal", "shark", "tiger", "wolf", "zebra"),
+)
+VALUES = {
+    "colour": ("red", "blue", "green", "black", "white", "yellow", "brown", "pink"),
+    "home": ("forest", "desert", "river", "garden", "mountain", "city", "cave", "meadow"),
+    "food": ("grass", "fish", "apples", "bread", "honey", "nuts", "cheese", "rice"),
+}
+STATEMENTS = {
+    "colour": (
+        "The {animal} is {value}.",
+        "Every {animal} is {value}.",
+        "The colour of the {animal} is {value}.",
+        "Look at the {animal}: it is {value}.",
+    ),
+    "home": (
+        "The {animal} lives in the {value}.",
+        "The home of the {animal} is the {value}.",
+        "Every {animal} lives in the {value}.",
+        "Go and see the {animal}: it lives in the {value}.",
+    ),
+    "food": (
+        "The {animal} eats {value}.",
+        "The food of the {animal} is {value}.",
+        "Every {animal} eats {value}.",
+        "Feed the {animal}: it eats {value}.",
+    ),
+}
+QUESTIONS = {
+    "colour": ("What colour is the {animal}?", "Tell me the colour of the {animal}."),
+    "home": ("Where does the {animal} live?", "Tell me the home of the {animal}."),
+    "food": ("What does the {animal} eat?", "Tell me the food of the {animal}."),
+}
+ANSWERS = {
+    "colour": "The {animal} is {value}.",
+    "home": "The {animal} lives in the {value}.",
+    "food": "The {animal} eats {value}.",
+}
+TEXTS, GOOD_TEXTS, CHATS = 3000, 1200, 800
+HELD_OUT = 5
+"""Every so many-th fact is in no conversation."""
+
+
+class Fact(NamedTuple):
+    """An animal's colour, home or food."""
+
+    animal: str
+    kind: str
+    value: str
+
+    def say(self, pattern: str) -> str:
+        """Return a sentence with the animal and the value in their places."""
+        return pattern.format(animal=self.animal, value=self.value)
+
+
+def all_facts() -> list[Fact]:
+    """Return the facts, the same on every machine."""
+    draw = random.Random(0)
+    return [
+        Fact(animal, kind, draw.choice(values))
+        for animal in ANIMALS
+        for kind, values in VALUES.items()
+    ]
+
+
+def write_demo(folder: Path) -> dict[str, Path]:
+    """Write text, good text, conversations and questions; return their files by name."""
+    facts = all_facts()
+    draw = random.Random(1)
+    draw.shuffle(facts)
+    asked_later = facts[::HELD_OUT]
+    in_chats = [fact for fact in facts if fact not in asked_later]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "text": [{"text": text(draw, facts)} for _ in range(TEXTS)],
+        "good": [{"text": good_text(draw, facts, in_chats)} for _ in range(GOOD_TEXTS)],
+        "chats": [chat(draw, draw.choices(in_chats, k=2)) for _ in range(CHATS)],
+        "questions": list(one_question(asked_later)),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: folder / f"{name}.jsonl" for name in rows}
+    for name, file in files.items():
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    return files
+
+
+def text(draw: random.Random, facts: list[Fact]) -> str:
+    """Return a few statements about animals."""
+    chosen = draw.choices(facts, k=draw.randrange(4, 9))
+    return " ".join(fact.say(draw.choice(STATEMENTS[fact.kind])) for fact in chosen)
+
+
+def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> str:
+    """Return statements, then a question and its answer."""
+    fact = draw.choice(in_chats)
+    question = fact.say(draw.choice(QUESTIONS[fact.kind]))
+    return f"{text(draw, facts)}\n{question} {fact.say(ANSWERS[fact.kind])}"
+
+
+def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
+    """Return a conversation that asks for some facts."""
+    turns = []
+    for fact in facts:
+        turns += exchange(fact, fact.say(draw.choice(QUESTIONS[fact.kind])))
+    return {"messages": turns}
+
+
+def one_question(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield a conversation of one question for each fact."""
+    for fact in facts:
+        yield {"messages": exchange(fact, fact.say(QUESTIONS[fact.kind][0]))}
+
+
+def exchange(fact: Fact, question: str) -> list[dict[str, str]]:
+    """Return a question and its answer as turns."""
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": fact.say(ANSWERS[fact.kind])},
+    ]

@@ -1,0 +1,104 @@
+"""The record of a chain: which stages are finished, with which settings, and how long they took."""
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.check import show
+
+FILE = "chain.jsonl"
+LEARNT = (
+    "model",
+    "adapter",
+    "data",
+    "tokenizer",
+    "batch",
+    "loss",
+    "objective",
+    "optim",
+    "schedule",
+)
+"""Groups of keys that decide what a training learns."""
+LENGTH = ("train.steps", "train.epochs", "train.freeze")
+FREE = (
+    "data.cache", "data.max_lost", "data.workers", "data.prefetch", "data.pad_to_multiple",
+    "model.attention", "model.attention_kernel", "optim.implementation", "loss.chunk_mib",
+    # the chain's own folders, which may be moved
+    "model.init_from", "tokenizer.path", "out",
+    # what the verb tokenizer prints
+    "format", "compare",
+)  # fmt: skip
+"""Keys that say how something is read or computed."""
+
+
+class ChainRecord:
+    """The lines of chain.jsonl: one for each stage that began and for each that ended."""
+
+    def __init__(self, folder: Path):
+        self.file = folder / FILE
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return all lines but those that a crash cut."""
+        lines = []
+        for text in self.file.read_text().splitlines() if self.file.exists() else []:
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                continue
+        return lines
+
+    def add(self, stage: str, event: str, **details: Any) -> None:
+        """Append a line."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.file, "a") as file:
+            file.write(json.dumps({"time": time.time(), "stage": stage, "event": event, **details}))
+            file.write("\n")
+
+    def finished(self, stage: str) -> dict[str, Any] | None:
+        """Return the line of a stage's end in order, None where it has not been done."""
+        done = None
+        for line in self.lines():
+            if line["stage"] != stage:
+                continue
+            if line["event"] == "forgotten":
+                done = None
+            elif line["event"] == "end" and line["exit_code"] == 0:
+                done = line
+        return done
+
+    def seconds(self, stage: str) -> float:
+        """Return how long all starts of a stage together took that ended in order or not."""
+        total = 0.0
+        for line in self.lines():
+            if line["stage"] == stage:
+                total = 0.0 if line["event"] == "forgotten" else total + line.get("seconds", 0.0)
+        return total
+
+
+def settings_of(cfg: Any) -> dict[str, Any]:
+    """Return the keys of a stage's configuration that decide what comes of it."""
+    settings: dict[str, Any] = {}
+    for group, values in asdict(cfg).items():
+        if isinstance(values, dict) and group in (*LEARNT, "train", "run"):
+            settings |= {f"{group}.{name}": value for name, value in values.items()}
+        elif not isinstance(values, dict):
+            settings[group] = values
+    return {key: value for key, value in settings.items() if decides(key)}
+
+
+def decides(key: str) -> bool:
+    """Return True for a key that decides what comes of a stage."""
+    group = key.partition(".")[0]
+    if group in ("train", "run"):
+        return key in (*LENGTH, "run.seed")
+    return key not in FREE
+
+
+def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return a line for each setting that differs."""
+    # through JSON, as they were written: a tuple is a list there
+    now = json.loads(json.dumps(now))
+    keys = [key for key in now if key in then and then[key] != now[key]]
+    return [f"{key} was {show(then[key])}, is {show(now[key])}" for key in keys]

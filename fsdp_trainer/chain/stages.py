@@ -1,0 +1,167 @@
+"""The stages of a chain, and the words that each would be started with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_trainer.chain.demo import ANIMALS
+from fsdp_trainer.config.check import as_value
+from fsdp_trainer.config.verbs import ChainConfig
+
+ALL = "all"
+"""Begins the words of all trainings."""
+TINY = {
+    "tokenizer": ["vocab_size=434"],
+    "pretrain": [
+        "precision=fp32", "optim=adamw", "compile=disabled", "model.vocab_size=434",
+        "model.num_attention_heads=4", "model.num_key_value_heads=4", "model.head_dim=32",
+        "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4", "train.steps=500",
+        "train.validate_every=250", "optim.lr=3e-3", "schedule.warmup_steps=20",
+        "schedule.decay_share=0.2", "schedule.min_ratio=0", "optim.weight_decay=0",
+        "checkpoint.every=250",
+    ],
+    "mid": [
+        "precision=fp32", "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4",
+        "train.steps=200", "train.validate_every=100", "optim.lr=2e-3", "optim.weight_decay=0",
+        "schedule.warmup_steps=10", "checkpoint.every=100",
+    ],
+    "sft": [
+        "precision=fp32", "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4",
+        "train.steps=400", "optim.lr=2e-3", "optim.weight_decay=0", "schedule.warmup_steps=10",
+        "checkpoint.every=100",
+    ],
+    ALL: ["launch.nproc_per_node=2", "logging.every=50"],
+}  # fmt: skip
+"""Settings of the chain on texts that this program makes."""
+DEMO_PROMPTS = [f"What colour is the {ANIMALS[0]}?", f"Where does the {ANIMALS[1]} live?"]
+HELD_OUT = 0.01
+"""Share of each stage's rows that its validation loss is of."""
+
+
+@dataclass
+class Chain:
+    """A chain: what it was asked for, its folder, and the words for its stages by stage."""
+
+    cfg: ChainConfig
+    folder: Path
+    words: dict[str, list[str]]
+
+    def folder_of(self, stage: str) -> Path:
+        """Return the folder that a stage writes."""
+        return self.folder / stage
+
+    @property
+    def stages(self) -> list["ChainStage"]:
+        """The stages of this chain, in order."""
+        return [stage for stage in STAGES if stage.name != "mid" or self.cfg.good]
+
+    @property
+    def trainings(self) -> list["ChainStage"]:
+        """The stages that train a model, in order."""
+        return [stage for stage in self.stages if stage.verb == "train"]
+
+    def words_of(self, stage: "ChainStage") -> list[str]:
+        """Return the command line of a stage after its verb: later words win."""
+        of_all = self.words.get(ALL, []) if stage.verb == "train" else []
+        words = [*stage.words(self), *of_all, *self.words.get(stage.name, [])]
+        return without_earlier(words)
+
+
+class ChainStage(NamedTuple):
+    """A stage: its name, the verb that does it, and the function that returns its words."""
+
+    name: str
+    verb: str
+    words: Callable[[Chain], list[str]]
+
+
+def tokenizer_words(chain: Chain) -> list[str]:
+    """Return the words of the stage that trains the tokenizer."""
+    return as_words(
+        {
+            "data.path": chain.cfg.text,
+            "out": str(chain.folder_of("tokenizer")),
+            "vocab_size": chain.cfg.vocab_size,
+            "run.root": str(chain.folder),
+            "data.validation": HELD_OUT,
+        }
+    )
+
+
+def pretrain_words(chain: Chain) -> list[str]:
+    """Return the words of the training on text, from random weights."""
+    return [
+        "+recipe=chain_depth",
+        *training_words(chain, "pretrain", chain.cfg.text, raw=True),
+        *as_words(
+            {
+                "model.depth": chain.cfg.depth,
+                "model.vocab_size": chain.cfg.vocab_size,
+                "tokenizer.path": str(chain.folder_of("tokenizer")),
+            }
+        ),
+    ]
+
+
+def mid_words(chain: Chain) -> list[str]:
+    """Return the words of the training on the best text."""
+    before = {"model.init_from": str(chain.folder_of("pretrain"))}
+    words = training_words(chain, "mid", chain.cfg.good, raw=True)
+    return ["+recipe=chain_mid", *words, *as_words(before)]
+
+
+def sft_words(chain: Chain) -> list[str]:
+    """Return the words of the training on conversations."""
+    before = "mid" if chain.cfg.good else "pretrain"
+    words = training_words(chain, "sft", chain.cfg.chats, raw=False)
+    init_from = {"model.init_from": str(chain.folder_of(before))}
+    return ["+recipe=chain_sft", *words, *as_words(init_from)]
+
+
+def training_words(chain: Chain, name: str, data: Any, raw: bool) -> list[str]:
+    """Return the words that all trainings have. raw: prompts are continued as plain text."""
+    words = {
+        "run.root": str(chain.folder),
+        "run.name": name,
+        "data.path": data,
+        "data.validation": HELD_OUT,
+    }
+    if chain.cfg.prompts:
+        words |= {"train.sample_prompts": chain.cfg.prompts, "train.sample_raw": raw}
+    return as_words(words)
+
+
+def no_words(chain: Chain) -> list[str]:
+    """Return the words of a stage that has no command line of its own."""
+    return []
+
+
+STAGES = (
+    ChainStage("tokenizer", "tokenizer", tokenizer_words),
+    ChainStage("pretrain", "train", pretrain_words),
+    ChainStage("mid", "train", mid_words),
+    ChainStage("sft", "train", sft_words),
+    ChainStage("evaluation", "", no_words),
+)
+"""In their order. A new one: a function here, a line, and one in verb.WORK for its kind."""
+
+
+def as_words(settings: dict[str, Any]) -> list[str]:
+    """Return settings as overrides."""
+    return [f"{key}={as_value(value)}" for key, value in settings.items()]
+
+
+def by_stage(words: list[str]) -> dict[str, list[str]]:
+    """Return `{"mid": ["optim.lr=1"]}` of the words `["mid.optim.lr=1"]`."""
+    parts: dict[str, list[str]] = {}
+    for word in words:
+        stage, _, override = word.partition(".")
+        parts.setdefault(stage, []).append(override)
+    return parts
+
+
+def without_earlier(words: list[str]) -> list[str]:
+    """Return the words without those whose key a later one sets: a key may be set once."""
+    last = {word.partition("=")[0]: number for number, word in enumerate(words)}
+    return [word for number, word in enumerate(words) if last[word.partition("=")[0]] == number]

@@ -1,0 +1,226 @@
+"""The verb `chain`: from text to a model that answers, stage by stage, and a report card."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.chain.demo import write_demo
+from fsdp_trainer.chain.record import ChainRecord, changes, settings_of
+from fsdp_trainer.chain.stages import (
+    ALL,
+    DEMO_PROMPTS,
+    STAGES,
+    TINY,
+    Chain,
+    ChainStage,
+    by_stage,
+)
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.verbs import ChainConfig
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.start import launcher, start_ranks
+from fsdp_trainer.process import STOPPED
+
+POLL_SECONDS = 0.5
+
+
+def chain(cfg: ChainConfig, words: list[str]) -> int:
+    """Do all stages that are not done yet, and write the card. Returns the exit code.
+
+    words: of stages, as `mid.optim.lr=1e-4`. Every rank of torchrun calls this.
+    """
+    planned = plan_chain(cfg, words)
+    record = ChainRecord(planned.folder)
+    composed = compose_all(planned)
+    if cfg.again:
+        start_again(planned, record)
+    finished = {stage.name: record.finished(stage.name) for stage in planned.stages}
+    refuse_changes(planned, composed, finished)
+    if cfg.demo and is_first() and not (planned.folder / "data").exists():
+        write_demo(planned.folder / "data")
+    for stage in planned.stages:
+        if finished[stage.name] and not must_repeat(planned, stage, finished[stage.name]):
+            say(f"{stage.name}: done before, {planned.folder_of(stage.name)}")
+            continue
+        code = do_stage(planned, stage, record, composed.get(stage.name))
+        if code:
+            again = "the same command goes on" if code == STOPPED else "once that is mended"
+            say(f"{stage.name}: ended with code {code}; {again}")
+            return code
+    return finish(planned, record)
+
+
+def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
+    """Return the chain that is asked for. Raises UserError for words of a stage that it has not."""
+
+    folder = Path(cfg.root) / cfg.name
+    of_stages = by_stage(words)
+    if cfg.demo:
+        data = folder / "data"
+        cfg.text, cfg.good, cfg.chats = (
+            str(data / f"{n}.jsonl") for n in ("text", "good", "chats")
+        )
+        cfg.questions = cfg.questions or str(data / "questions.jsonl")
+        cfg.prompts = cfg.prompts or DEMO_PROMPTS
+        cfg.depth = 2
+        of_stages = {
+            name: [*TINY.get(name, []), *of_stages.get(name, [])]
+            for name in (*(stage.name for stage in STAGES), ALL)
+        }
+    if not cfg.good and of_stages.get("mid"):
+        reason = "there is no mid-training without  good=PATH"
+        raise UserError("a stage is left out", [Problem(f"mid.{of_stages['mid'][0]}", reason)])
+    return Chain(cfg, folder, of_stages)
+
+
+def compose_all(planned: Chain) -> dict[str, Any]:
+    """Return the configuration of each stage that has one.
+
+    Raises UserError for a mistake in any of them: before the first begins, not hours later.
+    """
+    composed = {}
+    problems = []
+    for stage in planned.stages:
+        if not stage.verb:
+            continue
+        try:
+            composed[stage.name] = compose(stage.verb, planned.words_of(stage), inputs=False)
+        except UserError as error:
+            problems += [Problem(f"{stage.name}.{p.what}", p.why) for p in error.problems]
+    several = [
+        Problem(f"{name}.launch", "a chain starts ranks on one node; on several by torchrun")
+        for name, cfg in composed.items()
+        if launcher(os.environ) is None and (cfg.launch.hosts or cfg.launch.nodes > 1)
+    ]
+    if problems or several:
+        raise UserError("the stages cannot be started like this", problems or several)
+    return composed
+
+
+def refuse_changes(planned: Chain, composed: dict[str, Any], finished: dict[str, Any]) -> None:
+    """Raise UserError where a finished stage had other settings than it would have now."""
+    problems = []
+    for name, cfg in composed.items():
+        done = finished[name]
+        if not done:
+            continue
+        lines = changes(done["settings"], settings_of(cfg))
+        if lines:
+            advice = f"Use  again={name}  to do it and all after it again, or  name=NEW"
+            problems.append(Problem(name, "\n".join([*lines, advice])))
+    if problems:
+        raise UserError("finished stages had other settings", problems)
+
+
+def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) -> bool:
+    """Return True for an evaluation that was of something else: it is cheap, so it is repeated."""
+    if stage.name != "evaluation" or not done:
+        return False
+    lines = changes(done["settings"], evaluation_settings(planned.cfg))
+    if lines:
+        say("\n".join([f"{stage.name}: is done again", *(f"  {line}" for line in lines)]))
+    return bool(lines)
+
+
+def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
+    """Return what an evaluation is of."""
+    return {"tasks": cfg.tasks, "limit": cfg.limit, "questions": cfg.questions}
+
+
+def start_again(planned: Chain, record: ChainRecord) -> None:
+    """Delete what a stage and those after it have written. Raises UserError under torchrun."""
+    again = str(planned.cfg.again)
+    if launcher(os.environ):
+        reason = "deletes folders that other ranks may read: type it once without torchrun"
+        raise UserError("a stage is not done again", [Problem(f"again={again}", reason)])
+    names = [stage.name for stage in STAGES]
+    for name in names[names.index(again) :]:
+        shutil.rmtree(planned.folder_of(name), ignore_errors=True)
+        if record.finished(name) or record.seconds(name):
+            record.add(name, "forgotten")
+
+
+def do_stage(planned: Chain, stage: ChainStage, record: ChainRecord, cfg: Any) -> int:
+    """Do a stage, and record how it ended. Returns its exit code."""
+    settings = settings_of(cfg) if cfg else evaluation_settings(planned.cfg)
+    say(f"\n{stage.name}: {' '.join(planned.words_of(stage))}".rstrip(": "))
+    began = time.time()
+    code = WORK[stage.verb](planned, stage, record)
+    if is_first():
+        seconds = round(time.time() - began, 3)
+        record.add(stage.name, "end", exit_code=code, seconds=seconds, settings=settings)
+    return code
+
+
+def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
+    """Train the tokenizer on rank 0, the other ranks wait."""
+    from fsdp_trainer.new_tokenizer.verb import tokenizer
+
+    if is_first():
+        # an earlier start may have stopped between the folder and its record
+        shutil.rmtree(planned.folder_of(stage.name), ignore_errors=True)
+        return tokenizer(compose(stage.verb, planned.words_of(stage)))
+    while not record.finished(stage.name):
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def train_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
+    """Train as a rank of torchrun, or start ranks."""
+    words = planned.words_of(stage)
+    cfg = compose("train", words)
+    if launcher(os.environ) is None:
+        return start_ranks(cfg, words)
+    from fsdp_trainer.training.verb import train
+
+    return train(cfg, words)
+
+
+def evaluate_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
+    """Evaluate the model of each training on the tasks, and ask the last one the questions."""
+    from fsdp_trainer.chain.evaluation import answer_questions, run_tasks
+
+    for training in planned.trainings if planned.cfg.tasks else []:
+        code = run_tasks(planned, training)
+        if code:
+            return code
+    if planned.cfg.questions and is_first():
+        answer_questions(planned)
+    return 0
+
+
+WORK: dict[str, Callable[[Chain, ChainStage, ChainRecord], int]] = {
+    "tokenizer": make_tokenizer,
+    "train": train_stage,
+    "": evaluate_stage,
+}
+"""The function that does a stage, by its verb."""
+
+
+def finish(planned: Chain, record: ChainRecord) -> int:
+    """Write the card, and say what to type next. Returns 0."""
+    if not is_first():
+        return 0
+    from fsdp_trainer.chain.card import write_card
+
+    text = write_card(planned, record)
+    say(f"\n{text}\n")
+    last = planned.folder_of(planned.trainings[-1].name)
+    say(f"card   {planned.folder}/card.html, card.md")
+    say(f"chat   fsdp-trainer chat source={last}")
+    return 0
+
+
+def is_first() -> bool:
+    """Return True on rank 0, and where there are no ranks."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if is_first():
+        print(text, file=sys.stdout, flush=True)

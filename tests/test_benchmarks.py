@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu, harness
+from benchmarks import gpu, harness, ladder
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,3 +79,11 @@ def test_one_gpu_shows_nothing_of_layouts_and_says_so(tmp_path, monkeypatch):
     assert gpu.several(tmp_path, small=False) == {
         "missing": "layouts need 2 GPUs or more, here is 1"
     }
+
+
+def test_the_ladder_predicts_a_loss_that_follows_a_power_of_the_compute():
+    rungs = [
+        {"flops": flops, "validation_loss": 30 * flops**-0.05} for flops in (1e15, 4e16, 2e17, 1e18)
+    ]
+    assert ladder.predict(rungs) == pytest.approx(rungs[-1]["validation_loss"])
+    assert ladder.predict(rungs[2:]) == pytest.approx(rungs[2]["validation_loss"])

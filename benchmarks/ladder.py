@@ -1,0 +1,86 @@
+"""A ladder of sizes by model.depth: whether the losses of the smaller ones predict that of the largest.
+
+    python -m benchmarks.ladder --data text.jsonl --tokenizer tokenizer/ [--depths 4,6,8] [--further "optim=adamw precision=fp32"]
+
+Each size is trained by the rules of model.depth on the same text, from its own tokens a parameter. A power of the compute, fitted to all but the
+largest, predicts the largest one's validation loss. Runs are kept in --root, and a second call takes those that are finished.
+"""
+
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import fsdp_trainer
+from benchmarks.harness import arguments, finish
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.depth import scaling_parameters
+
+
+def main() -> None:
+    """Train the ladder, fit, print, write down."""
+    given = arguments(
+        __doc__,
+        repeat=1,
+        data="",
+        tokenizer="",
+        depths="4,6,8",
+        root="runs/ladder",
+        further="",
+    )
+    depths = [int(depth) for depth in given.depths.split(",")]
+    rungs = [
+        rung(depth, given.data, given.tokenizer, given.root, given.further) for depth in depths
+    ]
+    predicted = predict(rungs)
+    measured = rungs[-1]["validation_loss"]
+    result: dict[str, Any] = {
+        "what": f"model.depth={given.depths} on {Path(given.data).name}, {given.further}",
+        "rungs": rungs,
+        "predicted_loss_of_the_largest": round(predicted, 4),
+        "off_by": round(predicted / measured - 1, 4),
+    }
+    finish("ladder", result, {"1 - |off by|": 1 - abs(predicted / measured - 1)}, given.check)
+
+
+def rung(depth: int, data: str, tokenizer: str, root: str, further: str) -> dict[str, Any]:
+    """Train one size, or go on with it; its parameters, tokens, compute and last validation loss."""
+    words = [
+        "+recipe=chain_depth",
+        f"model.depth={depth}",
+        f"data.path={data}",
+        "data.validation=0.02",
+        f"tokenizer.path={tokenizer}",
+        f"run.root={root}",
+        f"run.name=depth{depth}",
+        *shlex.split(further),
+    ]
+    cfg = compose("train", words)
+    code = fsdp_trainer.train(words)
+    if code:
+        raise RuntimeError(f"depth {depth} ended with code {int(code)}")
+    parameters = scaling_parameters(cfg.model)
+    tokens = int(code.metrics["tokens"])
+    return {
+        "depth": depth,
+        "parameters": parameters,
+        "tokens": tokens,
+        "flops": 6 * parameters * tokens,
+        "lr": cfg.optim.lr,
+        "validation_loss": code.metrics["validation_loss"],
+        "bits_per_byte": code.metrics.get("validation_bits_per_byte"),
+    }
+
+
+def predict(rungs: list[dict[str, Any]]) -> float:
+    """The loss of the last rung by the line through the others: log loss over log FLOPs, least squares."""
+    points = [(math.log(rung["flops"]), math.log(rung["validation_loss"])) for rung in rungs[:-1]]
+    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    rise = sum((x - mean_x) * (y - mean_y) for x, y in points)
+    run = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = rise / run if run else 0.0  # of one point: its own loss
+    return math.exp(mean_y + slope * (math.log(rungs[-1]["flops"]) - mean_x))
+
+
+if __name__ == "__main__":
+    main()

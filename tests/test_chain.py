@@ -80,6 +80,11 @@ def test_without_data_it_says_what_to_type(tmp_path, capsys):
     assert "demo=true" in said
 
 
+def test_a_demo_takes_no_other_texts(tmp_path, capsys):
+    assert main(["chain", "demo=true", f"root={tmp_path}", f"text={tmp_path}"]) == 2
+    assert "brings texts of its own" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_mistake_in_a_later_stage_is_told_before_the_first_begins(tmp_path, capsys):
     assert main(["chain", "demo=true", f"root={tmp_path}", "sft.optm.lr=3"]) == 2

@@ -9,13 +9,13 @@ from typing import Any
 
 import jinja2
 
-from fsdp_trainer.chain.evaluation import SHOWN
 from fsdp_trainer.chain.record import ChainRecord
 from fsdp_trainer.chain.stages import Chain
 from fsdp_trainer.report.read import read_run
 from fsdp_trainer.report.summary import Summary, duration, short
 
 HERE = Path(__file__).parent
+SHOWN = 8  # questions
 COLUMNS = ("stage", "steps", "tokens", "loss", "validation", "bits per byte", "time", "cost")
 
 

@@ -15,7 +15,6 @@ from fsdp_trainer.generate import Speaker, device_of
 from fsdp_trainer.launch.start import launcher, start_ranks
 
 LONGEST_ANSWER = 64  # tokens
-SHOWN = 8  # questions on the card
 
 
 def run_tasks(planned: Chain, training: ChainStage) -> int:

@@ -12,9 +12,8 @@ from fsdp_trainer.config.verbs import ChainConfig
 ALL = "all"
 """Begins the words of all trainings."""
 TINY = {
-    "tokenizer": ["vocab_size=434"],
     "pretrain": [
-        "precision=fp32", "optim=adamw", "compile=disabled", "model.vocab_size=448",
+        "precision=fp32", "optim=adamw", "compile=disabled",
         "model.num_attention_heads=4", "model.num_key_value_heads=4", "model.head_dim=32",
         "model.rope_theta=10000", "data.validation=0.02",
         "batch.seq_len=128", "batch.rows=8", "batch.micro_rows=4", "train.steps=500",
@@ -37,6 +36,8 @@ TINY = {
     ALL: ["launch.nproc_per_node=2", "logging.every=50"],
 }  # fmt: skip
 """Settings of the chain on texts that this program makes."""
+TINY_SIZES = {"depth": 2, "vocab_size": 448}
+"""Its keys of the verb, where they have their defaults."""
 DEMO_PROMPTS = [f"What colour is the {ANIMALS[0]}?", f"Where does the {ANIMALS[1]} live?"]
 HELD_OUT = 0.01
 """Share of each stage's rows that its validation loss is of."""

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdp_trainer.chain.stages import (
     DEMO_PROMPTS,
     STAGES,
     TINY,
+    TINY_SIZES,
     Chain,
     ChainStage,
     by_stage,
@@ -56,25 +58,32 @@ def chain(cfg: ChainConfig, words: list[str]) -> int:
 
 def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
     """Return the chain that is asked for. Raises UserError for words of a stage that it has not."""
-
     folder = Path(cfg.root) / cfg.name
     of_stages = by_stage(words)
     if cfg.demo:
-        data = folder / "data"
-        cfg.text, cfg.good, cfg.chats = (
-            str(data / f"{n}.jsonl") for n in ("text", "good", "chats")
-        )
-        cfg.questions = cfg.questions or str(data / "questions.jsonl")
-        cfg.prompts = cfg.prompts or DEMO_PROMPTS
-        cfg.depth = 2
-        of_stages = {
-            name: [*TINY.get(name, []), *of_stages.get(name, [])]
-            for name in (*(stage.name for stage in STAGES), ALL)
-        }
+        cfg = as_demo(cfg, folder)
+        names = (*(stage.name for stage in STAGES), ALL)
+        of_stages = {name: [*TINY.get(name, []), *of_stages.get(name, [])] for name in names}
     if not cfg.good and of_stages.get("mid"):
         reason = "there is no mid-training without  good=PATH"
         raise UserError("a stage is left out", [Problem(f"mid.{of_stages['mid'][0]}", reason)])
     return Chain(cfg, folder, of_stages)
+
+
+def as_demo(cfg: ChainConfig, folder: Path) -> ChainConfig:
+    """Return the configuration with the texts that this program makes, and a tiny model."""
+    names = ("text", "good", "chats", "questions")
+    files = {name: str(folder / "data" / f"{name}.jsonl") for name in names}
+    if cfg.questions:
+        del files["questions"]
+    defaults = ChainConfig()
+    sizes = {
+        name: size
+        for name, size in TINY_SIZES.items()
+        if getattr(cfg, name) == getattr(defaults, name)
+    }
+    changed: dict[str, Any] = {**files, **sizes, "prompts": cfg.prompts or DEMO_PROMPTS}
+    return replace(cfg, **changed)
 
 
 def compose_all(planned: Chain) -> dict[str, Any]:
@@ -184,6 +193,8 @@ def evaluate_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> in
     """Evaluate the model of each training on the tasks, and ask the last one the questions."""
     from fsdp_trainer.chain.evaluation import answer_questions, run_tasks
 
+    if is_first():  # what is there may be of other tasks
+        shutil.rmtree(planned.folder_of(stage.name), ignore_errors=True)
     for training in planned.trainings if planned.cfg.tasks else []:
         code = run_tasks(planned, training)
         if code:

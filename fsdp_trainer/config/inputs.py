@@ -102,6 +102,10 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> No
 def _check_chain(cfg: ChainConfig, report: Report) -> None:
     """Check what the stages of a chain learn from."""
     if cfg.demo:
+        for key in ("text", "good", "chats"):
+            if value_of(cfg, key):
+                reason = "demo=true brings texts of its own: drop one of them"
+                report.add(key, value_of(cfg, key), reason)
         return
     without = "or, to try it out,  demo=true"
     _require("text", cfg.text, f"say what to pretrain on, e.g.  text=text/  {without}", report)

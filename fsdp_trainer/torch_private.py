@@ -148,6 +148,18 @@ def reduce_scatter_groups(module: Any) -> list[dist.ProcessGroup]:
     return [group.mesh_info.reduce_scatter_process_group for group in _fsdp_groups(module)]
 
 
+def accumulate_gradients(module: Any) -> None:
+    """Add what a backward has left on gathered parameters to a step's gradients of them.
+
+    Gradients of several micro-batches are summed in the format in which they are reduced. FSDP2
+    does so at the end of a backward through the module; there is no public way for another one.
+    """
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def placement_on(mesh: DeviceMesh) -> Callable[[Shard], Any]:
     """Return a function for fully_shard's shard_placement_fn: a shard on another mesh.
 

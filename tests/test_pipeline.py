@@ -147,6 +147,9 @@ CASES = {
         {},
         layout(pipeline_schedule="zbv") | {"adapter": {"name": "lora", "rank": 2}},
     ),
+    "zbv, tied": (2, {"tie_word_embeddings": True}, layout(pipeline_schedule="zbv")),
+    "dualpipev, tied": (4, WINDOWS, layout(pipeline_schedule="dualpipev")),
+    "zbv, tied, tensor and shard": (8, WINDOWS, layout(pipeline_schedule="zbv", tensor=2)),
     "four stages": (4, {}, layout(pipeline=4)),
     "unequal stages, tied": (2, {"num_hidden_layers": 3, "tie_word_embeddings": True}, layout()),
     "tied, four stages": (4, WINDOWS, layout(pipeline=4)),
@@ -241,6 +244,7 @@ BESIDE = [
 LAYOUTS = {
     2: (2, []),
     3: (2, ["sharding.pipeline=2"]),
+    4: (2, ["sharding.pipeline=2", "sharding.pipeline_schedule=zbv"]),
     5: (4, ["sharding.pipeline=2", "sharding.pipeline_schedule=interleaved"]),
     6: (1, []),
 }
@@ -339,15 +343,6 @@ def imported(folder):
         (
             ["sharding.pipeline=2", "sharding.pipeline_schedule=zbv", "compile=enabled"],
             "Use compile=disabled or sharding.pipeline_schedule=interleaved",
-        ),
-        (
-            [
-                "sharding.pipeline=2",
-                "sharding.pipeline_schedule=zbv",
-                "model.num_hidden_layers=4",
-                "model.tie_word_embeddings=true",
-            ],
-            "Use sharding.pipeline_schedule=interleaved",
         ),
         (["sharding.pipeline_schedule=gpipe"], "only counts with sharding.pipeline=2"),
         (

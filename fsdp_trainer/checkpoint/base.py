@@ -44,6 +44,7 @@ from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_part
+from fsdp_trainer.parallel.pipeline import stages_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 # odd constants of splitmix64 (Steele et al. 2014), as signed numbers
@@ -528,8 +529,8 @@ def held_first(model: Decoder) -> set[str]:
     Without a pipeline these are all. Of a tied embedding it is the first stage's.
     """
     own = {name for name, _ in model.named_parameters()}
-    is_copy = model.whole is not model and model.lm_head is not None
-    if is_copy and model.config.tie_word_embeddings:
+    stages = stages_of(model)
+    if model.config.tie_word_embeddings and stages and not stages[0].is_first:
         own -= set(VOCABULARY)
     return own
 

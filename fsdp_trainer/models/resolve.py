@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_trainer.config.context import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.paths import is_hub_id, model_folder
-from fsdp_trainer.config.pipeline import SCHEDULES, stage_count
+from fsdp_trainer.config.pipeline import stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import ALL_TARGETS, A, adapter_name
@@ -328,13 +328,6 @@ def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
             f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
         )
         yield Problem(f"sharding.pipeline={ranks}", reason)
-    schedule = cfg.sharding.pipeline_schedule
-    if stages > 1 and config.tie_word_embeddings and SCHEDULES[schedule].in_v:
-        reason = (
-            "gives one rank the embedding and the head, of which there are two copies where they "
-            "are tied.\nUse  sharding.pipeline_schedule=interleaved"
-        )
-        yield Problem(f"sharding.pipeline_schedule={schedule}", reason)
 
 
 def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:

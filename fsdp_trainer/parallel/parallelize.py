@@ -140,7 +140,7 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
     tied = model.config.tie_word_embeddings
     is_frozen = not whole.model.embed_tokens.weight.requires_grad
     if stages := stages_of(model):
-        return [part_of_stage(stage, tied, is_frozen) for stage in stages]
+        return [part_of_stage(stage, is_frozen) for stage in stages]
     embedding: nn.Module = model.model.embed_tokens
     ends: list[nn.Module] = [model.model.norm, model.lm_head]
     blocks = list(model.blocks().values())
@@ -149,14 +149,12 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
     return [ShardedPart(model, embedding, blocks, ends, is_frozen, "next_logits")]
 
 
-def part_of_stage(stage: Stage, tied: bool, is_frozen: bool) -> ShardedPart:
-    """Return a stage of a pipeline. tied: the last one has the embedding too."""
-    ends: list[nn.Module] = [stage.norm, stage.lm_head] if stage.is_last else []
-    if tied and stage.is_last:
-        ends.insert(0, stage.embed_tokens)
-    embedding = stage.embed_tokens if stage.is_first else None
+def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
+    """Return a stage of a pipeline."""
+    ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
-    return ShardedPart(stage, embedding, blocks, ends, is_frozen and stage.is_first, "advance")
+    is_frozen_before = is_frozen and stage.is_first
+    return ShardedPart(stage, stage.embed_tokens, blocks, ends, is_frozen_before, "advance")
 
 
 def shard_part(

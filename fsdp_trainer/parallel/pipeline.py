@@ -25,13 +25,32 @@ from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.torch_private import accumulate_gradients
 
 EMBEDDING = "model.embed_tokens.weight"
+
+
+class Ends(nn.Module):
+    """Norm and head of a last stage, which are gathered together.
+
+    With them is a tied embedding: its matrix is the head's.
+    """
+
+    def __init__(self, model: Decoder):
+        super().__init__()
+        if model.config.tie_word_embeddings:
+            self.embed_tokens = model.model.embed_tokens
+        self.norm, self.lm_head = model.model.norm, model.lm_head
+
+    def forward(self, hidden: Tensor, *args: Any) -> Any:
+        """Return what the head does, of tokens [tokens, hidden]. args: the head's others."""
+        return self.lm_head(self.norm(hidden), *args)
 
 
 class Stage(nn.Module):
     """Some blocks in a row: with the embedding in the first stage, with norm and head in the last.
 
+    embed_tokens: None where it is not in this stage, and where it is one of its rank's `ends`.
     number, count: of the stages. scores: of each micro-batch of the last forwards, in the last
     stage. auxiliary: values of its blocks, of each micro-batch that is learnt from.
     """
@@ -44,10 +63,10 @@ class Stage(nn.Module):
         self.auxiliary: list[Auxiliary] = []
         self.__dict__["decoder"] = model  # not a module of this one
         self.layers = nn.ModuleDict({name: model.model.layers[name] for name in names})
-        if self.is_first or (self.is_last and model.config.tie_word_embeddings):
-            self.embed_tokens = model.model.embed_tokens
-        if self.is_last:
-            self.norm, self.lm_head = model.model.norm, model.lm_head
+        is_in_ends = model.config.tie_word_embeddings and model.lm_head is not None
+        has_embedding = self.is_first and not is_in_ends
+        self.embed_tokens = model.model.embed_tokens if has_embedding else None
+        self.ends: Any = Ends(model) if self.is_last else None
 
     @property
     def is_first(self) -> bool:
@@ -65,7 +84,7 @@ class Stage(nn.Module):
         Returns the stream; the last stage the objective's value, a scalar, 0 without an objective.
         """
         decoder: Decoder = self.__dict__["decoder"]
-        x = decoder.embed(x) if self.is_first else ContiguousGradient.apply(x)
+        x = self.embed(x) if self.is_first else ContiguousGradient.apply(x)
         share = batch.token_share if objective else None  # a validation minimises nothing
         blocks = dict(self.layers.items())
         x, auxiliary = decoder.run_blocks(
@@ -76,9 +95,17 @@ class Stage(nn.Module):
         if not self.is_last:
             return x.contiguous()
         hidden = decoder.all_tokens(x).flatten(0, 1).index_select(0, batch.index)
-        value, scores = self.lm_head(self.norm(hidden), batch.targets, objective)
+        value, scores = self.ends(hidden, batch.targets, objective)
         self.scores.append(scores)
         return hidden.new_zeros((), dtype=torch.float32) if value is None else value
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the residual stream in front of the first block."""
+        decoder: Decoder = self.__dict__["decoder"]
+        if self.embed_tokens is None:
+            ends: Any = stages_of(decoder)[-1].ends
+            ends.unshard()  # they are gathered already, but for a step's first micro-batch
+        return decoder.embed(tokens)
 
     def minimise(self, x: Tensor, auxiliary: Auxiliary) -> Tensor:
         """Return the stream; its backward is also that of the blocks' losses. Keeps their values.
@@ -106,12 +133,12 @@ class Stage(nn.Module):
         """
         decoder: Decoder = self.__dict__["decoder"]
         with decoder.inference():
-            x = decoder.embed(x) if self.is_first else x
+            x = self.embed(x) if self.is_first else x
             x, _ = decoder.run_blocks(x, positions, layout, dict(self.layers.items()), caches)
             x = decoder.all_tokens(x)
         if not self.is_last:
             return x.contiguous()
-        return self.lm_head(self.norm(x.flatten(0, 1).index_select(0, index)))
+        return self.ends(x.flatten(0, 1).index_select(0, index))
 
 
 class ContiguousGradient(torch.autograd.Function):
@@ -173,8 +200,8 @@ def blocks_by_stage(model: Decoder, sharding: Sharding) -> list[list[int]]:
 def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
     """Leave of a whole model on the meta device what this rank's stages have, if there are several.
 
-    Names stay. A tied embedding stays in the first stage and the last. Raises UserError where a
-    rank would have nothing to train.
+    Names stay. A tied embedding stays on the rank of the first stage and on that of the last.
+    Raises UserError where a rank would have nothing to train.
     """
     if sharding.pipeline == 1:
         return
@@ -225,10 +252,20 @@ def require_training(whole: Decoder, sharding: Sharding, parts: list[list[int]])
             raise UserError("a stage has nothing to train", [problem])
 
 
-def stages_that_hold(name: str, model: Decoder) -> int:
-    """Return how many stages hold a parameter: two a tied embedding, one each other."""
+def is_tied_to_itself(model: Decoder) -> bool:
+    """Return True if this rank has both the first and the last stage of a tied model."""
+    stages = stages_of(model)
+    is_both = bool(stages) and stages[0].is_first and stages[-1].is_last
+    return is_both and model.config.tie_word_embeddings
+
+
+def copies_in_stages(name: str, model: Decoder) -> int:
+    """Return on how many ranks of a pipeline a parameter of this one is.
+
+    A tied embedding is on two, but where one rank has the first and the last stage.
+    """
     is_copied = name == EMBEDDING and model.config.tie_word_embeddings
-    return 2 if is_copied and stages_of(model) else 1
+    return 2 if is_copied and stages_of(model) and not is_tied_to_itself(model) else 1
 
 
 # --- a step
@@ -267,8 +304,9 @@ class Pipeline:
         stream = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
         eager = sharding.accumulate == "sharded" and not schedule_of(sharding).splits
         kind = runtime.EagerStage if eager else runtime.LeanStage
+        last = runtime.LateStage if is_tied_to_itself(model) else kind
         self.stages = [
-            kind(
+            (last if stage.is_last else kind)(
                 stage,
                 number,
                 self.stage_count,
@@ -290,12 +328,19 @@ class Pipeline:
         self.ends = self._group_of_ends() if self.config.tie_word_embeddings else None
 
     def _group_of_ends(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that have the first and the last stage. Collective."""
+        """Return the group of the ranks that have the first and the last stage. Collective.
+
+        None: one rank has both.
+        """
         last = rank_of_stage(self.sharding, self.stage_count - 1)
+        if last == 0:
+            return None
         members = [[group[0], group[last]] for group in self.dims.groups_along("pipeline")]
         return dist.new_subgroups_by_enumeration(members, self.dims.timeout)[0]
 
     def _reached_input(self, number: int) -> None:
+        if is_tied_to_itself(self.model):
+            accumulate_gradients(stages_of(self.model)[-1].ends)
         self.after_backward(number)
 
     @property
@@ -312,6 +357,8 @@ class Pipeline:
         nothing.
         """
         values = self._run(batches, objectives, train=True)
+        for stage in self.stages:
+            stage.finish()
         self._add_gradients_of_ends()
         scores = self._pop_scores()
         return [(value.detach(), each) for value, each in zip(values, scores, strict=True)]

@@ -88,6 +88,17 @@ class LeanStage(PipelineStage):
             allocate(self.grad_recv_info[chunk], self.device)
         return super().get_bwd_recv_ops(chunk)
 
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        """See PipelineStage, which refuses it in a run of forwards alone, as its schedules ask."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        """See `get_local_bwd_output`."""
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         """See PipelineStage. What was received is kept for backward alone."""
         phases.enter("forward")
@@ -127,6 +138,9 @@ class LeanStage(PipelineStage):
         """Keep the gradient whole until the last micro-batch."""
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
+    def finish(self) -> None:
+        """Do what waits for all stages' last backward: nothing."""
+
 
 class EagerStage(LeanStage):
     """A stage that reduces the gradient of every micro-batch, as training without a pipeline does.
@@ -154,6 +168,20 @@ class EagerStage(LeanStage):
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+class LateStage(LeanStage):
+    """A last stage whose head is the embedding of the first stage, which is on the same rank.
+
+    Backwards of the first stage go on after its own: it reduces its gradients in `finish`.
+    """
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Wait for `finish`."""
+
+    def finish(self) -> None:
+        """Leave this rank's part of the gradient."""
+        super().perform_reduce_grad(1)
 
 
 class WithoutStorage:

@@ -62,17 +62,21 @@ def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
 
 
 def units_of(share: StageShare, cfg: TrainConfig, config: ModelConfig, group: int) -> ModelUnits:
-    """Return the units of a rank's stages. A tied embedding is a unit of the first one too.
+    """Return the units of a rank's stages.
 
+    A tied embedding is a unit of the first one too, unless the rank has the last one as well.
     config: of a rank of a tensor group. group: ranks that share each parameter out.
     """
     parts = model_parts(config, cfg)
     units = parts.units(cfg, group)
     if cfg.sharding.pipeline == 1:
         return units
+    blocks = tuple(units.blocks[i] for i in share.blocks)
+    if units.tied and share.is_first and share.is_last:
+        return ModelUnits(units.first, blocks, units.last, tied=True)
     first = FsdpUnit.of([parts.embedding], cfg, group) if share.is_first else FsdpUnit()
     last = units.last if share.is_last else FsdpUnit()
-    return ModelUnits(first, tuple(units.blocks[i] for i in share.blocks), last, tied=False)
+    return ModelUnits(first, blocks, last, tied=False)
 
 
 def fetched_units(units: ModelUnits, cfg: TrainConfig) -> ModelUnits:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fsdp_trainer.distributed import local_part, to_device_of
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import fsdp_modules
-from fsdp_trainer.parallel.pipeline import stages_that_hold
+from fsdp_trainer.parallel.pipeline import copies_in_stages
 
 
 class GradientSync:
@@ -45,7 +45,7 @@ def clip_gradients(
         if parameter.grad is not None:
             # operators on DTensors would cost the host ten times as much
             part = local_part(parameter.grad)
-            factor = dims.replication_factor(parameter) * stages_that_hold(name, model)
+            factor = dims.replication_factor(parameter) * copies_in_stages(name, model)
             parts.setdefault(factor, []).append(part)
     all_parts = list(chain(*parts.values()))
     if scale is not None:

@@ -44,6 +44,7 @@ VERBS = {
     "generate": Verb("fsdp_trainer.generate:generate"),
     "chat": Verb("fsdp_trainer.chat.verb:chat"),
     "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
+    "rewards": Verb("fsdp_trainer.rewards.verb:rewards"),
     "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
     "chain": Verb("fsdp_trainer.chain.verb:chain", ("words of stages",)),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),

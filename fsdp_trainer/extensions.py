@@ -1,4 +1,4 @@
-"""A user's own code in a run: callbacks, metrics and objectives. Imports no torch.
+"""A user's own code in a run: callbacks, metrics, objectives and rewards. Imports no torch.
 
 Code is named on the command line (`--import my_module`) or registered from Python, never by a
 configuration file.
@@ -62,15 +62,18 @@ class Callback:
 CALLBACKS: dict[str, Callback] = {}
 METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
+REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
     "objective": ("sft", "dpo", "ipo", "simpo", "orpo"),
     "metric": ("loss", "objective", "loss_by_source", "pairs"),
+    "reward": ("exact", "number", "regex", "length"),
 }
 """Names that the program has itself."""
 KINDS: dict[str, dict[str, Any]] = {
     "callback": CALLBACKS,
     "metric": METRICS,
     "objective": OBJECTIVES,
+    "reward": REWARDS,
 }
 
 
@@ -79,7 +82,9 @@ def register(kind: str, name: str, what: Any = None) -> Any:
 
     callback: a `Callback`, or its class. metric: a class like those of training/metrics.py; the
     name is its own. objective: a function of (scores, weights) that returns a scalar tensor,
-    chosen by  objective.name=NAME.
+    chosen by  objective.name=NAME. reward: a function of a list of attempts (see
+    rewards/base.py) that returns a number for each, an entry of objective.rewards; further
+    parameters of it are parts of the entry.
     Raises UserError for another kind, and for a name that is taken.
     """
     if kind not in KINDS:

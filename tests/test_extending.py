@@ -27,7 +27,7 @@ def nothing_registered_afterwards(monkeypatch):
     for kind, names in extensions.KINDS.items():
         names.clear()
         names.update(before[kind])
-    for name in ("callback", "metric", "objective"):
+    for name in ("callback", "metric", "objective", "reward"):
         sys.modules.pop(name, None)
 
 

@@ -28,6 +28,7 @@ from fsdp_trainer.config.verbs import (
     LaunchFiles,
     NewTokenizer,
     RecipesConfig,
+    RewardsTrial,
 )
 from fsdp_trainer.errors import Problem, UserError
 
@@ -40,8 +41,13 @@ OWN_NODES = [
 """Verbs with training's groups and a node of their own name."""
 SMALL: dict[str, Any] = {
     verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
-} | {"launch-files": LaunchFiles, "evaluate": Evaluate, "tokenizer": NewTokenizer}
-"""The keys of the other verbs; the last three have training's groups beside them."""
+} | {
+    "launch-files": LaunchFiles,
+    "evaluate": Evaluate,
+    "tokenizer": NewTokenizer,
+    "rewards": RewardsTrial,
+}
+"""The keys of the other verbs; the last four have training's groups beside them."""
 
 
 def written(value: Any) -> str:

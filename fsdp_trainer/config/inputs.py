@@ -31,6 +31,7 @@ from fsdp_trainer.config.verbs import (
     ExportConfig,
     GenerateConfig,
     ReportConfig,
+    RewardsConfig,
     TokenizerConfig,
     VerifyConfig,
 )
@@ -47,6 +48,7 @@ NAME_DATA = (
     "  or, to try it out,  data.path=demo:backwards"
 )
 NAME_TEXT = "say what to learn from, e.g.  data.path=text/  or  data.path=chats.jsonl"
+NAME_QUESTIONS = "say which prompts were answered, e.g.  data.path=questions.jsonl"
 NAME_TOKENIZER = (
     "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  tokenizer.path=demo:bytes ;"
     " with model.init_from it is the model's"
@@ -94,6 +96,9 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> No
     if isinstance(cfg, TokenizerConfig):
         _check_text(cfg, report)
         return
+    if isinstance(cfg, RewardsConfig):
+        _check_trial(cfg, report)
+        return
     if whole:
         require_training_inputs(cfg, report)
     _check_training_inputs(cfg, report)
@@ -125,6 +130,19 @@ def _check_text(cfg: TokenizerConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_exists("compare", [path for path in cfg.compare if path not in DEMOS[TOKENIZER]], report)
+
+
+def _check_trial(cfg: RewardsConfig, report: Report) -> None:
+    """Check what is scored, and by what. A tokenizer is only for a reward that counts tokens."""
+    reason = "say what scores answers, e.g.  objective.rewards=[number]"
+    if not cfg.objective.rewards:
+        report.origins.pop("objective.rewards", None)
+        report.add("objective.rewards", [], f"is required: {reason}")
+    _require("data.path", cfg.data.path, NAME_QUESTIONS, report)
+    for key in ("data.path", TOKENIZER):
+        if key not in report.settled:
+            _check_paths(key, value_of(cfg, key), report)
+    _check_exists("answers", cfg.answers, report)
 
 
 def require_training_inputs(cfg: TrainConfig, report: Report) -> None:

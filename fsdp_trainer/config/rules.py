@@ -30,6 +30,7 @@ from fsdp_trainer.config.rules_data import (
     users_of_validation,
 )
 from fsdp_trainer.config.rules_objective import objective_keys, pairs, reference
+from fsdp_trainer.config.rules_rewards import rewards
 from fsdp_trainer.config.rules_training import (
     adapters,
     allowed_changes,
@@ -85,6 +86,7 @@ RULES: tuple[Rule, ...] = (
     objective_keys,
     pairs,
     reference,
+    rewards,
     tracking_command,
     rewinding,
     export_dtype,
@@ -118,6 +120,7 @@ PATHS = (
     "out",
     "hf",
     "compare",
+    "answers",
     "data",
     "root",
 )

@@ -648,6 +648,11 @@ class ObjectiveChoice:
         "dpo, ipo: the model to stay near to. `start`: the one that the run begins with; a run or"
         " a Hugging Face folder of the same shape; `none`: none",
     )
+    rewards: list[str | dict[str, Any]] = key(
+        [],
+        "what scores answers: a list of exact, number, regex, length or your own (--import), each"
+        " a name or a mapping with its settings, as [number, {name: length, max: 512}]",
+    )
 
 
 @dataclass

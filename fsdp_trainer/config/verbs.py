@@ -318,6 +318,29 @@ class EvaluateConfig(TrainConfig, Evaluate):
 
 
 @dataclass
+class RewardsTrial:
+    """The answers that are scored, and how they are shown."""
+
+    answers: str | None = key(
+        None,
+        "a file of answers: a line for each row, or .jsonl with `prompt` and `text`, as generate"
+        " format=json writes it; null: the data's own answers",
+    )
+    limit: int = key(1000, "only the first so many rows of data.path", minimum=1)
+    show: int = key(5, "how many of the answers that score lowest are shown", minimum=0)
+    format: str = key(
+        "text",
+        "`text`: a table; `json`: one object, with all answers and their scores",
+        choices=("text", "json"),
+    )
+
+
+@dataclass
+class RewardsConfig(TrainConfig, RewardsTrial):
+    """Scores answers by objective.rewards without training: the data's own, or a file's."""
+
+
+@dataclass
 class NewTokenizer:
     """The size, the kind and the place of a new tokenizer."""
 
@@ -434,7 +457,7 @@ PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
     "verify": VerifyConfig, "generate": GenerateConfig, "chat": ChatConfig,
-    "evaluate": EvaluateConfig,
+    "evaluate": EvaluateConfig, "rewards": RewardsConfig,
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "chain": ChainConfig, "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,

@@ -40,7 +40,7 @@ OUTSIDE = ("start", "rewind")  # phases that are no part of a step
 
 
 @dataclass
-class Attempt:
+class RunAttempt:
     """The part of a run from a start, a resume or a rewind to the next one. Times in Unix seconds.
 
     began: when its process did; ready: when its first step began; step: the one it goes on from;
@@ -91,18 +91,18 @@ class Goodput:
         return self.seconds["training"] / ran if ran else 0.0
 
 
-def attempts_of(run: RecordedRun) -> list[Attempt]:
+def attempts_of(run: RecordedRun) -> list[RunAttempt]:
     """A run's attempts in order.
 
     Events after an attempt's end belong to no attempt: a command that finds the run finished
     writes one, and trains nothing.
     """
-    attempts: list[Attempt] = []
+    attempts: list[RunAttempt] = []
     for event in run.events:
         if event["event"] in ("start", "resume", "rewind"):
             began = event["time"] - float(event.get("seconds") or 0.0)
             step = int(event.get("to" if event["event"] == "rewind" else "step") or 0)
-            attempts.append(Attempt(event, began, event["time"], step))
+            attempts.append(RunAttempt(event, began, event["time"], step))
         if attempts and not attempts[-1].end:
             attempts[-1].events.append(event)
     for i, attempt in enumerate(attempts):
@@ -110,7 +110,7 @@ def attempts_of(run: RecordedRun) -> list[Attempt]:
     return attempts
 
 
-def _find_end(attempt: Attempt, later: list[Attempt], run: RecordedRun) -> None:
+def _find_end(attempt: RunAttempt, later: list[RunAttempt], run: RecordedRun) -> None:
     """Set an attempt's last step, its lines of the metrics, and its last sign of life."""
     attempt.last_step = min((a.step for a in later), default=np.inf)
     first, stop = np.searchsorted(run.column("step"), [attempt.step, attempt.last_step], "right")
@@ -146,7 +146,7 @@ def goodput(run: RecordedRun) -> Goodput | None:
     return Goodput(seconds, wall, len(attempts), lost)
 
 
-def _seconds_of(run: RecordedRun, attempt: Attempt, is_last: bool) -> list[tuple[str, float]]:
+def _seconds_of(run: RecordedRun, attempt: RunAttempt, is_last: bool) -> list[tuple[str, float]]:
     """(part, seconds) of an attempt."""
     startup = "restart" if attempt.is_rewind else "startup"
     steps = _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}
@@ -160,7 +160,7 @@ def _seconds_of(run: RecordedRun, attempt: Attempt, is_last: bool) -> list[tuple
     return parts
 
 
-def _after_steps(attempt: Attempt, last_line: float, limit: float) -> dict[str, float]:
+def _after_steps(attempt: RunAttempt, last_line: float, limit: float) -> dict[str, float]:
     """Seconds of each part after the last line of the metrics, `limit` at most."""
     parts = _by_part(attempt.end.get("phases") or {})
     if not parts:

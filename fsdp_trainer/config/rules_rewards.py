@@ -1,0 +1,14 @@
+"""Rules of objective.rewards. See config/rules.py."""
+
+from collections.abc import Iterator
+
+from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.rewards.table import entry_problems
+
+
+def rewards(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
+    """Entries of objective.rewards name rewards that there are, with parts that these have."""
+    problems = list(entry_problems(cfg.objective.rewards))
+    if problems:
+        yield "objective.rewards", "\n".join(problems)

@@ -1,0 +1,132 @@
+"""Rewards: numbers that say how good answers are. Imports no torch."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fsdp_trainer.config.schema import key
+from fsdp_trainer.errors import RunFailed
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One answer to the prompt of a data row.
+
+    prompt: the last user's turn. answer: without special tokens. row: the row's columns.
+    reference: the row's own answer, None without one. tokens: those of the answer, None where it
+    was not tokenised. finished: False for an answer that was cut at the longest length.
+    """
+
+    prompt: str
+    answer: str
+    row: dict[str, Any]
+    reference: str | None = None
+    tokens: int | None = None
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward with its settings, each a part of an entry of objective.rewards."""
+
+    name: ClassVar[str] = ""
+    weight: float = key(1.0, "what its score is multiplied by in the sum of all rewards")
+    label: str | None = key(None, "what metrics call it: reward/LABEL; null: its name")
+
+    @property
+    def title(self) -> str:
+        """Return what metrics and tables call it."""
+        return self.label or self.name
+
+    def score(self, attempts: Sequence[Attempt]) -> list[float]:
+        """Return a score of each attempt."""
+        raise NotImplementedError
+
+    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+        """Return why answers to a row cannot be scored; None if they can."""
+        return None
+
+    def wrong_parts(self) -> str | None:
+        """Return what is wrong with its settings together; None: nothing."""
+        return None
+
+
+@dataclass(frozen=True)
+class ReferenceReward(Reward):
+    """A reward that compares the answer with the row's own, or with another of its columns."""
+
+    field: str | None = key(None, "the column to compare with, in place of the row's own answer")
+
+    def expected(self, row: dict[str, Any], reference: str | None) -> str | None:
+        """Return the text to compare with; None if the row has none."""
+        if self.field is None:
+            return reference
+        value = row.get(self.field)
+        return None if value is None else str(value)
+
+    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+        """Return why answers to a row cannot be scored; None if they can."""
+        if self.expected(row, reference) is not None:
+            return None
+        if self.field is None:
+            return f"has no answer to compare with, which the reward {self.title} needs"
+        columns = " ".join(row) or "none"
+        return f"has no {self.field!r}, which the reward {self.title} needs; its columns: {columns}"
+
+
+@dataclass(frozen=True)
+class FunctionReward(Reward):
+    """A reward that a user's own code registered: a function of attempts."""
+
+    function: Callable[..., list[float]] | None = None
+    registered_as: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Return what metrics and tables call it."""
+        return self.label or self.registered_as
+
+    def score(self, attempts: Sequence[Attempt]) -> list[float]:
+        """Return what the function does."""
+        assert self.function
+        return list(self.function(attempts, **dict(self.options)))
+
+
+def score(rewards: Sequence[Reward], attempts: Sequence[Attempt]) -> list[list[float]]:
+    """Return for each reward the scores of all attempts, before weights.
+
+    Raises RunFailed for a reward that gives other than one finite number for each.
+    """
+    return [_checked(reward, attempts) for reward in rewards]
+
+
+def totals(rewards: Sequence[Reward], scores: Sequence[Sequence[float]]) -> list[float]:
+    """Return for each attempt the sum of its weighted scores."""
+    weights = [reward.weight for reward in rewards]
+    return [
+        sum(weight * one for weight, one in zip(weights, of_attempt, strict=True))
+        for of_attempt in zip(*scores, strict=True)
+    ]
+
+
+def _checked(reward: Reward, attempts: Sequence[Attempt]) -> list[float]:
+    if not attempts:
+        return []
+    scores = reward.score(attempts)
+    if len(scores) != len(attempts):
+        counts = f"{len(scores):,} scores for {len(attempts):,} answers"
+        raise RunFailed(f"the reward {reward.title} gave {counts}")
+    return [_number(reward, value) for value in scores]
+
+
+def _number(reward: Reward, value: Any) -> float:
+    """Return a score as a finite number. Raises RunFailed for anything else."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise RunFailed(f"the reward {reward.title} gave {value!r}, which is no finite number")
+    return number

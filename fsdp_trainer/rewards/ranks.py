@@ -1,0 +1,31 @@
+"""Scores of answers on every rank, and one error on all of them."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from fsdp_trainer.distributed import gather
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.rewards.base import Attempt, Reward, score
+
+
+def score_on_ranks(
+    rewards: Sequence[Reward], attempts: Sequence[Attempt], group: dist.ProcessGroup | None = None
+) -> list[list[float]]:
+    """Return for each reward the scores of this rank's attempts. Collective.
+
+    Raises on all ranks the error of the first rank that has one: UserError, else RunFailed.
+    """
+    scores: list[list[float]] = []
+    failure: UserError | RunFailed | None = None
+    try:
+        scores = score(rewards, attempts)
+    except (UserError, RunFailed) as error:
+        failure = error
+    except Exception as error:  # of a user's own reward: the other ranks would wait for this one
+        failure = RunFailed(f"a reward failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+    for rank, other in enumerate(gather(failure, group)):
+        if other is not None:
+            raise failure if rank == dist.get_rank() and failure else other
+    return scores

@@ -1,0 +1,125 @@
+"""The rewards that there are, by name, and those of a configuration. Imports no torch."""
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import Field, fields
+from typing import Any
+
+from fsdp_trainer.config.check import convert, show, wrong_type, wrong_with
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.extensions import REWARDS as REGISTERED
+from fsdp_trainer.rewards.base import FunctionReward, Reward
+from fsdp_trainer.rewards.exact import Exact
+from fsdp_trainer.rewards.length import Length
+from fsdp_trainer.rewards.number import Number
+from fsdp_trainer.rewards.regex import Regex
+
+REWARDS: dict[str, type[Reward]] = {kind.name: kind for kind in (Exact, Number, Regex, Length)}
+SYNONYMS = {
+    "exact_match": "exact", "equal": "exact", "match": "exact", "accuracy": "exact",
+    "math": "number", "numeric": "number", "gsm8k": "number", "boxed": "number",
+    "regexp": "regex", "pattern": "regex", "format": "regex",
+    "overlong": "length", "soft_overlong": "length", "len": "length",
+}  # fmt: skip
+"""Other names of rewards."""
+LABEL = re.compile(r"[\w.-]+")
+
+
+def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
+    """Return the rewards of objective.rewards. Raises UserError for entries that are wrong."""
+    problems = list(entry_problems(entries))
+    if problems:
+        reason = "\n".join(problems)
+        problem = Problem(f"objective.rewards={show(list(entries))}", reason)
+        raise UserError("the rewards cannot be used", [problem])
+    return [_make(entry) for entry in entries]
+
+
+def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
+    """Yield why entries of objective.rewards cannot stay."""
+    titles: set[str] = set()
+    for entry in entries:
+        problems = list(_problems_of(entry))
+        yield from problems
+        if problems:
+            continue
+        title = _make(entry).title
+        if title in titles:
+            yield f"{title} is there twice: give one a label, as in  {{name: {title}, label: b}}"
+        titles.add(title)
+
+
+def names() -> list[str]:
+    """Return the names of all rewards."""
+    return [*REWARDS, *REGISTERED]
+
+
+def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with an entry by itself."""
+    parts = _parts_of(entry)
+    name = parts.pop("name", None)
+    if name is None:
+        yield f"{show(entry)}  lacks a name, as in  {{name: number, weight: 0.5}}"
+        return
+    if name not in names():
+        close = SYNONYMS.get(str(name).lower()) or nearest(str(name), names())
+        meant = f" Did you mean  {close} ?" if close else ""
+        yield f"{name}: there is no such reward.{meant}\nThere are: {' '.join(names())}"
+        return
+    wrong = [reason for part in parts if (reason := _wrong_part(name, part, parts[part]))]
+    yield from wrong
+    if not wrong:
+        problem = _make(entry).wrong_parts()
+        if problem:
+            yield f"{name}: {problem}"
+
+
+def _wrong_part(name: str, part: str, value: Any) -> str | None:
+    """Return why a part of an entry cannot stay; None if it can."""
+    known = _known_parts(name)
+    if part not in known:
+        close = nearest(part, known)
+        meant = f". Did you mean  {close} ?" if close else "."
+        reason = f"is no part of the reward {name}{meant}\nIt has: {' '.join(known)}"
+        return f"{part}: {show(value)}  {reason}"
+    about = known[part]
+    if about is None:
+        return None
+    if part == "label" and value is not None and not LABEL.fullmatch(str(value)):
+        return f"label: {show(value)}  has letters, digits and  _ . -  only"
+    try:
+        converted = convert(value, about.type)
+    except (ValueError, OverflowError):
+        return f"{part}: {show(value)}  {wrong_type(part, value, about)}"
+    problem = wrong_with(converted, about)
+    return f"{part}: {show(value)}  {problem}" if problem else None
+
+
+def _known_parts(name: str) -> dict[str, Field | None]:
+    """Return the parts of a reward; None for a parameter of a function, which may be anything."""
+    if name in REWARDS:
+        return {field.name: field for field in fields(REWARDS[name])}
+    own: dict[str, Field | None] = {field.name: field for field in fields(Reward)}
+    parameters = list(inspect.signature(REGISTERED[name]).parameters.values())[1:]
+    return own | {parameter.name: None for parameter in parameters}
+
+
+def _parts_of(entry: str | dict[str, Any]) -> dict[str, Any]:
+    return dict(entry) if isinstance(entry, dict) else {"name": entry}
+
+
+def _make(entry: str | dict[str, Any]) -> Reward:
+    """Return the reward of an entry without problems."""
+    parts = _parts_of(entry)
+    name = parts.pop("name")
+    known = _known_parts(name)
+    for part, about in known.items():
+        if part in parts and about is not None:
+            parts[part] = convert(parts[part], about.type)
+    if name in REWARDS:
+        return REWARDS[name](**parts)
+    shared = {part: parts.pop(part) for part in ("weight", "label") if part in parts}
+    options = tuple(parts.items())
+    return FunctionReward(**shared, function=REGISTERED[name], registered_as=name, options=options)

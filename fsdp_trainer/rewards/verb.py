@@ -1,0 +1,215 @@
+"""The verb `rewards`: scores answers without training."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.verbs import RewardsConfig
+from fsdp_trainer.data.build import build_tokenizer, cache_root
+from fsdp_trainer.data.preparation import Reporter
+from fsdp_trainer.data.questions import DataQuestion, read_questions
+from fsdp_trainer.data.sources import Problems, find_sources
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.console import Console
+from fsdp_trainer.rewards.base import Attempt, Reward, score, totals
+from fsdp_trainer.rewards.table import make_rewards
+
+SHOWN_ANSWER = 60
+"""Characters of an answer in a table."""
+ANSWER_KEYS = ("text", "answer", "completion", "response", "output")
+"""Keys under which a line of a file has an answer; the first is generate's."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An attempt with FILE:LINE of its row, its scores in the order of the rewards, and the sum."""
+
+    where: str
+    attempt: Attempt
+    scores: list[float]
+    total: float
+
+
+def rewards(cfg: RewardsConfig) -> int:
+    """Print how answers score, by default the data's own; returns the exit code."""
+    console = Console(quiet=False, stream=sys.stderr if cfg.format == "json" else None)
+    chosen = make_rewards(cfg.objective.rewards)
+    problems = Problems(cfg.data.on_error)
+    questions = list(islice(questions_of(cfg, chosen, problems, console), cfg.limit))
+    if not questions:
+        reason = "there is no prompt in it"
+        raise UserError("nothing can be scored", [Problem(f"data.path={cfg.data.path}", reason)])
+    pairs = answered(questions, cfg.answers)
+    attempts = with_lengths(cfg, chosen, [attempt for _, attempt in pairs])
+    scores = score(chosen, attempts)
+    sums = totals(chosen, scores)
+    rows = zip(
+        (where for where, _ in pairs), attempts, zip(*scores, strict=True), sums, strict=True
+    )
+    scored = [Scored(where, attempt, list(own), total) for where, attempt, own, total in rows]
+    if cfg.format == "json":
+        print(json.dumps(as_json(chosen, scored), ensure_ascii=False))
+        return 0
+    if problems.count:
+        console.say(f"skipped  {problems.count:,} rows that cannot be used")
+    console.say("\n".join(table(cfg, chosen, scored)))
+    return 0
+
+
+def questions_of(
+    cfg: RewardsConfig, chosen: list[Reward], problems: Problems, console: Console
+) -> Iterator[DataQuestion]:
+    """Return the rows of data.path that the rewards can score answers to."""
+
+    def check(question: DataQuestion) -> str | None:
+        reasons = (reward.row_problem(question.columns, question.reference) for reward in chosen)
+        return next((reason for reason in reasons if reason), None)
+
+    reporter = Reporter(console.paced(), console.say)
+    cache = cache_root(cfg)
+    sources = find_sources(cfg.data.path, "data.path", cache, reporter.say, reporter.progress)
+    return read_questions(cfg.data, sources, problems, check)
+
+
+def answered(questions: list[DataQuestion], answers: str | None) -> list[tuple[str, Attempt]]:
+    """Return FILE:LINE of its row and the attempt of each answer.
+
+    answers: a file of them; None: the rows' own. Raises UserError for a file that does not fit.
+    """
+    if answers is None:
+        own = [question for question in questions if question.reference is not None]
+        return [_attempt(question, str(question.reference)) for question in own]
+    lines = read_answers(Path(answers).expanduser())
+    by_prompt = {question.prompt.strip(): question for question in questions}
+    pairs = []
+    for number, (prompt, answer) in enumerate(lines):
+        if prompt is not None:
+            question = by_prompt.get(prompt.strip())
+        else:
+            question = questions[number] if number < len(questions) else None
+        if question is not None:
+            pairs.append(_attempt(question, answer))
+    if not pairs:
+        reason = (
+            f"has {len(lines):,} answers, and none is to a prompt of data.path.\n"
+            "A line is an answer to the row of the same number, or an object with `prompt`, the"
+            " row's last user turn, and `text`, as  generate format=json  writes it"
+        )
+        raise UserError("nothing can be scored", [Problem(f"answers={answers}", reason)])
+    return pairs
+
+
+def read_answers(path: Path) -> list[tuple[str | None, str]]:
+    """Return (prompt, answer) of each line of a file; a prompt of None: the row of that number.
+
+    Raises UserError for a file that is not text, and for a line without an answer.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("nothing can be scored", [Problem(f"answers={path}", str(error))]) from None
+    if path.suffix not in (".jsonl", ".json", ".ndjson"):
+        return [(None, line) for line in lines]
+    return [_read_line(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _read_line(path: Path, number: int, line: str) -> tuple[str | None, str]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        value = None
+    if isinstance(value, str):
+        return None, value
+    if isinstance(value, dict):
+        name = next((name for name in ANSWER_KEYS if isinstance(value.get(name), str)), None)
+        prompt = value.get("prompt")
+        if name:
+            return prompt if isinstance(prompt, str) else None, value[name]
+    reason = f"is no JSON object with an answer under one of: {' '.join(ANSWER_KEYS)}"
+    raise UserError("nothing can be scored", [Problem(f"{path}:{number}", reason)])
+
+
+def with_lengths(
+    cfg: RewardsConfig, chosen: list[Reward], attempts: list[Attempt]
+) -> list[Attempt]:
+    """Return the attempts with their numbers of tokens, where a reward asks for them."""
+    counts = any(getattr(reward, "unit", None) == "tokens" for reward in chosen)
+    if not counts or not (cfg.tokenizer.path or cfg.model.init_from):
+        return attempts
+    tokenizer = build_tokenizer(cfg)
+    return [replaced_tokens(one, len(tokenizer.encode(one.answer))) for one in attempts]
+
+
+def replaced_tokens(attempt: Attempt, tokens: int) -> Attempt:
+    """Return the attempt with so many tokens."""
+    return Attempt(attempt.prompt, attempt.answer, attempt.row, attempt.reference, tokens)
+
+
+def _attempt(question: DataQuestion, answer: str) -> tuple[str, Attempt]:
+    where = f"{question.where[0]}:{question.where[1]}"
+    return where, Attempt(question.prompt, answer, question.columns, question.reference)
+
+
+def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:
+    """Return the figures of each reward and of the sum, and all answers with their scores."""
+    columns = {reward.title: [one.scores[i] for one in scored] for i, reward in enumerate(chosen)}
+    return {
+        "answers": len(scored),
+        "reward": figures([one.total for one in scored]),
+        "rewards": {
+            reward.title: {"weight": reward.weight, **figures(columns[reward.title])}
+            for reward in chosen
+        },
+        "scores": [
+            {
+                "row": one.where,
+                "answer": one.attempt.answer,
+                "reward": one.total,
+                "rewards": dict(zip(columns, one.scores, strict=True)),
+            }
+            for one in scored
+        ],
+    }
+
+
+def figures(scores: list[float]) -> dict[str, float]:
+    """Return mean, lowest and highest of some scores, and the share of the highest one."""
+    top = max(scores)
+    return {
+        "mean": sum(scores) / len(scores),
+        "lowest": min(scores),
+        "highest": top,
+        "share_of_highest": sum(one == top for one in scores) / len(scores),
+    }
+
+
+def table(cfg: RewardsConfig, chosen: list[Reward], scored: list[Scored]) -> list[str]:
+    """Return the lines that people read: figures of each reward, then the answers that score
+    lowest."""
+    width = max(len("reward"), *(len(reward.title) for reward in chosen))
+    lines = [f"{'reward':{width}}  weight    mean  lowest  highest"]
+    for i, reward in enumerate(chosen):
+        own = figures([one.scores[i] for one in scored])
+        lines.append(_line(reward.title, width, f"{reward.weight:g}", own))
+    totals_of_all = figures([one.total for one in scored])
+    lines.append(_line("sum", width, "", totals_of_all))
+    what = "answers of the data itself" if cfg.answers is None else f"answers of {cfg.answers}"
+    lines.append(f"\n{len(scored):,} {what}")
+    worst = [one for one in scored if one.total < totals_of_all["highest"]]
+    worst.sort(key=lambda one: one.total)
+    if worst:
+        lines.append(f"{len(worst):,} score less than the highest; the lowest:")
+    for one in worst[: cfg.show]:
+        text = " ".join(one.attempt.answer.split())
+        shown = text if len(text) <= SHOWN_ANSWER else f"…{text[1 - SHOWN_ANSWER :]}"
+        lines.append(f"  {one.total:7.3f}  {one.where}  {shown}")
+    return lines
+
+
+def _line(title: str, width: int, weight: str, own: dict[str, float]) -> str:
+    numbers = f"{own['mean']:8.3f}{own['lowest']:8.3f}{own['highest']:9.3f}"
+    return f"{title:{width}}  {weight:>6}{numbers}"

@@ -1,0 +1,210 @@
+"""Rewards: what they give for an answer, how they are configured, and how they are tried."""
+
+import json
+
+import pytest
+import world
+
+from fsdp_trainer import extensions
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.rewards.base import Attempt, score, totals
+from fsdp_trainer.rewards.number import find_number
+from fsdp_trainer.rewards.table import make_rewards
+
+
+@pytest.fixture
+def register():
+    """Registers rewards for one test."""
+    before = dict(extensions.REWARDS)
+    yield lambda name, function: extensions.register("reward", name, function)
+    extensions.REWARDS.clear()
+    extensions.REWARDS.update(before)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{i}+{i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(*words, code=0):
+    """Run a command line in this process and return what it printed."""
+    done = world.command(list(words), None)
+    assert done.code == code, done.err
+    return done
+
+
+def reward_of(entry, answer, reference=None, **row):
+    attempt = Attempt("?", answer, row, reference, tokens=len(answer.split()))
+    return score(make_rewards([entry]), [attempt])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("48 + 24 = 72.", 72),
+        ("so \\boxed{1{,}250} in all, of 3", 1250),
+        ("\\boxed{\\frac{3}{4}}", 0.75),
+        ("\\boxed{\\text{about } -\\dfrac{1}{2}}", -0.5),
+        ("first 5\n#### 1,234,567\nbye 8", 1234567),
+        ("costs $-3.50", -3.5),
+        ("x = −7", -7),
+        ("5-3", 3),
+        ("10 - 4", 4),
+        ("2/3", 2 / 3),
+        ("1.5e3 grams", 1500),
+        ("pairs (1,2)", 2),
+        ("version v1.2 has no answer", None),
+        ("H2O", None),
+        ("1/0", None),
+        ("none", None),
+        ("####", None),
+        ("\\boxed{", None),
+    ],
+)
+def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
+    value = find_number(text)
+    assert (None if value is None else float(value)) == number
+
+
+def test_a_number_that_must_be_marked_counts_nowhere_else():
+    entry = {"name": "number", "marked": True}
+    assert reward_of(entry, "it is \\boxed{8}", "#### 8") == 1
+    assert reward_of(entry, "it is 8", "#### 8") == 0
+
+
+def test_numbers_are_equal_within_the_tolerance_alone():
+    assert reward_of("number", "0.333333333", "1/3") == 1
+    assert reward_of("number", "0.333", "1/3") == 0
+    assert reward_of({"name": "number", "tolerance": 0.01}, "1009", "1000") == 1
+    assert reward_of({"name": "number", "field": "result"}, "8", None, result=8) == 1
+
+
+def test_exact_passes_over_white_space_and_if_asked_capitals():
+    assert reward_of("exact", " New\n York ", "New York") == 1
+    assert reward_of("exact", "new york", "New York") == 0
+    assert reward_of({"name": "exact", "ignore_case": True}, "new york", "New York") == 1
+    assert reward_of({"name": "exact", "ignore_spaces": False}, "a  b", "a b") == 0
+
+
+def test_a_pattern_is_found_fits_all_or_captures_the_reference():
+    pattern = {"name": "regex", "pattern": r"answer: (\w+)"}
+    assert reward_of(pattern, "my answer: A") == 1
+    assert reward_of(pattern, "my answer") == 0
+    assert reward_of(pattern | {"whole": True}, "my answer: A") == 0
+    assert reward_of(pattern | {"capture": True}, "answer: A, no, answer: B", "B") == 1
+    assert reward_of(pattern | {"capture": True}, "answer: B, no, answer: A", "B") == 0
+
+
+def test_a_long_answer_loses_little_by_little():
+    entry = {"name": "length", "max": 10, "buffer": 4}
+    scores = [reward_of(entry, "a " * n) for n in (5, 6, 7, 8, 10, 11)]
+    assert scores == [0, 0, -0.25, -0.5, -1, -1]
+    assert reward_of({"name": "length", "min": 2, "unit": "characters"}, "a") == -1
+
+
+def test_rewards_are_added_with_their_weights():
+    rewards = make_rewards(["exact", {"name": "length", "max": 1, "weight": 0.5}])
+    attempts = [Attempt("?", answer, {}, "a", tokens=n) for answer, n in (("a", 1), ("b b", 2))]
+    scores = score(rewards, attempts)
+    assert scores == [[1, 0], [0, -1]]
+    assert totals(rewards, scores) == [1, -0.5]
+    assert [reward.title for reward in rewards] == ["exact", "length"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("numbr", "Did you mean  number ?"),
+        ("exact_match", "Did you mean  exact ?"),
+        ("fsdp_trainer.rewards.exact.Exact", "there is no such reward"),
+        ({"name": "length", "maxx": 3}, "Did you mean  max ?"),
+        ({"name": "length", "max": "x"}, "must be a whole number"),
+        ({"name": "length", "max": 0}, "must be at least 1"),
+        ({"name": "length"}, "has neither max nor min"),
+        ({"name": "length", "max": 4, "unit": "lines"}, "is not one of: tokens, words"),
+        ({"weight": 2}, "lacks a name"),
+        ({"name": "regex"}, "lacks a pattern"),
+        ({"name": "regex", "pattern": "(a"}, "is no regular expression"),
+        ({"name": "regex", "pattern": "a", "capture": True}, "needs a group"),
+        ({"name": "number", "label": "a b"}, "letters, digits"),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_what_to_type(entry, message):
+    with pytest.raises(UserError, match="rewards cannot be used") as refused:
+        make_rewards([entry])
+    assert message in str(refused.value)
+
+
+def test_two_rewards_of_a_kind_need_labels():
+    with pytest.raises(UserError, match="there twice"):
+        make_rewards(["exact", "exact"])
+    first, second = make_rewards(["exact", {"name": "exact", "label": "b", "field": "other"}])
+    assert (first.title, second.title) == ("exact", "b")
+
+
+def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(register):
+    register("says", lambda attempts, word="please": [word in one.answer for one in attempts])
+    assert reward_of({"name": "says", "word": "yes", "weight": 2}, "yes!") == 1
+    with pytest.raises(UserError, match="Did you mean  word"):
+        make_rewards([{"name": "says", "words": "yes"}])
+    with pytest.raises(UserError, match="a name is taken"):
+        register("number", len)
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], [], [float("nan")], ["good"], [None]])
+def test_a_reward_gives_one_finite_number_for_each_answer(register, value):
+    register("wrong", lambda attempts: value)
+    with pytest.raises(RunFailed, match="the reward wrong gave"):
+        reward_of("wrong", "a")
+
+
+@pytest.mark.slow
+def test_the_datas_own_answers_are_scored_without_a_model(questions):
+    done = command("rewards", f"data.path={questions}", "objective.rewards=[number,exact]")
+    assert "number       1   1.000   1.000    1.000" in done.out
+    assert "4 answers of the data itself" in done.out
+
+
+@pytest.mark.slow
+def test_a_files_answers_are_scored_by_row_or_by_prompt(questions, tmp_path):
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]", "format=json"]
+    lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    lines.write_text("0\n2\n5\n")
+    objects.write_text(
+        '{"prompt": "3+3?", "sample": 0, "text": "6"}\n{"prompt": "3+3?", "text": "7"}\n'
+    )
+    by_row = json.loads(command(*words, f"answers={lines}").out)
+    assert [one["reward"] for one in by_row["scores"]] == [1, 1, 0]
+    by_prompt = json.loads(command(*words, f"answers={objects}").out)
+    assert by_prompt["reward"]["mean"] == by_prompt["rewards"]["number"]["mean"] == 0.5
+    assert {one["row"] for one in by_prompt["scores"]} == {f"{questions}:4"}
+    objects.write_text('{"prompt": "no such", "text": "6"}\n')
+    assert "none is to a prompt" in command(*words, f"answers={objects}", code=2).err
+    objects.write_text('{"prompt": "no answer"}\n')
+    assert "a.jsonl:1" in command(*words, f"answers={objects}", code=2).err
+
+
+def test_a_row_that_cannot_be_scored_is_named_or_skipped(questions):
+    questions.write_text(questions.read_text() + '{"question": "why?", "answer": "who knows"}\n')
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]"]
+    refused = command(*words, code=2).err
+    assert f"{questions}:5" in refused
+    assert "has no number in its answer" in refused
+    assert "skipped  1 rows" in command(*words, "data.on_error=skip").out
+
+
+@pytest.mark.slow
+def test_tokens_are_counted_by_the_tokenizer_that_is_named(questions):
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[{name: length, max: 12}]"]
+    assert "there is no tokenizer" in command(*words, code=2).err
+    by_bytes = command(*words, "tokenizer.path=demo:bytes", "format=json").out
+    assert json.loads(by_bytes)["reward"]["mean"] == 0  # "It is\n#### 0": 12 bytes
+
+
+def test_what_is_scored_and_by_what_must_be_named():
+    said = command("rewards", code=2).err
+    assert "objective.rewards=[number]" in said
+    assert "data.path=questions.jsonl" in said

@@ -406,6 +406,7 @@ def test_wrong_values_are_refused(train, bad):
         (3, ["sharding=ddp"], [1]),
         pytest.param(2, ["sharding=ddp"], [0, 1], marks=pytest.mark.faults),
         pytest.param(4, ["sharding=hsdp", "sharding.replicas=2"], [1, 3], marks=pytest.mark.faults),
+        (4, ["sharding.tensor=2", "sharding.context=2"], [0, 1]),
     ],
 )
 def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(

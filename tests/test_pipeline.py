@@ -1,13 +1,8 @@
 """Pipeline parallelism: stages compute what one plain process does."""
 
-import signal
-from functools import partial
-
-import inject
 import pytest
 import torch
 import torch.distributed as dist
-from inject import SPIKED
 from layouts import (
     ROW,
     VOCABULARY,
@@ -17,9 +12,9 @@ from layouts import (
     take_steps_on_rows,
 )
 from schedules import followed
-from stored import assert_bitwise_equal, checkpoint, newest, stored, tensors
+from stored import checkpoint, newest, stored, tensors
 from torch.distributed.tensor import DTensor
-from world import SPIKY, read_lines, write_chats
+from world import read_lines, write_chats
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.context import choose_context_method
@@ -298,27 +293,6 @@ def test_a_step_with_fewer_micro_batches_is_filled_up(train, tmp_path):
     assert run.column("tokens") == expected.column("tokens")
     assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_faults_inside_a_stage_are_met_by_all_stages_alike(train):
-    """A gradient that is not finite in the last stage, a spike, then a signal to the first one."""
-    how = [*SPIKY, "train.on_spike=rewind", "batch.micro_rows=1", "sharding.pipeline=2"]
-    how += [f"train.steps={SPIKED + 4}"]
-    faults = [inject.infinite_gradient(3), inject.garbage()]
-    whole = train("whole", *how, ranks=2, seam=inject.together(*faults))
-    assert [event["step"] for event in whole.event("skipped")] == [3]
-    (rewound,) = whole.event("rewind")
-    assert (rewound["step"], rewound["to"]) == (SPIKED, 18)
-
-    signal_once = inject.at("backward", partial(inject.send, signal.SIGUSR1), rank=0, nth=60)
-    stopped = train("stopped", *how, ranks=2, seam=inject.together(*faults, signal_once), code=75)
-    step = len(stopped.metrics)
-    assert SPIKED > step > 3
-    assert stopped.checkpoints[-1] == f"step-{step:08d}"
-    ended = train("stopped", *how, ranks=2, seam=inject.garbage())
-    assert ended.column("loss") == whole.column("loss")
-    assert_bitwise_equal(stored(newest(ended)), stored(newest(whole)))
 
 
 def imported(folder):

@@ -444,7 +444,7 @@ def tell_phase(point, real, *args, **options):
     return real(*args, **options)
 
 
-LONG_WAITS = ("checkpoint_wait", "compare_replicas", "records_write")
+LONG_WAITS = ("checkpoint_wait", "compare_copies", "records_write")
 """For the rest of a failed save, for replicas' digests, for the records' disk."""
 
 
@@ -467,6 +467,6 @@ def test_waits_that_may_be_long_are_no_ordinary_phases(train):
     assert told <= {
         ("checkpoint_wait", "staging"),
         ("checkpoint_wait", "end"),
-        ("compare_replicas", "check"),
+        ("compare_copies", "check"),
         ("records_write", "log"),
     }

@@ -182,7 +182,7 @@ class Train:
     check_every: int | None = key(
         None,
         "look for silent data corruption every so many steps: compute a micro-batch twice,"
-        " compare replicas bit by bit, also before a checkpoint; null: never",
+        " compare copies of weights bit by bit, also before a checkpoint; null: never",
         minimum=1,
     )
     deterministic: bool = key(

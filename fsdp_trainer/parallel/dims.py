@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.config.dimensions import (
     dimension_sizes,
@@ -159,11 +160,21 @@ class Dims:
         """
         return replication_factor(parameter, self.ranks // self.sizes["pipeline"])
 
+    def holders(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the ranks of this rank's stage that hold the same part of a tensor, with this one.
+
+        A plain tensor is the same on all of them.
+        """
+        if not isinstance(tensor, DTensor):
+            return tuple(next(ranks for ranks in self.stages() if dist.get_rank() in ranks))
+        mesh = tensor.device_mesh
+        places = zip(tensor.placements, mesh.get_coordinate() or (), strict=True)
+        index = [slice(None) if placement.is_replicate() else i for placement, i in places]
+        return tuple(mesh.mesh[tuple(index)].flatten().tolist())
+
     def groups_along(self, name: str) -> list[list[int]]:
         """Return groups of ranks, each of which differ in dimension `name` alone."""
-        ranks = torch.arange(self.ranks).view(*self.sizes.values())
-        axis = list(self.sizes).index(name)
-        return ranks.movedim(axis, -1).reshape(-1, self.sizes[name]).tolist()
+        return groups_along(name, self.sizes)
 
     def stages(self) -> list[list[int]]:
         """Return the ranks of each stage of the pipeline: they do the same work."""
@@ -180,3 +191,12 @@ class Dims:
         kinds = {"cpu", self.mesh.device_type}
         counts = [sequence_number(group, kind) for group in groups.values() for kind in kinds]
         return lambda: sum(count() for count in counts)
+
+
+def groups_along(name: str, sizes: dict[str, int]) -> list[list[int]]:
+    """Return groups of ranks, each of which differ in dimension `name` alone.
+
+    sizes: of all dimensions, outermost first.
+    """
+    ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
+    return np.moveaxis(ranks, list(sizes).index(name), -1).reshape(-1, sizes[name]).tolist()

@@ -67,7 +67,7 @@ from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.compilations import CompilationLog
-from fsdp_trainer.training.corruption import Corruption
+from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.describe import describe
 from fsdp_trainer.training.gradients import GradientSync
@@ -226,7 +226,7 @@ def build(
         forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
-            cfg.train.check_every, observer.event, dims.groups_along("replicate")
+            cfg.train.check_every, observer.event, partial(ranks_with_copies, model, dims)
         ),
         data=data,
         validation=validation,

@@ -7,19 +7,25 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import compress
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.state import parameter_of
 from fsdp_trainer.distributed import gather, local_part
 from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.launch.facts import spans
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.pipeline import copies_in_stages
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOSS, ACTIVATIONS, SUMS = "loss", "gradient of the activations", "sums of the parameters' gradients"
 OWN = {LOSS, ACTIVATIONS}
-"""Results that a rank alone computes. SUMS are wrong on all ranks if one rank or the network is."""
+"""Results of a rank, or of those that share its rows. SUMS are wrong on all ranks if one rank or
+the network is."""
+Ranks = tuple[int, ...]
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
@@ -29,7 +35,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     """
     parts = [local_part(tensor) for tensor in tensors]
     sums = [part.view(INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in parts]
-    return torch.stack([total.to(sums[0].device) for total in sums]).tolist()
+    return torch.stack([total.to(sums[0].device) for total in sums]).tolist() if sums else []
 
 
 def differences(one: dict[str, list[int]], other: dict[str, list[int]]) -> set[str]:
@@ -37,11 +43,36 @@ def differences(one: dict[str, list[int]], other: dict[str, list[int]]) -> set[s
     return {name for name, value in one.items() if value != other[name]}
 
 
-def outvoted(ranks: list[int], values: list[int]) -> list[int]:
+def outvoted(ranks: list[int], values: dict[int, int]) -> list[int]:
     """Return those of `ranks` that do not have the value of the majority; without one, all."""
     value, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
     majority = 2 * count > len(ranks)
     return [rank for rank in ranks if values[rank] != value] if majority else ranks
+
+
+def find_odd(by_rank: list[dict[int, int]]) -> dict[int, list[int]]:
+    """Return the ranks without the value of the majority, by key; keys without such are left out.
+
+    by_rank: of each rank the values that it should share with all others that have the key.
+    """
+    holders: dict[int, list[int]] = {}
+    for rank, values in enumerate(by_rank):
+        for key in values:
+            holders.setdefault(key, []).append(rank)
+    odd = {
+        key: outvoted(ranks, {rank: by_rank[rank][key] for rank in ranks})
+        for key, ranks in holders.items()
+    }
+    return {key: ranks for key, ranks in odd.items() if ranks}
+
+
+def ranks_with_copies(model: Decoder, dims: Dims, name: str, tensor: Tensor) -> Ranks:
+    """Return the ranks that hold the same part as this one of a tensor of a checkpoint."""
+    ranks = dims.holders(tensor)
+    if copies_in_stages(parameter_of(name), model) == 1:
+        return ranks
+    first, *_, last = dims.stages()
+    return tuple(stage[rank % len(stage)] for stage in (first, last) for rank in ranks)
 
 
 @dataclass
@@ -52,8 +83,8 @@ class Corruption:
     """Steps between two checks; None: there are none."""
     record: Callable[..., None]
     """record(event, **details) writes to events.jsonl."""
-    replicas: list[list[int]]
-    """Ranks with the same shard."""
+    holders: Callable[[str, Tensor], Ranks]
+    """holders(name, tensor) returns the ranks that hold this rank's part of it, this one too."""
     not_deterministic: set[str] = field(default_factory=set)
     """Results that some rank's kernels never compute twice alike: no longer compared."""
 
@@ -103,26 +134,37 @@ class Corruption:
         how = f"computed a micro-batch of step {step:,} twice with different results ({what})"
         self._fail(step, ranks, how)
 
-    def check_replicas(self, step: int, state: dict[str, Tensor]) -> None:
-        """Raise RunFailed unless replicas hold the same bits. Without replicas, compare nothing.
+    def check_copies(self, step: int, state: dict[str, Tensor]) -> None:
+        """Raise RunFailed unless ranks that hold the same part of a tensor hold the same bits.
 
-        state: weights and optimizer state by name.
+        state: weights and optimizer state by name. Without copies, compare nothing.
         """
-        if len(self.replicas[0]) == 1:
-            return
-        mine = digests(state.values())
-        hashes = gather(hash(tuple(mine)))
-        odd = [rank for group in self.replicas for rank in outvoted(group, hashes)]
+        names: dict[Ranks, list[str]] = {}
+        for name, tensor in state.items():
+            names.setdefault(self.holders(name, tensor), []).append(name)
+        shared = {ranks: group for ranks, group in names.items() if len(ranks) > 1}
+        order = [name for group in shared.values() for name in group]
+        by_name = dict(zip(order, digests(state[name] for name in order), strict=True))
+        hashes = {ranks: hash(tuple(by_name[n] for n in group)) for ranks, group in shared.items()}
+        by_rank = gather({hash(ranks): value for ranks, value in hashes.items()})
+        odd = find_odd(by_rank)
         if not odd:
             return
-        by_rank = gather(mine)
-        group = next(group for group in self.replicas if odd[0] in group)
-        differ = [len(set(values)) > 1 for values in zip(*(by_rank[r] for r in group), strict=True)]
-        # in a pipeline other stages hold other weights
-        first, *others = compress(gather(list(state))[group[0]], differ)
+        mine = {hash(ranks): {n: by_name[n] for n in group} for ranks, group in shared.items()}
+        kept = gather({key: values for key, values in mine.items() if key in odd})
+        key = next(iter(odd))
+        holders = [rank for rank, groups in enumerate(kept) if key in groups]
+        first, *others = [
+            name
+            for name in kept[holders[0]][key]
+            if len({kept[rank][key][name] for rank in holders}) > 1
+        ]
         more = f" and {len(others)} more" if others else ""
-        how = f"held other bits than the replicas after step {step:,}: {first}{more}"
-        self._fail(step, odd, how)
+        how = (
+            f"held other bits than the rest of ranks {spans(holders)}, which have the same part, "
+            f"after step {step:,}: {first}{more}"
+        )
+        self._fail(step, sorted(set().union(*odd.values())), how)
 
     def _fail(self, step: int, ranks: list[int], how: str) -> None:
         """Record and raise what was found. ranks: one of them did it; none: it may be any."""

@@ -4,7 +4,9 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.distributed import local_part, to_device_of
 from fsdp_trainer.parallel.dims import Dims
@@ -28,6 +30,37 @@ class GradientSync:
 
 
 @torch.no_grad()
+def share_copied_gradients(model: nn.Module, dims: Dims) -> None:
+    """Give the ranks of a tensor group the same gradients of what they hold copies of. Collective.
+
+    The tensor group sums them first, then each of its ranks sums over other ranks, in an order that
+    the backend chooses for each group: copies could differ by rounding, and drift apart.
+    """
+    group = dims.group("tensor")
+    if group is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None and is_copied_in_tensor_group(parameter):
+            part = local_part(parameter.grad)
+            by_dtype.setdefault(part.dtype, []).append(part)
+    for parts in by_dtype.values():
+        together = torch.cat([part.reshape(-1) for part in parts])
+        dist.broadcast(together, group=group, group_src=0)
+        sizes = [part.numel() for part in parts]
+        pairs = zip(together.split(sizes), parts, strict=True)
+        torch._foreach_copy_(parts, [values.view_as(part) for values, part in pairs])
+
+
+def is_copied_in_tensor_group(parameter: Tensor) -> bool:
+    """Return whether all ranks of a tensor group hold the same part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and parameter.placements[names.index("tensor")].is_replicate()
+
+
+@torch.no_grad()
 def clip_gradients(
     model: Any,
     dims: Dims,
@@ -40,6 +73,7 @@ def clip_gradients(
     Returns the global norm before both: float32 scalar on the gradients' device, the same on every
     rank. scale: of the loss, by which all gradients are divided first.
     """
+    share_copied_gradients(model, dims)
     parts: dict[int, list[Tensor]] = {}  # by replication factor
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

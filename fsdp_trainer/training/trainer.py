@@ -261,7 +261,7 @@ class Trainer:
         if self.checkpoint_due:
             self.save()
         elif self.corruption.is_due(self.progress.step):
-            self.check_replicas()
+            self.check_copies()
         if long:
             self.stop_if_agreed()
 
@@ -421,7 +421,7 @@ class Trainer:
             return
         if self.corruption.every:
             with self.step_log.clock.excluded():
-                self.check_replicas()
+                self.check_copies()
         phases.enter("staging")
         started = time.perf_counter()
         self.settle_save(report_wait=True)  # its failure may change which step is the best
@@ -488,10 +488,10 @@ class Trainer:
         for name, value in self.data.state(progress).items():
             setattr(progress, name, value)
 
-    def check_replicas(self) -> None:
-        """Raise RunFailed if replicas no longer hold the same bits."""
+    def check_copies(self) -> None:
+        """Raise RunFailed if ranks no longer hold the same bits of what they should have alike."""
         phases.enter("check")
-        self.corruption.check_replicas(self.progress.step, self.tensors())
+        self.corruption.check_copies(self.progress.step, self.tensors())
 
     # --- ends
 

@@ -243,6 +243,28 @@ def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
 
 
 @pytest.mark.slow
+def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doctor, train):
+    parted = {"sharding.tensor": 4, "model.num_key_value_heads": 4}
+    words = [f"{key}={value}" for key, value in parted.items()]
+    told = doctor(*words, *QUICK, ranks=4, seam=two_nodes)
+    warning = told["warning", "sharding.tensor=4"]
+    assert "rank 0-1 (" in warning["text"]
+    assert warning["advice"] == "sharding.tensor=2"
+    run = train("run", "train.steps=1", *words, ranks=4, seam=two_nodes)
+    assert "note   sharding.tensor=4: rank 0-1 (" in run.out
+
+    told = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=two_nodes)
+    assert ("warning", "sharding.tensor=2") not in told
+    assert told["ok", "layout"]["text"] == "context 2, tensor 2"
+    assert {("ok", f"all-gather along {name}") for name in ("context", "tensor")} <= told.keys()
+
+
+def test_ranks_that_a_layout_does_not_divide_are_a_problem(doctor):
+    told = doctor("sharding.tensor=2", *QUICK, ranks=3, code=3)
+    assert told["problem", "sharding.tensor=2"]["advice"] == "Use  sharding.tensor=1"
+
+
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(
     doctor, train, tmp_path
 ):

@@ -23,11 +23,11 @@ from fsdp_trainer.launch.facts import (
     facts_of,
     flops,
     gigabytes,
-    host_name,
     judge,
     limits,
     who,
 )
+from fsdp_trainer.launch.layout import dimension_groups, layout
 from fsdp_trainer.launch.machines import (
     HostFacts,
     configuration,
@@ -93,6 +93,7 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
     if world.main:
         report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
         report.add("software", *software(everyone), *configuration(everyone))
+        report.add("software", *layout(cfg.sharding, everyone))
         report.add("environment", *environment(everyone))
     alike = world.from_main(
         "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
@@ -169,7 +170,10 @@ def network(
     }
     findings = []
     if len(ranks_of) > 1 and max(map(len, ranks_of.values())) > 1:
-        findings += within_nodes(cfg, world, everyone, ranks_of, timeout)
+        by_node = list(ranks_of.values())
+        findings += within(cfg, world, everyone, by_node, "in a node", timeout)
+    for name, groups in dimension_groups(cfg.sharding, world.size).items():
+        findings += within(cfg, world, everyone, groups, f"along {name}", timeout)
     where = f"{counted(world.size, 'rank')} on {counted(len(ranks_of), 'node')}"
     for rate in speed.collectives(world.device):
         rates = f"{gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
@@ -188,26 +192,23 @@ def network(
     return findings
 
 
-def within_nodes(
+def within(
     cfg: DoctorConfig,
     world: World,
     everyone: Sequence[HostFacts],
-    ranks_of: dict[int, list[int]],
+    groups: list[list[int]],
+    where: str,
     timeout: float,
 ) -> list[Check]:
-    """Measure collectives in each node, on all nodes at once."""
-    groups = {node: dist.new_group(ranks) for node, ranks in ranks_of.items()}
-    own = speed.collectives(world.device, groups[world.node])
-    rates = world.to_main("within", own, timeout)
+    """Measure collectives in each group, in all at once. groups: each rank is in one of them."""
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    own = speed.collectives(world.device, group)
+    rates = world.to_main(f"collectives {where}", own, timeout)
     findings = []
     for i, first in enumerate(rates[0] if world.main else ()):
-        named = {
-            host_name(node, everyone): rates[ranks[0]][i].bus
-            for node, ranks in ranks_of.items()
-            if len(ranks) > 1
-        }
+        named = {who(ranks, everyone): rates[ranks[0]][i].bus for ranks in groups if len(ranks) > 1}
         findings += judge(
-            f"{first.name} in a node",
+            f"{first.name} {where}",
             named,
             cfg.doctor.slow,
             world.device.type,

@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import math
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from fsdp_trainer.config.check import show
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.parallel.memory_check import gib
@@ -179,6 +180,7 @@ def preflight(
         findings = [
             *compare(everyone, began, time.time()),
             *limits(everyone, world.device.type),
+            *parted_tensor_groups(cfg.sharding, everyone),
             *room(cfg, run, checkpoint),
         ]
         problems = [
@@ -282,6 +284,21 @@ def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
         )
         checks.append(Check("problem", "open files", text, "ulimit -n 65536  before the launcher"))
     return checks
+
+
+def parted_tensor_groups(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
+    """A warning if ranks of one tensor group are on several nodes."""
+    size = sharding.tensor
+    groups = [range(first, first + size) for first in range(0, len(everyone) - size + 1, size)]
+    parted = [group for group in groups if len({everyone[rank].node for rank in group}) > 1]
+    if not parted:
+        return []
+    text = (
+        f"{who(parted[0], everyone)} share each matrix: every block waits four times for the"
+        " network between nodes"
+    )
+    within = math.gcd(size, *Counter(facts.node for facts in everyone).values())
+    return [Check("warning", f"sharding.tensor={size}", text, f"sharding.tensor={within}")]
 
 
 def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:

@@ -107,6 +107,8 @@ def threads_problem(facts: HostFacts, ranks: int, world: World) -> Check | None:
         f" on {counted(facts.cores, 'core')} of {facts.host}"
     )
     advice = f"OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
+    if facts.threads == 1:
+        advice = f"launch.nproc_per_node={facts.cores}"
     if idle:
         advice += " ; torchrun sets 1 where nothing is said"
     return Check("warning", "OMP_NUM_THREADS", text, advice)

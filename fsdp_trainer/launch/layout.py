@@ -1,0 +1,38 @@
+"""The dimensions of a layout on the nodes of a cluster, as `doctor` and `train` look at them."""
+
+from collections.abc import Sequence
+
+from fsdp_trainer.config.dimensions import dimension_sizes, expert_sizes, layout_problem
+from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.launch.facts import Check, RankFacts, parted_tensor_groups
+from fsdp_trainer.parallel.dims import groups_along
+
+
+def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
+    """The sizes of the dimensions, and whether the ranks can be arranged in them."""
+    ranks = len(everyone)
+    problem = layout_problem(sharding, ranks)
+    if problem is not None:
+        reason, _, advice = problem.why.partition("\n")
+        return [Check("problem", problem.what, reason, advice.strip())]
+    sizes = {name: size for name, size in dimension_sizes(sharding, ranks).items() if size > 1}
+    if sharding.expert > 1:
+        sizes["expert"] = sharding.expert
+    if set(sizes) <= {"shard"}:
+        return []
+    named = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return [Check("ok", "layout", named), *parted_tensor_groups(sharding, everyone)]
+
+
+def dimension_groups(sharding: Sharding, ranks: int) -> dict[str, list[list[int]]]:
+    """Groups of ranks that differ in one dimension alone, by its name.
+
+    Left out are dimensions of one rank and of all, and all of them where ranks do not divide.
+    """
+    if layout_problem(sharding, ranks) is not None:
+        return {}
+    sizes = dimension_sizes(sharding, ranks)
+    groups = {name: groups_along(name, sizes) for name, n in sizes.items() if 1 < n < ranks}
+    if 1 < sharding.expert < ranks:
+        groups["expert"] = groups_along("expert", expert_sizes(sharding, ranks))
+    return groups

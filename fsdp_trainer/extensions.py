@@ -66,7 +66,7 @@ REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
     "objective": ("sft", "dpo", "ipo", "simpo", "orpo"),
     "metric": ("loss", "objective", "loss_by_source", "pairs"),
-    "reward": ("exact", "number", "regex", "length"),
+    "reward": ("exact", "number", "regex", "length", "code", "http"),
 }
 """Names that the program has itself."""
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,12 @@
 """Rewards: what they give for an answer, how they are configured, and how they are tried."""
 
 import json
+import os
+import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import world
@@ -117,6 +123,9 @@ def test_rewards_are_added_with_their_weights():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        ({"name": "http", "url": "localhost:8000"}, "needs an address"),
+        ({"name": "http", "url": "http://me:secret@host/"}, "has a password in it"),
+        ({"name": "http", "url": "http://host/", "token_env": "NO_SUCH"}, "is not set"),
         ("numbr", "Did you mean  number ?"),
         ("exact_match", "Did you mean  exact ?"),
         ("fsdp_trainer.rewards.exact.Exact", "there is no such reward"),
@@ -208,3 +217,185 @@ def test_what_is_scored_and_by_what_must_be_named():
     said = command("rewards", code=2).err
     assert "objective.rewards=[number]" in said
     assert "data.path=questions.jsonl" in said
+
+
+ADDS = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+PATIENT = {"name": "code", "seconds": 300}  # the machine may be busy
+SMALL = {"cpu_seconds": 1, "memory_mib": 200, "workers": 4}
+RUNAWAYS = {
+    "forks": "import os\nwhile True: os.fork()",
+    "starts a process": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "loops": "while True: pass",
+    "allocates": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "prints": "while True: print('x' * 10_000)",
+    "writes": "open('file', 'w').write('x')",
+    "writes elsewhere": "open('PATH', 'a').write('x')",
+    "removes": "import os; os.unlink('PATH')",
+    "reads elsewhere": "open('PATH').read()",
+    "floods the verdict": "import os\nwhile True: [os.write(fd, b'x' * 999) for fd in range(3, 9)]",
+    "signals": "import os; os.kill(os.getppid(), 9)",
+    "signals all": "import os; os.kill(-1, 9)",
+    "signals by a socket": "import fcntl, os, socket\na, b = socket.socketpair()\n"
+    "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())",
+    "connects": "import socket; socket.create_connection(('127.0.0.1', 80))",
+    "ends early": "import os; os._exit(0)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "raises its limit": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (9, 9))",
+    "sees secrets": "import os; assert 'HOME' in os.environ",
+}
+
+
+def scores_of(entry, answers, row):
+    return score(make_rewards([entry]), [Attempt("?", answer, row) for answer in answers])[0]
+
+
+def children(of=None):
+    tasks = Path(f"/proc/{of or os.getpid()}/task")
+    return {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+
+
+@pytest.mark.slow
+def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
+    good = [
+        ADDS,
+        "def add(a, b): return a + b",
+        "import asyncio, threading, random, json\nasync def one(): return 1\nasyncio.run(one())\n"
+        "threading.Thread(target=int).start()\ndef add(a, b): return a + b",
+    ]
+    row = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
+    assert scores_of(PATIENT, good, row) == [1, 1, 1]
+    half = "def add(a, b): return 0"
+    assert scores_of(PATIENT, [half, "def add(", "no code"], row) == [0, 0, 0]
+    assert scores_of(PATIENT | {"partial": True}, [half, *good[:1]], row) == [0.5, 1]
+    human = {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}
+    assert scores_of(PATIENT, [ADDS, half], human) == [1, 0]
+    as_json = {"checks": json.dumps(row["test_list"]), "test_setup_code": "one = 1"}
+    uses_setup = "def add(a, b): return a + b * one"
+    assert scores_of(PATIENT | {"field": "checks"}, [uses_setup], as_json) == [1]
+
+
+@pytest.mark.slow
+def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    other = tmp_path / "other.txt"
+    other.write_text("data")
+    before = children()
+    answers = [code.replace("PATH", str(other)) for code in RUNAWAYS.values()]
+    scores = scores_of(PATIENT | SMALL, answers, {"tests": "pass"})
+    assert dict(zip(RUNAWAYS, scores, strict=True)) == dict.fromkeys(RUNAWAYS, 0)
+    sleeps = "import time; time.sleep(1000)"
+    assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
+    assert children() == before
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert other.read_text() == "data"
+
+
+def test_code_where_it_cannot_be_confined_is_refused(monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.rewards.code.run_confined", lambda *_: "unprotected")
+    with pytest.raises(UserError, match="cannot be scored"):
+        scores_of("code", [ADDS], {"tests": "pass"})
+
+
+def test_a_row_without_tests_is_refused():
+    (reward,) = make_rewards(["code"])
+    assert "'tests' or 'test_list' or 'test'" in reward.row_problem({"prompt": "a"}, None)
+    assert reward.row_problem({"tests": "pass"}, None) is None
+
+
+@pytest.fixture
+def scorer(monkeypatch):
+    """A server that answers with what the test puts into `replies`, and keeps the requests."""
+    monkeypatch.setattr("fsdp_trainer.rewards.http.PAUSE_SECONDS", 0.0)
+    replies, requests = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.headers, json.loads(body)))
+            status, content = replies.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}/score"
+    yield SimpleNamespace(url=address, replies=replies, requests=requests)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+    entry = {"name": "http", "url": scorer.url, "rows": 2, "token_env": "KEY"}
+    scorer.replies += [(200, b'{"scores": [1, 0.5]}'), (200, b"[-1]")]
+    assert scores_of(entry, ["a", "b", "c"], {"id": 7}) == [1, 0.5, -1]
+    headers, body = scorer.requests[0]
+    assert headers["Authorization"] == "Bearer secret"
+    first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
+    assert body["attempts"][0] == first | {"finished": True}
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
+    scorer.replies += [(503, b"busy"), (429, b"slower"), (200, b"[1]")]
+    assert scores_of({"name": "http", "url": scorer.url}, ["a"], {}) == [1]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message", "requests"),
+    [
+        (503, b"out of\nluck", "HTTP 503 Service Unavailable: out of$", 3),
+        (404, b"no such page", "HTTP 404 Not Found: no such page", 1),
+        (200, b"<html>", "no JSON: <html>", 1),
+        (200, b'{"score": 1}', "a list of numbers", 1),
+        (200, b"[1, 2]", "2 numbers for 1 answers", 1),
+        (200, b"[true]", "a list of numbers", 1),
+    ],
+)
+def test_a_server_without_scores_ends_the_run_with_its_address(
+    scorer, status, content, message, requests
+):
+    scorer.replies += [(status, content)] * 3
+    with pytest.raises(RunFailed, match=message) as failed:
+        scores_of({"name": "http", "url": scorer.url, "retries": 2}, ["a"], {})
+    assert scorer.url in str(failed.value)
+    assert len(scorer.requests) == requests
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.rewards.http.PAUSE_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match=r"http://127\.0\.0\.1:1/.*Connection refused"):
+        scores_of({"name": "http", "url": "http://127.0.0.1:1/"}, ["a"], {})
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_is_raised_on_all(world):
+    message = "a reward failed: ZeroDivisionError: division by zero"
+    assert world.call(2, score_on_a_rank) == [(message, [[]]), (message, [[0.0]])]
+
+
+def score_on_a_rank():
+    """(message, scores) of a rank, of which the second alone fails, then of none that fails."""
+    import torch.distributed as dist
+
+    from fsdp_trainer.rewards.ranks import score_on_ranks
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    attempts = [Attempt("?", "a", {})] * rank  # ranks may have other numbers of answers
+    extensions.REWARDS["fails"] = lambda attempts: [1 / 0 for _ in attempts]
+    try:
+        score_on_ranks(make_rewards(["fails"]), attempts)
+        message = ""
+    except RunFailed as error:
+        message = error.args[0]
+    finally:
+        extensions.REWARDS.clear()
+    return message, score_on_ranks(make_rewards(["exact"]), attempts)

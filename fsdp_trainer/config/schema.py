@@ -650,8 +650,9 @@ class ObjectiveChoice:
     )
     rewards: list[str | dict[str, Any]] = key(
         [],
-        "what scores answers: a list of exact, number, regex, length or your own (--import), each"
-        " a name or a mapping with its settings, as [number, {name: length, max: 512}]",
+        "what scores answers: a list of exact, number, regex, length, code, http or your own"
+        " (--import), each a name or a mapping with its settings, as"
+        " [number, {name: length, max: 512}]",
     )
 
 

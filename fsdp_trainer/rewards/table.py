@@ -11,16 +11,22 @@ from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import REWARDS as REGISTERED
 from fsdp_trainer.rewards.base import FunctionReward, Reward
+from fsdp_trainer.rewards.code import Code
 from fsdp_trainer.rewards.exact import Exact
+from fsdp_trainer.rewards.http import Http
 from fsdp_trainer.rewards.length import Length
 from fsdp_trainer.rewards.number import Number
 from fsdp_trainer.rewards.regex import Regex
 
-REWARDS: dict[str, type[Reward]] = {kind.name: kind for kind in (Exact, Number, Regex, Length)}
+REWARDS: dict[str, type[Reward]] = {
+    kind.name: kind for kind in (Exact, Number, Regex, Length, Code, Http)
+}
 SYNONYMS = {
     "exact_match": "exact", "equal": "exact", "match": "exact", "accuracy": "exact",
     "math": "number", "numeric": "number", "gsm8k": "number", "boxed": "number",
     "regexp": "regex", "pattern": "regex", "format": "regex",
+    "python": "code", "unit_test": "code", "unit_tests": "code", "tests": "code",
+    "url": "http", "https": "http", "server": "http", "remote": "http",
     "overlong": "length", "soft_overlong": "length", "len": "length",
 }  # fmt: skip
 """Other names of rewards."""

@@ -1,0 +1,169 @@
+"""The reward `code`: the answer's Python passes the row's tests, in a process of its own."""
+
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fsdp_trainer.config.schema import key
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.process import cores
+from fsdp_trainer.rewards.base import Attempt, Reward
+from fsdp_trainer.rewards.sandbox import UNPROTECTED
+
+SANDBOX = Path(__file__).with_name("sandbox.py")
+BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+LANGUAGES = ("", "python", "py", "python3")
+TESTS = ("tests", "test_list", "test", "assertions")
+"""Columns with tests, where none is named."""
+SETUP = ("test_setup_code", "test_imports")
+"""Columns with code that comes before them, as MBPP has it."""
+MOST_OUTPUT = 4096
+"""Bytes of a verdict; what writes more is ended."""
+# no settings, keys and tokens of this process; libraries that would start a thread for each core
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+NOT_CONFINED = (
+    "this system cannot confine the code of answers: it takes Linux on x86_64 or aarch64 with"
+    " seccomp.\nScore them elsewhere, with  {name: http, url: …}"
+)
+
+
+@dataclass(frozen=True)
+class Code(Reward):
+    """1 for an answer whose Python code passes all tests of the row, else 0.
+
+    The code is the answer's last block of Python between ```, else all of it.
+    """
+
+    name: ClassVar[str] = "code"
+    field: str | None = key(
+        None, "the column of the tests: Python, or a list of it; null: tests, test_list or test"
+    )
+    partial: bool = key(False, "the share of the tests that pass, not all or nothing")
+    cpu_seconds: int = key(4, "processor time that an answer may take", minimum=1)
+    seconds: float = key(20.0, "time until it is ended, whatever it does", above=0)
+    memory_mib: int = key(512, "MiB of addresses that it may use", minimum=64)
+    workers: int | None = key(
+        None, "answers that run at the same time; null: a rank's share of the cores", minimum=1
+    )
+
+    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+        """Return why answers to a row cannot be scored; None if they can."""
+        if self._tests(row):
+            return None
+        wanted = repr(self.field) if self.field else " or ".join(map(repr, TESTS[:3]))
+        columns = " ".join(row) or "none"
+        return f"has no {wanted}, which the reward {self.title} needs; its columns: {columns}"
+
+    def score(self, attempts: Sequence[Attempt]) -> list[float]:
+        """Return a score of each attempt."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        workers = self.workers or max(1, cores() // ranks)
+        with (
+            tempfile.TemporaryDirectory(prefix="fsdp_trainer_code_") as folder,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            return list(pool.map(lambda attempt: self._score(attempt, folder), attempts))
+
+    def _score(self, attempt: Attempt, folder: str) -> float:
+        tests = self._tests(attempt.row)
+        if not tests:
+            return 0.0
+        token = secrets.token_hex(16)
+        job = {
+            "code": "\n".join([*setup_of(attempt.row), code_of(attempt.answer)]),
+            "tests": tests,
+            "partial": self.partial,
+            "cpu_seconds": self.cpu_seconds,
+            "memory_mib": self.memory_mib,
+            "token": token,
+        }
+        verdict = run_confined(job, folder, self.seconds)
+        if verdict == UNPROTECTED:
+            raise UserError("code cannot be scored", [Problem("code", NOT_CONFINED)])
+        given, _, passed = verdict.partition(" ")
+        if given != token or not passed.isdecimal():
+            return 0.0
+        share = min(int(passed), len(tests)) / len(tests)
+        return share if self.partial else float(share == 1)
+
+    def _tests(self, row: dict[str, Any]) -> list[str]:
+        """Return the tests of a row, each a text of Python."""
+        columns = (self.field,) if self.field else TESTS
+        value = next((row[name] for name in columns if row.get(name)), None)
+        tests = lines_of(value)
+        if tests and isinstance(row.get("entry_point"), str):  # as HumanEval has it
+            tests = ["\n".join([*tests, f"check({row['entry_point']})"])]
+        return tests
+
+
+def code_of(answer: str) -> str:
+    """Return the last block of Python of an answer, or all of it where it has none."""
+    blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in LANGUAGES]
+    return blocks[-1] if blocks else answer
+
+
+def setup_of(row: dict[str, Any]) -> list[str]:
+    """Return the code of a row that comes before the answer's."""
+    return [line for name in SETUP for line in lines_of(row.get(name))]
+
+
+def lines_of(value: Any) -> list[str]:
+    """Return a column's texts: of a list all, also where it is written as JSON."""
+    if isinstance(value, str) and value[:1] == "[":
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list):
+        return [str(text) for text in value]
+    return [str(value)] if value else []
+
+
+def run_confined(job: dict[str, Any], folder: str, seconds: float) -> str:
+    """Return the verdict of the process that runs a job, "" if it gave none in time."""
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps(job).encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(SANDBOX)],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env=ENVIRONMENT,
+            start_new_session=True,
+        )
+    with process:
+        assert process.stdout
+        try:
+            return read_verdict(process.stdout.fileno(), seconds)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def read_verdict(descriptor: int, seconds: float) -> str:
+    """Return what a process writes until it ends; "" if it writes too much or takes too long."""
+    deadline = time.monotonic() + seconds
+    content = b""
+    while len(content) <= MOST_OUTPUT:
+        remaining = deadline - time.monotonic()
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, remaining))
+        if not ready:
+            return ""
+        piece = os.read(descriptor, MOST_OUTPUT)
+        if not piece:
+            return content.decode(errors="replace")
+        content += piece
+    return ""

@@ -1,0 +1,119 @@
+"""The reward `http`: a server scores answers."""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from http.client import HTTPException
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from fsdp_trainer.config.schema import key
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.rewards.base import Attempt, Reward
+
+PAUSE_SECONDS = 1.0
+"""Wait before the second try; each later one is twice as long."""
+TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
+"""Answers of a server after which it is asked again."""
+LARGEST = 1 << 24  # bytes of an answer
+SHOWN = 200
+"""Characters of an answer in a message."""
+
+
+class RequestFailed(Exception):
+    """A request failed; args: why, and whether it may succeed later."""
+
+
+@dataclass(frozen=True)
+class Http(Reward):
+    """The numbers that a server returns for attempts sent by POST as JSON."""
+
+    name: ClassVar[str] = "http"
+    url: str | None = key(None, "where attempts are sent to, as http://localhost:8000/score")
+    timeout: float = key(60.0, "seconds that a request may take", above=0)
+    retries: int = key(3, "how often a request that failed is repeated", minimum=0)
+    rows: int = key(64, "attempts of a request", minimum=1)
+    token_env: str | None = key(
+        None, "the environment variable that holds the API key, sent as Authorization: Bearer"
+    )
+
+    def wrong_parts(self) -> str | None:
+        """Return what is wrong with its settings together; None: nothing."""
+        parts = urlsplit(self.url or "")
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            return "needs an address, as in  {name: http, url: 'http://localhost:8000/score'}"
+        if parts.username or parts.password:
+            return (
+                "url  has a password in it, which the records of a run would show.\nUse  token_env"
+            )
+        if self.token_env and not os.environ.get(self.token_env):
+            return f"token_env: {self.token_env}  is not set in this environment"
+        return None
+
+    def score(self, attempts: Sequence[Attempt]) -> list[float]:
+        """Return a score of each attempt. Raises RunFailed where the server gives none."""
+        scores: list[float] = []
+        for start in range(0, len(attempts), self.rows):
+            scores += self._scores(attempts[start : start + self.rows])
+        return scores
+
+    def _scores(self, attempts: Sequence[Attempt]) -> list[float]:
+        body = {"attempts": [asdict(attempt) for attempt in attempts]}
+        content = json.dumps(body, default=str).encode()
+        for attempt in range(self.retries + 1):
+            try:
+                return read_scores(self._post(content), len(attempts))
+            except RequestFailed as error:
+                reason, is_transient = error.args
+                if not is_transient or attempt == self.retries:
+                    tries = "" if attempt == 0 else f", the {attempt + 1} tries alike"
+                    text = f"the reward {self.title} gets no scores of {self.url}{tries}: {reason}"
+                    raise RunFailed(text) from None
+            time.sleep(PAUSE_SECONDS * 2**attempt)
+        raise AssertionError("the last try returns or raises")
+
+    def _post(self, content: bytes) -> bytes:
+        """Return what the server answers. Raises RequestFailed."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.token_env:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '')}"
+        request = urllib.request.Request(str(self.url), content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                return response.read(LARGEST)
+        except urllib.error.HTTPError as error:
+            body = first_line(error.read(LARGEST))
+            reason = f"HTTP {error.code} {error.reason}" + (f": {body}" if body else "")
+            raise RequestFailed(reason, error.code in TRANSIENT) from None
+        except (OSError, HTTPException) as error:
+            raise RequestFailed(str(getattr(error, "reason", error)) or repr(error), True) from None
+
+
+def read_scores(content: bytes, count: int) -> list[float]:
+    """Return the numbers of an answer. Raises RequestFailed for one without so many numbers."""
+    try:
+        value: Any = json.loads(content)
+    except ValueError:
+        raise RequestFailed(f"it answered no JSON: {first_line(content)}", False) from None
+    if isinstance(value, dict):
+        value = value.get("scores")
+    numbers = isinstance(value, list) and all(
+        isinstance(one, int | float) and not isinstance(one, bool) for one in value
+    )
+    if not numbers:
+        wanted = "a list of numbers, or an object with one as `scores`, is needed"
+        raise RequestFailed(f"{wanted}; it answered: {first_line(content)}", False)
+    if len(value) != count:
+        raise RequestFailed(f"{len(value)} numbers for {count} answers", False)
+    return [float(one) for one in value]
+
+
+def first_line(content: bytes) -> str:
+    """Return the first line of an answer that says something, cut where it is long."""
+    lines = content.decode(errors="replace").strip().splitlines()
+    line = lines[0] if lines else ""
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

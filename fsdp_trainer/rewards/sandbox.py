@@ -1,0 +1,220 @@
+"""The process in which the code of one answer runs: started as a script, by rewards/code.py.
+
+It imports nothing of the package. Standard input is the JSON of a `Job`; the verdict goes to
+standard output. Before the answer's code runs, the process gives up for good: all privileges, all
+system calls but those of SYSCALLS (so it starts no process, sends no signal, opens no socket and
+writes no file), reading outside of Python's own folders, and more time and memory than its limits.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+from typing import Any
+
+UNPROTECTED = "unprotected"
+"""The verdict of a system on which answers cannot be confined."""
+MACHINES = ("x86_64", "aarch64")
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# fmt: off
+SYSCALLS = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79),
+    "stat": (4, None), "lstat": (6, None), "poll": (7, None), "ppoll": (271, 73),
+    "select": (23, None), "pselect6": (270, 72), "lseek": (8, 62), "mmap": (9, 222),
+    "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "madvise": (28, 233), "mincore": (27, 232), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "pread64": (17, 67), "readv": (19, 65), "access": (21, None), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17),
+    "getdents64": (217, 61), "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44),
+    "pipe2": (293, 59), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "socketpair": (53, 199), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "getcpu": (309, 168),
+    "membarrier": (324, 283), "futex": (202, 98), "set_robust_list": (273, 99), "rseq": (334, 293),
+    "nanosleep": (35, 101), "clock_nanosleep": (230, 115), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None), "times": (100, 153),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "uname": (63, 160), "setitimer": (38, 103),
+    "getitimer": (36, 102), "alarm": (37, None), "getpid": (39, 172), "gettid": (186, 178),
+    "getppid": (110, 173), "getuid": (102, 174), "geteuid": (107, 175), "getgid": (104, 176),
+    "getegid": (108, 177), "getrlimit": (97, 163), "getrandom": (318, 278),
+    "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
+}
+"""Numbers of the system calls that are allowed, on x86_64 and on aarch64."""
+CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
+    (56, 220), (435, 435), (2, None), (257, 56), (302, 261), (72, 25), (16, 29)
+)
+"""Numbers of system calls that are allowed with some arguments only."""
+# fmt: on
+CLONE_THREAD = 0x10000
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+SIGNALLING = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a signal to whom they name
+HARMLESS = (0x5401, 0x5421, 0x5451)  # TCGETS, FIONBIO, FIOCLEX: asyncio's
+NO_SUCH_CALL, REFUSED = 38, 13  # ENOSYS: glibc goes on with clone; EACCES
+# linux/filter.h, linux/seccomp.h
+LOAD, EQUALS, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
+ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+# linux/landlock.h: rights to files of its first versions; reading them and folders
+CREATE_RULESET, ADD_RULE, RESTRICT = 444, 445, 446
+RIGHTS, READ = (1 << 13) - 1, 1 << 2 | 1 << 3
+NO_NEW_PRIVILEGES, SET_FILTER, DIE_WITH_PARENT, DUMPABLE = 38, 22, 1, 4  # of prctl(2)
+
+
+class Instruction(ctypes.Structure):
+    """`struct sock_filter`: one instruction of a filter of system calls."""
+
+    _fields_ = [
+        ("code", ctypes.c_uint16),
+        ("if_true", ctypes.c_uint8),
+        ("if_false", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    ]
+
+
+class Filter(ctypes.Structure):
+    """`struct sock_fprog`."""
+
+    _fields_ = [("size", ctypes.c_uint16), ("first", ctypes.POINTER(Instruction))]
+
+
+class FolderRule(ctypes.Structure):
+    """`struct landlock_path_beneath_attr`."""
+
+    _pack_ = 1
+    _fields_ = [("rights", ctypes.c_uint64), ("folder", ctypes.c_int32)]
+
+
+def main() -> None:
+    """Read a job, run it, and write the verdict: its token and how many tests passed."""
+    job = json.load(sys.stdin)
+    verdict = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    try:
+        confine(job["cpu_seconds"], job["memory_mib"])
+    except (OSError, KeyError, AttributeError):
+        os.write(verdict, UNPROTECTED.encode())
+        os._exit(1)
+    passed = run(job)
+    os.write(verdict, f"{job['token']} {passed}".encode())
+    os._exit(0)
+
+
+def run(job: dict[str, Any]) -> int:
+    """Return how many of a job's tests pass after the answer's code."""
+    names: dict[str, Any] = {"__name__": "answer"}
+    passed = 0
+    try:
+        exec(compile(job["code"], "answer.py", "exec"), names)
+    except BaseException:
+        return 0
+    for test in job["tests"]:
+        try:
+            exec(compile(test, "test.py", "exec"), names)
+            passed += 1
+        except BaseException:
+            if not job["partial"]:
+                break
+    return passed
+
+
+def confine(cpu_seconds: int, memory_mib: int) -> None:
+    """Give up all that an answer must not do. Raises OSError where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    machine = platform.machine()
+    filter_rules = rules_for(machine)
+    parent = os.getppid()
+    libc.prctl(DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(DUMPABLE, 0, 0, 0, 0)
+    limit(resource.RLIMIT_CPU, cpu_seconds)
+    limit(resource.RLIMIT_AS, memory_mib << 20)
+    limit(resource.RLIMIT_FSIZE, 0)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_NOFILE, 64)
+    if os.getppid() != parent:
+        os._exit(1)
+    check(libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    read_only(libc, [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", os.getcwd()])
+    drop_capabilities(libc)
+    program = (Instruction * len(filter_rules))(*filter_rules)
+    check(libc.prctl(SET_FILTER, 2, ctypes.byref(Filter(len(program), program)), 0, 0))
+
+
+def limit(which: int, value: int) -> None:
+    """Set a limit that cannot be raised again, unless it is lower already."""
+    hard = resource.getrlimit(which)[1]
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def read_only(libc: ctypes.CDLL, folders: list[str]) -> None:
+    """Let files be read in these folders alone; a kernel without Landlock stays as it is."""
+    handled = ctypes.c_uint64(RIGHTS)
+    rules = libc.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0)
+    if rules < 0:
+        return
+    for folder in filter(os.path.isdir, folders):
+        opened = os.open(folder, os.O_PATH)
+        rule = FolderRule(READ, opened)
+        check(libc.syscall(ADD_RULE, rules, 1, ctypes.byref(rule), 0))
+        os.close(opened)
+    check(libc.syscall(RESTRICT, rules, 0))
+    os.close(rules)
+
+
+def drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Give up root's privileges."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def check(result: int) -> None:
+    """Raise OSError for a call of the C library that failed."""
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "the system refused to confine the process")
+
+
+def rules_for(machine: str) -> list[Instruction]:
+    """Return the filter of system calls. Raises KeyError for a machine that it does not know."""
+    audit, column = AUDIT[machine], MACHINES.index(machine)
+    refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
+    allow = Instruction(RETURN, 0, 0, ALLOW)
+    rules = [
+        Instruction(LOAD, 0, 0, 4),  # the machine that the call is made for
+        Instruction(EQUALS, 1, 0, audit),
+        Instruction(RETURN, 0, 0, KILL),
+        Instruction(LOAD, 0, 0, 0),  # its number
+    ]
+    numbers = (pair[column] for pair in SYSCALLS.values())
+    rules += each(tuple(number for number in numbers if number is not None), allow)
+    no_clone3 = Instruction(RETURN, 0, 0, ERROR | NO_SUCH_CALL)
+    rules += [Instruction(EQUALS, 0, 1, CLONE3[column]), no_clone3]
+    rules += when(CLONE[column], 0, [Instruction(ANY_BIT, 0, 1, CLONE_THREAD), allow, refuse])
+    rules += when(PRLIMIT[column], 0, [Instruction(EQUALS, 0, 1, 0), allow, refuse])
+    reads = [Instruction(ANY_BIT, 1, 0, WRITES), allow, refuse]
+    rules += [*when(OPEN[column], 1, reads), *when(OPENAT[column], 2, reads)]
+    rules += when(FCNTL[column], 1, [*each(SIGNALLING, refuse), allow])
+    rules += when(IOCTL[column], 1, [*each(HARMLESS, allow), refuse])
+    return [*rules, refuse]
+
+
+def each(values: tuple[int, ...], then: Instruction) -> list[Instruction]:
+    """Return instructions that run `then` for these values of what was loaded last."""
+    return [one for value in values for one in (Instruction(EQUALS, 0, 1, value), then)]
+
+
+def when(number: int | None, place: int, then: list[Instruction]) -> list[Instruction]:
+    """Return instructions that run `then` on an argument of a system call, where it is that one."""
+    if number is None:
+        return []
+    load = Instruction(LOAD, 0, 0, 16 + 8 * place)  # both machines are little-endian
+    return [Instruction(EQUALS, 0, 1 + len(then), number), load, *then]
+
+
+if __name__ == "__main__":
+    main()

@@ -134,6 +134,15 @@ def adapter_config(folder):
             ],
         ),
         ("qwen3_moe", {}, ["adapter=lora", "adapter.targets=['*.mlp.*.up_proj','*.0.*']"]),
+        (
+            "gpt_oss",
+            {},
+            [
+                "adapter=lora",
+                "adapter.targets=[all,experts]",
+                "adapter.rank_pattern={gate_up_proj: 3}",
+            ],
+        ),
     ],
     ids=lambda value: " ".join(value).replace("adapter", "") if isinstance(value, list) else None,
 )
@@ -218,6 +227,14 @@ def test_only_a_merged_run_leaves_a_whole_model(train, world, tmp_path):
                 "target_modules": ["q_proj"],
                 "target_parameters": ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
                 "rank_pattern": {"gate_up_proj": 2},
+            },
+        ),
+        (
+            "gpt_oss",
+            {},
+            {
+                "target_modules": ["q_proj"],
+                "target_parameters": ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
             },
         ),
     ],

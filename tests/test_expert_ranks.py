@@ -173,6 +173,8 @@ CASES = {
         {"sharding": {"expert": 2, "tensor": 2}, "adapter": LORA},
     ),
     "gpt_oss": (2, GPT_OSS, EXPERT),
+    "gpt_oss, lora": (2, GPT_OSS, EXPERT | {"adapter": LORA | {"rank_pattern": {}}}),
+    "gpt_oss, compiled": (2, GPT_OSS, COMPILED | EXPERT | {"checkpoint": {"mode": "full"}}),
     "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
     "gpt_oss, context": (2, GPT_OSS, {"sharding": {"expert": 2, "context": 2}}),
     "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),

@@ -256,7 +256,7 @@ def weights_on_disk(
         weights = weights_on_disk(config, base_folder(source))
         if merge_into == "trained":
             weights = as_trained(weights, recorded_digests(source))
-        return merged(weights | tensors, spec)
+        return merged(weights | tensors, spec, config)
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
         return parameters_on_disk(config, source)
@@ -264,7 +264,7 @@ def weights_on_disk(
     weights = unmerged_weights(config, checkpoint)
     if merge_into == "trained":
         weights = as_trained(weights, base)
-    return merged(weights, base.adapters) if base.adapters else weights
+    return merged(weights, base.adapters, config) if base.adapters else weights
 
 
 def as_trained(weights: dict[str, TensorOnDisk], base: Base) -> dict[str, TensorOnDisk]:

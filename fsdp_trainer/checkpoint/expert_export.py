@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB, rows_of
 from fsdp_trainer.checkpoint.stream import TensorOnDisk
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import A, AdapterSpec, B, adapter_name
 from fsdp_trainer.models.peft_experts import (
     STACKED_PARTS,
@@ -16,6 +17,7 @@ from fsdp_trainer.models.peft_experts import (
 from fsdp_trainer.models.peft_names import Layout
 
 Weights = dict[str, TensorOnDisk]
+SEPARATE = "experts=separate"
 
 
 @dataclass
@@ -34,11 +36,17 @@ class PeftExperts:
 
 
 def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
-    """Return an adapter for each expert's matrix. weights: all, by parameter name."""
+    """Return an adapter for each expert's matrix. weights: all, by parameter name.
+
+    Raises UserError where one tensor of a folder holds all experts.
+    """
     experts = PeftExperts(are_separate=True)
     for layer, stack in layout.stacks.items():
         if layer not in spec.layers:
             continue
+        if not stack.names:
+            text = "in this family's folders one tensor holds all experts.\nUse  experts=stacked"
+            raise UserError("the experts have no form of this name", [Problem(SEPARATE, text)])
         for tensor in (A, B):
             matrix = weights[adapter_name(layer, tensor)].as_matrix()
             rows = matrix.shape[0] // len(stack.names)

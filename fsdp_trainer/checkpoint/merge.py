@@ -9,6 +9,7 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.expert_tensors import Stacked, rows_of
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B, adapter_name, matrix_name
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import is_stacked
 
 BLOCK_ROWS = 64
@@ -52,10 +53,23 @@ class MergedWeight(TensorOnDisk):
 
 
 @dataclass
+class Transposed(TensorOnDisk):
+    """A small matrix, transposed: all of it is read for any rows."""
+
+    matrix: TensorOnDisk
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
+        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
+
+
+@dataclass
 class MergedStack(TensorOnDisk):
     """W + scale · B·A of each expert in float32, as one matrix of all experts' rows, [rows, in].
 
-    base, a, b: stacked, as matrices of all rows. experts: their number.
+    base, a, b: stacked, as matrices of all rows. experts: their number. is_transposed: W is kept
+    as [in, out], and so is the sum.
     """
 
     base: TensorOnDisk
@@ -63,6 +77,7 @@ class MergedStack(TensorOnDisk):
     b: TensorOnDisk
     experts: int
     scale: float
+    is_transposed: bool
 
     def as_matrix(self) -> TensorOnDisk:
         """See TensorOnDisk: it is one already."""
@@ -71,31 +86,36 @@ class MergedStack(TensorOnDisk):
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read and merge rows `first` to `last` into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
-        out = self.shape[0] // self.experts
-        for expert in range(first // out, -(-last // out)):
-            start = expert * out
-            begin, end = max(first, start), min(last, start + out)
-            own = MergedWeight(
-                self.dtype,
-                (out, self.shape[1]),
-                [],
-                rows_of(self.base, start, out),
-                rows_of(self.a, expert * self.rank, self.rank),
-                rows_of(self.b, start, out),
-                None,
-                self.scale,
-            )
+        height = self.shape[0] // self.experts
+        for expert in range(first // height, -(-last // height)):
+            start = expert * height
+            begin, end = max(first, start), min(last, start + height)
+            base = rows_of(self.base, start, height)
+            shape = (height, self.shape[1])
+            own = MergedWeight(self.dtype, shape, [], base, *self.adapter(expert), None, self.scale)
             rows[begin - first : end - first] = read_whole(own, begin - start, end - start)
         return rows
 
-    @property
-    def rank(self) -> int:
-        """Rank of each expert's adapter."""
-        return self.b.shape[1]
+    def adapter(self, expert: int) -> tuple[TensorOnDisk, TensorOnDisk]:
+        """Return A and B of an expert; those whose product is that of both transposed, if W is."""
+        a, b = (
+            rows_of(matrix, expert * rows, rows)
+            for matrix in (self.a, self.b)
+            for rows in [matrix.shape[0] // self.experts]
+        )
+        return (transposed(b), transposed(a)) if self.is_transposed else (a, b)
 
 
-def merged(tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec) -> dict[str, TensorOnDisk]:
+def transposed(matrix: TensorOnDisk) -> TensorOnDisk:
+    """Return a small matrix transposed."""
+    return Transposed(matrix.dtype, matrix.shape[::-1], [], matrix)
+
+
+def merged(
+    tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec, config: ModelConfig
+) -> dict[str, TensorOnDisk]:
     """Return the weights of a model without adapters. tensors: those with them, by name."""
+    is_transposed = config.family_spec.clamped_experts
     weights = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for layer in spec.layers:
         name = matrix_name(layer)
@@ -105,7 +125,7 @@ def merged(tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec) -> dict[str, 
         if is_stacked(layer):
             rows = base.as_matrix()
             stacks = rows, a.as_matrix(), b.as_matrix(), base.shape[0]
-            matrix = MergedStack(torch.float32, rows.shape, [], *stacks, scale)
+            matrix = MergedStack(torch.float32, rows.shape, [], *stacks, scale, is_transposed)
             weights[name] = Stacked(torch.float32, base.shape, [], matrix)
         else:
             magnitude = tensors.get(adapter_name(layer, MAGNITUDE))

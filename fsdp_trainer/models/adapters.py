@@ -162,14 +162,19 @@ def model_layout(config: ModelConfig) -> Layout:
     adaptable = dict.fromkeys(stored_name(f"{name}.weight") for name in block_linears(model))
     matrices = {name.removesuffix(".weight"): parameters[name] for name in adaptable}
     stacks = {
-        name: Stack(name, tuple(p.shape), tuple(expert_modules(name, len(p), config)))
-        for name, p in expert_matrices(model).items()
+        name: Stack(name, shape, tuple(expert_modules(name, shape[0], config)))
+        for name, shape in expert_matrices(model).items()
     }
     return Layout(matrices, parameters, config.tie_word_embeddings, stacks)
 
 
 def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
-    """Return the module of each expert's matrix in a Hugging Face folder. name: of all stacked."""
+    """Return the module of each expert's matrix in a Hugging Face folder. name: of all stacked.
+
+    None where one tensor holds all experts.
+    """
+    if config.family_spec.clamped_experts:
+        return []
     stored = config.family_spec.stored_expert
     return [stored(name, expert).removesuffix(".weight") for expert in range(count)]
 
@@ -232,7 +237,7 @@ def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[st
     """
     family = config.family_spec
     fused = {whole.rpartition(".")[2]: parts for whole, parts in family.fused}
-    if EXPERTS in config.feed_forwards:
+    if EXPERTS in config.feed_forwards and not family.clamped_experts:
         fused |= STACKED_PARTS | {theirs: (our,) for our, theirs in family.expert_matrices.items()}
     prefix, _, leaf = pattern.rpartition(".")
     ends = [f"{prefix}.{part}" if prefix else part for part in fused.get(leaf, (leaf,))]

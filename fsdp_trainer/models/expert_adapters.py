@@ -7,25 +7,22 @@ import torch
 from torch import nn
 
 from fsdp_trainer.models.adapter_spec import A, B
-from fsdp_trainer.models.moe import ClampedExperts, Experts
+from fsdp_trainer.models.moe import Experts
 
 
-def expert_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the matrices of the experts of each block, [experts, out, in], by name.
-
-    GPT-OSS's are not among them: they are [experts, in, out], gate and up in one.
-    """
+def expert_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+    """Return experts, outputs and inputs of the matrices of each block's experts, by name."""
     return {
-        f"{name}.{matrix}": parameter
+        f"{name}.{matrix}": shape
         for name, module in model.named_modules()
-        if isinstance(module, Experts) and not isinstance(module, ClampedExperts)
-        for matrix, parameter in module.named_parameters(recurse=False)
+        if isinstance(module, Experts)
+        for matrix, shape in module.shapes.items()
     }
 
 
 def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: torch.dtype) -> None:
     """Give the matrices of this name of all experts of a block adapters."""
-    count, outputs, inputs = getattr(experts, matrix).shape
+    count, outputs, inputs = experts.shapes[matrix]
     device = getattr(experts, matrix).device
     for name, shape in {A: (count, rank, inputs), B: (count, outputs, rank)}.items():
         if not hasattr(experts, name):

@@ -138,6 +138,8 @@ class Experts(nn.Module):
 
     lora_A: nn.Module
     lora_B: nn.Module
+    is_transposed = False
+    """True if the matrices are kept as [in, out]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -146,6 +148,17 @@ class Experts(nn.Module):
         self.lora_scales: dict[str, float] = {}
         """The factor of B·A for each matrix that has an adapter, by name."""
         self.add_parameters(config)
+        self.shapes = {
+            name: self.outputs_first(parameter.shape)
+            for name, parameter in self.named_parameters(recurse=False)
+            if parameter.ndim == 3
+        }
+        """Experts, outputs and inputs of the matrices by name, whatever format these have."""
+
+    def outputs_first(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return experts, outputs and inputs of matrices whose parameter has this shape."""
+        count, rows, columns = shape
+        return (count, columns, rows) if self.is_transposed else (count, rows, columns)
 
     def add_parameters(self, config: ModelConfig) -> None:
         """Add those of all experts."""
@@ -170,7 +183,10 @@ class Experts(nn.Module):
 
         name: of the matrices; rows, ends: as in `forward`.
         """
-        out = grouped_linear(rows, self.matrix(name), ends)
+        return self.add_adapter(name, rows, ends, grouped_linear(rows, self.matrix(name), ends))
+
+    def add_adapter(self, name: str, rows: Tensor, ends: Tensor, out: Tensor) -> Tensor:
+        """Return `out`, of `product`, and what the matrices' adapters add to it."""
         if name not in self.lora_scales:
             return out
         a, b = (self.own(getattr(matrices, name)) for matrices in (self.lora_A, self.lora_B))
@@ -194,6 +210,8 @@ class ClampedExperts(Experts):
     their outputs by turns.
     """
 
+    is_transposed = True
+
     def add_parameters(self, config: ModelConfig) -> None:
         """See Experts."""
         count = config.num_experts
@@ -212,7 +230,8 @@ class ClampedExperts(Experts):
     def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each row times its expert's matrix, and its expert's bias: [rows, out]."""
         biases = grouped_bias(rows, self.matrix(f"{name}_bias"), ends)
-        return grouped_linear(rows, self.matrix(name).transpose(1, 2), ends) + biases
+        out = grouped_linear(rows, self.matrix(name).transpose(1, 2), ends) + biases
+        return self.add_adapter(name, rows, ends, out)
 
 
 def clamped_gate(x: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 STACKED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The stacked parameters of transformers, and which of our matrices are their rows."""
+"""The stacked parameters of transformers, and which of our matrices are their rows. GPT-OSS's are
+ours."""
 BASE_LAYER = "base_layer"
 """PEFT's name for what it has wrapped: of two adapted parameters the first is the inner one."""
 
@@ -20,7 +21,8 @@ BASE_LAYER = "base_layer"
 class Stack:
     """A matrix of all experts of a block. shape: [experts, out, in].
 
-    layer: the parameter's name. names: of each expert's module in a Hugging Face folder.
+    layer: the parameter's name. names: of each expert's module in a Hugging Face folder, none where
+    one tensor holds all.
     """
 
     layer: str
@@ -76,9 +78,10 @@ def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedPa
     """
     experts = stacks[0].experts
     parameters = []
+    by_matrix = {stack.matrix: stack for stack in stacks}
     for name, parts in STACKED_PARTS.items():
         if adapted & {name, *parts}:
-            own = tuple(stack for matrix in parts for stack in stacks if stack.matrix == matrix)
+            own = tuple(by_matrix[part] for part in ([name] if name in by_matrix else parts))
             parameters.append((f"{experts}.{name}", own))
     depth = len(parameters) - 1
     return [

@@ -156,7 +156,7 @@ class AdapterCounts(NamedTuple):
     @classmethod
     def of_experts(cls, module: Experts, matrix: str) -> "AdapterCounts":
         """Count those of one of the matrices of the experts that a token meets."""
-        count, outputs, inputs = getattr(module, matrix).shape
+        count, outputs, inputs = module.shapes[matrix]
         chosen = round(count * module.active_share)
         rank = getattr(module.lora_A, matrix).shape[1]
         return cls(

@@ -1,14 +1,13 @@
 """PEFT's folders in: where the numbers of a model's adapters are."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from fsdp_trainer.checkpoint.expert_tensors import OwnB, Stacked
+from fsdp_trainer.checkpoint.derived import Columns, LastRead, Stacked
+from fsdp_trainer.checkpoint.expert_tensors import OwnB
 from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header, stacked
-from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import add_adapters, model_layout
@@ -18,19 +17,8 @@ from fsdp_trainer.models.peft_config import WEIGHTS_FILE, plain_name, read_folde
 from fsdp_trainer.models.peft_experts import SeparateTensors, StackedTensor
 from fsdp_trainer.models.peft_names import Source, resolve
 
-
-@dataclass
-class Columns(TensorOnDisk):
-    """Some columns of a matrix, from `first_column` on."""
-
-    source: TensorOnDisk
-    first_column: int
-
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
-        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
-        end = self.first_column + self.shape[1]
-        return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
+KEPT = 8
+"""Tensors that are kept whole: those that threads read at a time."""
 
 
 def adapted_model(config: ModelConfig, spec: AdapterSpec | None) -> Decoder:
@@ -63,18 +51,19 @@ def peft_adapter(
             problems.append(Problem(first, text))
     if problems:
         raise UserError(f"the adapter in {folder} cannot be read", problems)
-    sources = {name: part_of(stored, source) for name, source in resolved.sources.items()}
+    kept = LastRead(KEPT)
+    sources = {name: part_of(stored, source, kept) for name, source in resolved.sources.items()}
     return resolved.spec, sources
 
 
-def part_of(stored: dict[str, HuggingFaceTensor], source: Source) -> TensorOnDisk:
-    """Return numbers of PEFT's tensors as a parameter of ours."""
+def part_of(stored: dict[str, HuggingFaceTensor], source: Source, kept: LastRead) -> TensorOnDisk:
+    """Return numbers of PEFT's tensors as a parameter of ours. kept: of B of all experts."""
     if isinstance(source, SeparateTensors):
         matrices = [stored[f"{name}.weight"] for name in source.tensors]
         return stacked(source.tensors[0], list(matrices))
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
     if isinstance(source, StackedTensor):
-        return own_matrices(whole, source)
+        return own_matrices(whole, source, kept)
     rows = whole.whole_rows(source.first, source.rows)
     if source.columns is None:
         return rows
@@ -82,14 +71,14 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source) -> TensorOnDis
     return Columns(rows.dtype, (source.rows, last - first), [], rows, first)
 
 
-def own_matrices(whole: HuggingFaceTensor, source: StackedTensor) -> TensorOnDisk:
+def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, kept: LastRead) -> TensorOnDisk:
     """Return A or B of all experts, stacked, of PEFT's tensor of them."""
     if not source.is_b:
         starts = [expert * source.whole + source.first for expert in range(source.experts)]
         return stacked(source.tensor, [whole.whole_rows(start, source.rank) for start in starts])
     shape = (source.experts * source.rows, source.rank)
     span = (source.experts, source.row, source.first, source.whole)
-    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span)
+    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span, kept)
     return Stacked(whole.dtype, (source.experts, source.rows, source.rank), whole.chunks, matrix)
 
 

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB, rows_of
+from fsdp_trainer.checkpoint.derived import rows_of
+from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB
 from fsdp_trainer.checkpoint.stream import TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import A, AdapterSpec, B, adapter_name

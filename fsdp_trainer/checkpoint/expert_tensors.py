@@ -1,49 +1,11 @@
 """Adapters of experts on disk: PEFT's tensors as ours, and ours as PEFT's. See peft_experts."""
 
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read, read_whole
-
-KEPT = 8  # tensors that are kept transposed: those that threads read at a time
-
-
-@dataclass
-class SomeRows(TensorOnDisk):
-    """Some rows of another tensor, from `first_row` on."""
-
-    source: TensorOnDisk
-    first_row: int
-
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
-        return self.source.read_rows(self.first_row + first, self.first_row + last, buffer)
-
-
-def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
-    """Return `count` rows of a tensor of whatever kind as one by itself."""
-    return SomeRows(source.dtype, (count, *source.shape[1:]), [], source, first)
-
-
-@dataclass
-class Stacked(TensorOnDisk):
-    """Matrices of one shape, [matrices, rows, columns], of one matrix of all their rows."""
-
-    matrix: TensorOnDisk
-
-    def as_matrix(self) -> TensorOnDisk:
-        """See TensorOnDisk."""
-        return self.matrix
-
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read matrices `first` to `last` into `buffer`, uint8; return them."""
-        rows = self.shape[1]
-        numbers = self.matrix.read_rows(first * rows, last * rows, buffer)
-        return numbers.view(-1, *self.shape[1:])
+from fsdp_trainer.checkpoint.derived import LastRead
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 
 
 @dataclass
@@ -51,7 +13,7 @@ class OwnB(TensorOnDisk):
     """Our B [experts, out, rank] of PEFT's [out, ranks · experts], as a matrix of all rows.
 
     source: the file's tensor. row: where our rows begin in it. first, whole: of how many ranks
-    ours begin where.
+    ours begin where. kept: whole tensors of all sources.
     """
 
     source: TensorOnDisk
@@ -59,6 +21,7 @@ class OwnB(TensorOnDisk):
     row: int
     first: int
     whole: int
+    kept: LastRead
 
     def as_matrix(self) -> TensorOnDisk:
         """See TensorOnDisk: it is one already."""
@@ -68,19 +31,11 @@ class OwnB(TensorOnDisk):
         """Read rows `first` to `last` into `buffer`, uint8; return them."""
         rank = self.shape[1]
         rows = self.shape[0] // self.experts
-        chunk = self.source.chunks[0]
-        shape = (self.source.shape[0], self.whole, self.experts)
-        whole = by_expert(chunk.file, chunk.offset, self.source.dtype, shape)
-        own = whole[:, self.row : self.row + rows, self.first : self.first + rank].flatten(0, 1)
+        out = self.source.shape[0]
+        whole = self.kept.rows(self.source, 0, out)
+        by_expert = whole.view(out, self.whole, self.experts).permute(2, 0, 1)
+        own = by_expert[:, self.row : self.row + rows, self.first : self.first + rank].flatten(0, 1)
         return as_tensor(buffer, self.dtype, (last - first, rank)).copy_(own[first:last])
-
-
-@lru_cache(KEPT)
-def by_expert(file: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor of a file, [out, ranks, experts] there, as [experts, out, ranks]."""
-    numbers = torch.empty(shape, dtype=dtype)
-    read(file, offset, numbers)
-    return numbers.permute(2, 0, 1)
 
 
 @dataclass

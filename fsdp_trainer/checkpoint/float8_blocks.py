@@ -1,11 +1,12 @@
 """Matrices in float8 with a scale for each block of 128 × 128 numbers (DeepSeek-V3, 2024, §3.3.2),
 decoded as they are read."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.derived import rows_of
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 
 SIDE = 128
@@ -19,56 +20,24 @@ SCALES = "_scale_inv"
 class Float8Matrix(TensorOnDisk):
     """A matrix as bfloat16 holds it.
 
-    codes: [rows, columns] uint8; scales: [rows / 128, columns / 128] float32; first_row:
-    where in these the matrix begins. number_format: as safetensors spells that of what is read.
+    codes: [rows, columns] uint8; scales: [rows / 128, columns / 128] float32. number_format: as
+    safetensors spells that of what is read.
     """
 
     codes: TensorOnDisk
     scales: TensorOnDisk
-    first_row: int = 0
     number_format: str = "BF16"
 
-    def whole_rows(self, first: int, count: int) -> "Float8Matrix":
+    def whole_rows(self, first: int, count: int) -> TensorOnDisk:
         """Return `count` rows as a matrix by itself."""
-        shape = (count, *self.shape[1:])
-        return replace(self, shape=shape, first_row=self.first_row + first)
+        return rows_of(self, first, count)
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read rows `first` to `last`, decode them into `buffer`, uint8; return them there."""
         columns = self.shape[1]
         rows = as_tensor(buffer, self.dtype, (last - first, columns))
-        first, last = self.first_row + first, self.first_row + last
         codes = read_whole(self.codes, first, last).view(torch.float8_e4m3fn)
         block = first // SIDE
         scales = read_whole(self.scales, block, -(-last // SIDE))
         of_rows = scales.repeat_interleave(SIDE, 0)[first - block * SIDE :][: last - first]
         return rows.copy_(codes.float() * of_rows.repeat_interleave(SIDE, 1)[:, :columns])
-
-
-@dataclass
-class StackedMatrices(TensorOnDisk):
-    """Matrices of one shape, [matrices, rows, columns], each read by itself."""
-
-    matrices: list[TensorOnDisk]
-
-    def as_matrix(self) -> TensorOnDisk:
-        """Return the matrices one below the other."""
-        count, rows, columns = self.shape
-        return JoinedRows(self.dtype, (count * rows, columns), self.chunks, self.matrices)
-
-
-@dataclass
-class JoinedRows(TensorOnDisk):
-    """Matrices of one shape, one below the other."""
-
-    matrices: list[TensorOnDisk]
-
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
-        height = self.matrices[0].shape[0]
-        for number in range(first // height, -(-last // height)):
-            begin = max(first, number * height)
-            end = min(last, (number + 1) * height)
-            part = buffer[(begin - first) * self.row_bytes :]
-            self.matrices[number].read_rows(begin - number * height, end - number * height, part)
-        return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Matrix, StackedMatrices
+from fsdp_trainer.checkpoint.derived import SomeRows, stack_of
+from fsdp_trainer.checkpoint.float8_blocks import FLOAT8, SCALES, Float8Matrix
 from fsdp_trainer.checkpoint.four_bit import encoded
 from fsdp_trainer.checkpoint.mxfp4 import join_mxfp4
 from fsdp_trainer.checkpoint.stream import (
@@ -308,10 +309,9 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
         formats = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
         raise UserError("the experts of a block differ in their number format", [problem])
+    if any(isinstance(matrix, SomeRows) for matrix in matrices):
+        return stack_of(matrices)
     shape = (len(matrices), *matrices[0].shape)
-    if any(isinstance(matrix, Float8Matrix) for matrix in matrices):
-        chunks = [chunk for matrix in matrices for chunk in matrix.chunks]
-        return StackedMatrices(matrices[0].dtype, shape, chunks, matrices)
     chunks = [
         Chunk(chunk.file, chunk.offset, (slice(i, i + 1), *chunk.part))
         for i, matrix in enumerate(matrices)

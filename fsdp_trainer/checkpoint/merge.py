@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.expert_tensors import Stacked, rows_of
+from fsdp_trainer.checkpoint.derived import Stacked, rows_of, transposed
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B, adapter_name, matrix_name
 from fsdp_trainer.models.config import ModelConfig
@@ -53,18 +53,6 @@ class MergedWeight(TensorOnDisk):
 
 
 @dataclass
-class Transposed(TensorOnDisk):
-    """A small matrix, transposed: all of it is read for any rows."""
-
-    matrix: TensorOnDisk
-
-    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return them."""
-        columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
-        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
-
-
-@dataclass
 class MergedStack(TensorOnDisk):
     """W + scale · B·A of each expert in float32, as one matrix of all experts' rows, [rows, in].
 
@@ -104,11 +92,6 @@ class MergedStack(TensorOnDisk):
             for rows in [matrix.shape[0] // self.experts]
         )
         return (transposed(b), transposed(a)) if self.is_transposed else (a, b)
-
-
-def transposed(matrix: TensorOnDisk) -> TensorOnDisk:
-    """Return a small matrix transposed."""
-    return Transposed(matrix.dtype, matrix.shape[::-1], [], matrix)
 
 
 def merged(

@@ -9,13 +9,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor, read_whole
+from fsdp_trainer.checkpoint.derived import LastRead
+from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of the two tensors that stand for one."""
 BYTES = 16
 """Bytes of a block: 32 numbers, two in a byte, the first in its lower half."""
 NUMBERS = 2 * BYTES
+KEPT = 4
+"""Blocks and scales of two experts: threads read pieces that follow each other."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
 """The bias of the exponents: a scale of 127 is 2⁰."""
@@ -25,11 +28,13 @@ BIAS = 127
 class Mxfp4Tensor(HuggingFaceTensor):
     """Matrices of experts, [experts, in, out], of which the file has each transposed.
 
-    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8.
+    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8. kept: the
+    experts that several threads decode pieces of.
     """
 
     blocks: TensorOnDisk
     scales: TensorOnDisk
+    kept: LastRead
 
     def as_matrix(self) -> "Mxfp4Tensor":
         """See TensorOnDisk."""
@@ -49,10 +54,10 @@ class Mxfp4Tensor(HuggingFaceTensor):
         return rows
 
     def read_expert(self, expert: int, start: int, stop: int) -> Tensor:
-        """Return rows of one expert's matrix. The whole of it is read: its columns are rows of the
-        file, of which each holds a part of these."""
+        """Return rows of one expert's matrix. The whole of it is read, once: its columns are rows
+        of the file, of which each holds a part of these."""
         blocks, scales = (
-            read_whole(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
+            self.kept.rows(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
         )
         first, last = start // NUMBERS, -(-stop // NUMBERS)
         columns = decode(blocks[:, first:last], scales[:, first:last])
@@ -74,6 +79,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
     """Return the tensors of a folder; blocks and scales that belong together as one tensor."""
     joined = dict(tensors)
+    kept = LastRead(KEPT)
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
         scales = tensors.get(f"{whole}{SCALES}")
@@ -82,7 +88,8 @@ def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTe
         del joined[name], joined[f"{whole}{SCALES}"]
         experts, columns, count = scales.shape
         shape = experts, NUMBERS * count, columns
-        joined[whole] = Mxfp4Tensor(torch.bfloat16, shape, blocks.chunks, "BF16", blocks, scales)
+        codes = blocks, scales, kept
+        joined[whole] = Mxfp4Tensor(torch.bfloat16, shape, blocks.chunks, "BF16", *codes)
     return joined
 
 

@@ -1,0 +1,122 @@
+"""Tensors that are parts of others, or are made of several, as these are read."""
+
+from dataclasses import dataclass
+from threading import Lock
+
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
+
+
+@dataclass
+class SomeRows(TensorOnDisk):
+    """Some rows of another tensor, from `first_row` on."""
+
+    source: TensorOnDisk
+    first_row: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        return self.source.read_rows(self.first_row + first, self.first_row + last, buffer)
+
+
+def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
+    """Return `count` rows of a tensor of whatever kind as one by itself."""
+    return SomeRows(source.dtype, (count, *source.shape[1:]), source.chunks, source, first)
+
+
+@dataclass
+class Columns(TensorOnDisk):
+    """Some columns of a matrix, from `first_column` on."""
+
+    source: TensorOnDisk
+    first_column: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        end = self.first_column + self.shape[1]
+        return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
+
+
+@dataclass
+class Transposed(TensorOnDisk):
+    """A small matrix, transposed: all of it is read for any rows."""
+
+    matrix: TensorOnDisk
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
+        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
+
+
+def transposed(matrix: TensorOnDisk) -> Transposed:
+    """Return a small matrix transposed."""
+    return Transposed(matrix.dtype, matrix.shape[::-1], matrix.chunks, matrix)
+
+
+@dataclass
+class Stacked(TensorOnDisk):
+    """Matrices of one shape, [matrices, rows, columns], of one matrix of all their rows."""
+
+    matrix: TensorOnDisk
+
+    def as_matrix(self) -> TensorOnDisk:
+        """See TensorOnDisk."""
+        return self.matrix
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read matrices `first` to `last` into `buffer`, uint8; return them."""
+        rows = self.shape[1]
+        numbers = self.matrix.read_rows(first * rows, last * rows, buffer)
+        return numbers.view(-1, *self.shape[1:])
+
+
+@dataclass
+class JoinedRows(TensorOnDisk):
+    """Matrices of one shape, one below the other."""
+
+    matrices: list[TensorOnDisk]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        height = self.matrices[0].shape[0]
+        for number in range(first // height, -(-last // height)):
+            begin = max(first, number * height)
+            end = min(last, (number + 1) * height)
+            part = buffer[(begin - first) * self.row_bytes :]
+            self.matrices[number].read_rows(begin - number * height, end - number * height, part)
+        return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+
+
+def stack_of(matrices: list[TensorOnDisk]) -> Stacked:
+    """Return matrices of one shape as one tensor, [matrices, rows, columns]."""
+    count = len(matrices)
+    rows, columns = matrices[0].shape
+    dtype = matrices[0].dtype
+    chunks = [chunk for matrix in matrices for chunk in matrix.chunks]
+    joined = JoinedRows(dtype, (count * rows, columns), chunks, matrices)
+    return Stacked(dtype, (count, rows, columns), chunks, joined)
+
+
+class LastRead:
+    """Parts of files that were read last: threads that convert pieces of one read it once."""
+
+    def __init__(self, count: int):
+        """count: how many are kept."""
+        self.count = count
+        self._parts: dict[tuple[int, str, int, int], Tensor] = {}
+        self._lock = Lock()
+
+    def rows(self, tensor: TensorOnDisk, first: int, last: int) -> Tensor:
+        """Return rows of a tensor that is one chunk, read again only if others came since."""
+        key = tensor.chunks[0].offset, str(tensor.chunks[0].file), first, last
+        with self._lock:
+            rows = self._parts.pop(key, None)
+            if rows is None:
+                rows = read_whole(tensor, first, last)
+            self._parts[key] = rows  # behind all others
+            if len(self._parts) > self.count:
+                del self._parts[next(iter(self._parts))]
+            return rows

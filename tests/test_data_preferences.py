@@ -29,7 +29,7 @@ HH = "\n\nHuman: q\n\nAssistant: "
 
 
 def read(columns):
-    return make_reader(columns, "auto", None, "f", pairs=True).read(Row(columns, ("f", 1)))
+    return make_reader(columns, "auto", None, "f", kind="pairs").read(Row(columns, ("f", 1)))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_pair_that_no_row_holds_is_dropped_whole():
 def test_answers_of_pairs_are_not_cut(key, use):
     columns = {"prompt": "q", "chosen": "a", "rejected": "b"}
     with pytest.raises(UserError, match=use):
-        choose_reader(Data(path="", **key), columns, "f", "auto", None, pairs=True)
+        choose_reader(Data(path="", **key), columns, "f", "auto", None, kind="pairs")
 
 
 def test_pairs_with_an_answer_in_common_are_no_duplicates(tmp_path):
@@ -203,5 +203,5 @@ def test_a_file_for_another_objective_is_named(tmp_path):
         ({}, "messages: c"),
     ):
         with pytest.raises(UserError, match="preference pairs") as raised:
-            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path), pairs=False)
+            make_reader(prompt | sides, "auto", None, os.fspath(tmp_path), kind="single")
         assert f"'data.fields={{{advised}" in str(raised.value)

@@ -19,8 +19,8 @@ CHAT = [ASK, REPLY]
 BYTES = load_tokenizer("demo:bytes")
 
 
-def reader_of(columns, format="auto", fields=None, pairs=False):
-    return make_reader(columns, format, fields, "file", pairs=pairs)
+def reader_of(columns, format="auto", fields=None, kind="single"):
+    return make_reader(columns, format, fields, "file", kind=kind)
 
 
 def read(columns, format="auto", fields=None):
@@ -132,12 +132,12 @@ def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
 def test_pairs_are_read_under_any_names_through_fields():
     columns = {"q": "q", "response_j": "a", "response_k": "b", "date": "d"}
     fields = {"prompt": "q", "chosen": "response_j", "rejected": "response_k"}
-    reader = reader_of(columns, fields=fields, pairs=True)
+    reader = reader_of(columns, fields=fields, kind="pairs")
     pair = reader.read(Row(columns, ("file", 1)))
     assert (pair.prompt, pair.chosen) == ([ASK], [REPLY])
     assert list(reader.unused) == ["date"]
     with pytest.raises(UserError, match=r"{prompt: q, completion: response_j}"):
-        reader_of(columns, fields=fields, pairs=False)
+        reader_of(columns, fields=fields, kind="single")
 
 
 def test_preview_shows_pairs_under_any_names(world, tmp_path):

@@ -29,7 +29,7 @@ from fsdp_trainer.config.rules_data import (
     streaming,
     users_of_validation,
 )
-from fsdp_trainer.config.rules_objective import objective_keys, pairs, reference
+from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference
 from fsdp_trainer.config.rules_rewards import rewards
 from fsdp_trainer.config.rules_training import (
     adapters,
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = (
     users_of_validation,
     registered_objective,
     objective_keys,
-    pairs,
+    preferences,
     reference,
     rewards,
     tracking_command,

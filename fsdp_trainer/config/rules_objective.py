@@ -5,14 +5,16 @@ from pathlib import Path
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
-from fsdp_trainer.config.schema import PAIRED, REFERENCED, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, REFERENCED, UNPAIRED, TrainConfig
 
 Broken = Iterator[tuple[str, str]]
 OBJECTIVE_KEYS = {
-    "beta": PAIRED,
+    "beta": (*PAIRED, *UNPAIRED),
     "label_smoothing": ("dpo", "simpo"),
     "sft_weight": PAIRED,
     "gamma": ("simpo",),
+    "desirable_weight": UNPAIRED,
+    "undesirable_weight": UNPAIRED,
     "reference": REFERENCED,
 }
 """Objectives that read a key."""
@@ -29,11 +31,12 @@ def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
             yield key, f"only counts with  {ways}"
 
 
-def pairs(cfg: TrainConfig, report: Report) -> Broken:
-    """Whole pairs lie on one rank, in rows that are stored; their loss has keys of its own."""
-    if cfg.objective.name not in PAIRED:
+def preferences(cfg: TrainConfig, report: Report) -> Broken:
+    """Whole answers lie in rows that are stored; their loss has keys of its own."""
+    if cfg.objective.name not in (*PAIRED, *UNPAIRED):
         return
-    both = f"objective={cfg.objective.name} compares both answers of a pair"
+    answers = "both answers of a pair" if cfg.objective.name in PAIRED else "whole answers"
+    both = f"objective={cfg.objective.name} compares {answers}"
     if cfg.sharding.pipeline > 1:
         reason = f"{both} in one micro-batch at once: not in this version with stages.\n"
         more = "Use  sharding.pipeline=1  and share blocks and rows with  sharding.tensor  or"
@@ -46,7 +49,8 @@ def pairs(cfg: TrainConfig, report: Report) -> Broken:
         yield "data.packing", reason + "Use  data.packing=best_fit"
     if cfg.loss.label_smoothing:
         reason = "spreads targets over the vocabulary, for  objective=sft .\n"
-        yield "loss.label_smoothing", reason + "Pairs have  objective.label_smoothing"
+        more = "Pairs have  objective.label_smoothing"
+        yield "loss.label_smoothing", reason + (more if cfg.objective.name in PAIRED else "Use  0")
     if cfg.loss.z_loss:
         yield "loss.z_loss", "only counts with  objective=sft"
 
@@ -54,6 +58,9 @@ def pairs(cfg: TrainConfig, report: Report) -> Broken:
 def reference(cfg: TrainConfig, report: Report) -> Broken:
     """A reference that is a path is a model on disk."""
     given = cfg.objective.reference
+    if given == "none" and cfg.objective.name in UNPAIRED:
+        reason = f"objective={cfg.objective.name} compares with a reference.\nUse  start  or a path"
+        yield "objective.reference", reason
     if cfg.objective.name not in REFERENCED or given in REFERENCES:
         return
     folder = Path(given)

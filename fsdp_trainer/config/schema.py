@@ -40,6 +40,7 @@ def key(
 FORMATS = (
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
     "segments",
+    "unpaired",
 )  # fmt: skip
 CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
 """Files that the folder in core_data must have."""
@@ -612,8 +613,10 @@ class Adapter:
 
 PAIRED = ("dpo", "ipo", "simpo", "orpo")
 """Objectives that compare the two answers of a preference pair."""
-REFERENCED = ("dpo", "ipo")
-"""Those of them that compare the model with a reference."""
+UNPAIRED = ("kto",)
+"""Objectives that learn from answers that are good or bad."""
+REFERENCED = ("dpo", "ipo", "kto")
+"""Objectives that compare the model with a reference."""
 
 
 @dataclass
@@ -623,12 +626,13 @@ class ObjectiveChoice:
     name: str = key(
         "sft",
         "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
-        " `orpo`: of preference pairs; or one that your own code registers (--import)",
+        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; or one that your own"
+        " code registers (--import)",
     )
     beta: float = key(
         0.1,
-        "of pairs: how much a difference between log-probabilities counts; dpo and ipo stay"
-        " nearer to the reference with a higher one",
+        "of pairs, kto: how much a difference between log-probabilities counts; dpo, ipo and kto"
+        " stay nearer to the reference with a higher one",
         above=0,
     )
     label_smoothing: float = key(
@@ -643,10 +647,12 @@ class ObjectiveChoice:
         minimum=0,
     )
     gamma: float = key(0.0, "simpo: by how much the chosen answer is to be ahead", minimum=0)
+    desirable_weight: float = key(1.0, "kto: the weight of good answers", minimum=0)
+    undesirable_weight: float = key(1.0, "kto: the weight of bad answers", minimum=0)
     reference: str = key(
         "start",
-        "dpo, ipo: the model to stay near to. `start`: the one that the run begins with; a run or"
-        " a Hugging Face folder of the same shape; `none`: none",
+        "dpo, ipo, kto: the model to stay near to. `start`: the one that the run begins with; a run"
+        " or a Hugging Face folder of the same shape; `none`: none",
     )
     rewards: list[str | dict[str, Any]] = key(
         [],

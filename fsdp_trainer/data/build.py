@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import PAIRED, Data, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, UNPAIRED, Data, TrainConfig
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data import preferences
 from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.prepare import Prepared, Reporter, prepare
 from fsdp_trainer.data.stream import stream_data
@@ -95,6 +96,13 @@ def cache_root(cfg: TrainConfig) -> Path:
     return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
 
 
+def learns_from(objective: str) -> str:
+    """Return the kind of data of an objective, as `make_reader` takes it."""
+    if objective in PAIRED:
+        return preferences.PAIRS
+    return preferences.UNPAIRED if objective in UNPAIRED else preferences.SINGLE
+
+
 def build_data(
     cfg: TrainConfig, reporter: Reporter | None = None
 ) -> tuple[TextTokenizer, Template, Prepared]:
@@ -111,17 +119,17 @@ def _build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
-    pairs = None if isinstance(cfg, PreviewConfig) else cfg.objective.name in PAIRED
+    kind = None if isinstance(cfg, PreviewConfig) else learns_from(cfg.objective.name)
     if not cfg.data.streaming:
         root = cache_root(cfg)
-        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, pairs)
+        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, kind)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
     report, validation = streamed.report, None
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
         root = cache_root(cfg)
-        prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, pairs)
+        prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
         validation = prepared.train[0]
         report = [*report, f"validation on {len(validation):,} samples"]
     return tokenizer, template, Prepared([], [], validation, report, streamed)

@@ -14,7 +14,15 @@ from fsdp_trainer.data.messages import (
     tools_of,
     turns_or_text,
 )
-from fsdp_trainer.data.preferences import Preference, read_preference
+from fsdp_trainer.data.preferences import (
+    PAIRS,
+    SINGLE,
+    UNPAIRED,
+    LabelledAnswer,
+    Preference,
+    read_labelled,
+    read_preference,
+)
 from fsdp_trainer.data.row_formats import (
     FIELDS,
     FORMATS,
@@ -81,7 +89,7 @@ class Segments:
     where: tuple[str, int]
 
 
-Readable = Conversation | Document | Pretokenised | Segments | Preference
+Readable = Conversation | Document | Pretokenised | Segments | Preference | LabelledAnswer
 
 
 @dataclass
@@ -165,6 +173,15 @@ NO_PAIRS = """is read as %s, and this objective compares two answers to one prom
 Name their columns:  'data.fields={prompt: …, chosen: …, rejected: …}'  or use  objective=sft"""
 
 
+UNPAIRED_REFUSED = """holds answers that are good or bad (%s), and what is asked for
+learns from all alike.
+To learn from both:  objective=kto  ; else keep the rows that are true, or say that the label
+means something else with  data.format=…"""
+
+NO_LABELS = """is read as %s, and objective=kto learns from good and bad answers, or pairs.
+Name their columns:  'data.fields={prompt: …, completion: …, label: …}'  or use  objective=sft"""
+
+
 def _require_fields_of(format: str, fields: dict[str, str]) -> None:
     """Raise UserError for a field that the format does not have."""
     unknown = sorted(set(fields) - set(FORMATS[format]))
@@ -180,18 +197,19 @@ def make_reader(
     format: str | None,
     fields: dict[str, str] | None,
     file: str,
-    pairs: bool | None = None,
+    kind: str | None = None,
 ) -> Reader:
     """Return the reader for a file, from the columns of its first row.
 
-    pairs: True where preference pairs alone are wanted, False where none are.
+    kind: what is learnt from: SINGLE, PAIRS or UNPAIRED, which pairs may become; None: any of them.
     UserError if its format cannot be found out, or is not what is wanted.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     automatic = format == "auto" and not fields
     if format == "auto":
         if automatic:
-            _refuse_judged(columns, file)
+            if kind in (SINGLE, PAIRS):
+                _refuse_judged(columns, file)
             _refuse_single_turns(columns, file)
         detected = find_format(columns, fields)
         if detected is None:
@@ -200,18 +218,22 @@ def make_reader(
     else:
         _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
-    _require_kind(str(format), matched, file, pairs)
+    _require_kind(str(format), matched, file, kind)
     text_only = not automatic or format == "text"
     form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
     return Reader(str(format), matched, frozenset(columns), text_only, form)
 
 
-def _require_kind(format: str, matched: dict[str, str], file: str, pairs: bool | None) -> None:
-    """Raise UserError for pairs where none are wanted, and for all else where pairs are."""
-    if format == "preference" and pairs is False:
+def _require_kind(format: str, matched: dict[str, str], file: str, kind: str | None) -> None:
+    """Raise UserError for a format that cannot be learnt from as `kind` says."""
+    if format == "preference" and kind == SINGLE:
         raise _unusable(file, _pairs_refused(matched))
-    if format != "preference" and pairs:
+    if format == UNPAIRED and kind in (SINGLE, PAIRS):
+        raise _unusable(file, UNPAIRED_REFUSED % matched.get("label", "label"))
+    if format != "preference" and kind == PAIRS:
         raise _unusable(file, NO_PAIRS % format)
+    if format not in ("preference", UNPAIRED) and kind == UNPAIRED:
+        raise _unusable(file, NO_LABELS % format)
 
 
 def _pairs_refused(matched: dict[str, str]) -> str:
@@ -241,8 +263,8 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
         )
         raise _unusable(
             file,
-            reason + "Keep the rows that are true, or say that the label means something else with"
-            "  data.format=…",
+            reason + "To learn from both:  objective=kto  ; else keep the rows that are true, or"
+            " say that the label means something else with  data.format=…",
         )
 
 
@@ -384,6 +406,7 @@ def _read_segments(values: Values) -> Segments:
 READERS: dict[str, Callable[[Values], Readable]] = {
     "tokens": _read_tokens,
     "preference": read_preference,
+    UNPAIRED: read_labelled,
     "segments": _read_segments,
     "messages": partial(_read_chat, meaning="messages"),
     "sharegpt": partial(_read_chat, meaning="conversations"),

@@ -51,6 +51,8 @@ class Rows:
     """True for each document that starts a group of documents that belong together."""
     reference: list[list[float]] | None = None
     """Σ log-probability of each document under a reference model; None without one."""
+    kinds: list[list[int]] | None = None
+    """The kind of each document, as in samples.py; None: all are answers."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
@@ -71,11 +73,13 @@ class Rows:
         for i, place in enumerate(places):
             self.documents[place] = rows.documents[i]
             self.group_starts[place] = rows.group_starts[i]
-        if rows.reference is not None:
-            if self.reference is None:
-                self.reference = [[] for _ in self.documents]
-            for place, values in zip(places, rows.reference, strict=True):
-                self.reference[place] = values
+        for name in ("reference", "kinds"):
+            given = getattr(rows, name)
+            if given is not None:
+                own = getattr(self, name) or [[] for _ in self.documents]
+                setattr(self, name, own)
+                for place, values in zip(places, given, strict=True):
+                    own[place] = values
 
     def row(self, i: int) -> RowData:
         """The i-th by itself."""
@@ -216,6 +220,9 @@ class RowOrder:
         if self.reference is not None:
             values = np.split(self.reference[samples], first_documents[1:])
             rows.reference = [part.tolist() for part in values]
+        if self.store.kinds is not None:
+            kinds = np.split(self.store.kinds[samples], first_documents[1:])
+            rows.kinds = [part.tolist() for part in kinds]
         return rows
 
     def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:

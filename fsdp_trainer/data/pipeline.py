@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Readable, Reader, make_reader
+from fsdp_trainer.data.preferences import SINGLE, UNPAIRED
 from fsdp_trainer.data.samples import Rendered, Sample, SampleBuilder
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.data.templates import Template
@@ -21,7 +22,7 @@ CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another ro
 class TokenizeOptions:
     """All that decides the tokens of a row, for all units of a component.
 
-    share: of its rows, chosen by their content, held out for validation. pairs: as `make_reader`
+    share: of its rows, chosen by their content, held out for validation. kind: as `make_reader`
     takes it.
     """
 
@@ -30,11 +31,12 @@ class TokenizeOptions:
     share: float
     tokenizer: TextTokenizer
     template: Template
-    pairs: bool | None = None
+    kind: str | None = None
 
     def builder(self) -> SampleBuilder:
         """Return what renders and tokenises rows by these options."""
-        return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template)
+        splits = self.kind == UNPAIRED
+        return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template, splits)
 
 
 def read_texts(
@@ -97,19 +99,19 @@ def choose_reader(
     file: str,
     format: str,
     fields: dict[str, Any] | None,
-    pairs: bool | None = False,
+    kind: str | None = SINGLE,
 ) -> Reader:
-    """Return a reader for rows with these columns. pairs: as `make_reader` takes it.
+    """Return a reader for rows with these columns. kind: as `make_reader` takes it.
 
     Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
     """
     try:
-        reader = make_reader(columns, format, fields, file, pairs)
+        reader = make_reader(columns, format, fields, file, kind)
     except UserError as error:
         if data.on_error == "fail":
             raise
         raise RowError(error.problems[0].why.splitlines()[0]) from None
-    if reader.format == "preference":
+    if reader.format in ("preference", UNPAIRED):
         _require_whole_answers(data, file)
     if data.too_long == "split" and reader.format not in CAN_BE_CUT:
         # packing=stream needs too_long=split
@@ -121,8 +123,8 @@ def choose_reader(
 
 
 def _require_whole_answers(data: Data, file: str) -> None:
-    """Raise UserError for keys under which the answers of pairs could not be compared."""
-    pairs = f"{file} holds preference pairs, "
+    """Raise UserError for keys under which answers could not be compared."""
+    pairs = f"{file} holds preferences, "
     if data.loss_on == "all":
         reason = f"{pairs}whose answers alone are compared.\nUse  data.loss_on=assistant"
         raise UserError("the data cannot be used", [Problem("data.loss_on=all", reason)])

@@ -1,4 +1,5 @@
-"""Preference pairs: a better and a worse answer to one prompt, read and checked."""
+"""Preferences, read and checked: a better and a worse answer to one prompt, or one answer that is
+good or bad."""
 
 import re
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ TURN = re.compile(
 
 SIDES = ("chosen", "rejected")
 """The documents of a pair, in the order in which they are stored."""
+SINGLE, PAIRS, UNPAIRED = "single", "pairs", "unpaired"
+"""What an objective learns from: answers, two of them beside each other, or good and bad ones."""
 
 
 @dataclass
@@ -25,6 +28,44 @@ class Preference:
     rejected: list[Message]
     tools: list[dict] | None
     where: tuple[str, int]
+
+
+@dataclass
+class LabelledAnswer:
+    """One prompt and an answer to it, of one or more turns, that is good or bad."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    is_good: bool
+    tools: list[dict] | None
+    where: tuple[str, int]
+
+
+def read_labelled(values: Values) -> LabelledAnswer:
+    """Return the answer of a row and its label. RowError if either is missing.
+
+    Without a completion the prompt's last turn is the answer.
+    """
+    label = values["label"]
+    if label not in (True, False):
+        raise RowError(f"{values.name('label')!r} is {label!r}: a label is true or false")
+    prompt = turns_or_text(values["prompt"], "user", values.name("prompt"))
+    if values["completion"] is None:
+        name, answer = values.name("prompt"), prompt[-1:]
+        prompt = prompt[:-1]
+        _require_answer(name, answer)
+        if not prompt:
+            raise RowError(f"{name} is an answer without a prompt")
+    else:
+        name = values.name("completion")
+        answer = turns_or_text(values["completion"], "assistant", name)
+        _require_answer(name, answer)
+    if not (answer[-1]["content"].strip() or answer[-1].get("tool_calls")):
+        raise RowError(f"{name} is empty")
+    if values["input"]:
+        prompt[-1]["content"] += f"\n{values['input']}"
+    tools = values.tools()
+    return LabelledAnswer(values.with_system(prompt), answer, bool(label), tools, values.where)
 
 
 def read_preference(values: Values) -> Preference:

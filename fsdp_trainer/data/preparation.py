@@ -22,6 +22,7 @@ from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import list_findings
 from fsdp_trainer.data.fingerprint import Content, fingerprint
 from fsdp_trainer.data.pipeline import TokenizeOptions
+from fsdp_trainer.data.preferences import UNPAIRED
 from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
@@ -103,6 +104,7 @@ class Preparation:
         data = options.data
         keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
         decisive = [read, [*keys, options.seq_len, options.share]]
+        decisive += [UNPAIRED] if options.kind == UNPAIRED else []
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 

@@ -15,6 +15,7 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import make_reader
 from fsdp_trainer.data.fingerprint import contents, fingerprint
 from fsdp_trainer.data.pipeline import TokenizeOptions
+from fsdp_trainer.data.preferences import PAIRS, SINGLE
 from fsdp_trainer.data.preparation import (
     ComponentSources,
     Preparation,
@@ -92,11 +93,11 @@ def preparations(
     template: Template,
     root: Path,
     reporter: Reporter,
-    pairs: bool | None = None,
+    kind: str | None = None,
 ) -> list["Preparation"]:
     """The prepared data of every component, that of validation last if it is separate.
 
-    pairs: as `make_reader` takes it.
+    kind: as `make_reader` takes it.
     """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
@@ -105,7 +106,7 @@ def preparations(
         root,
         lambda: reporter.progress("data   hashing files"),
     )
-    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, pairs)
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind)
     return [
         Preparation(component, replace(options, share=component.share), content, root, reporter)
         for component in every
@@ -119,18 +120,18 @@ def prepare(
     template: Template,
     root: Path,
     reporter: Reporter | None = None,
-    pairs: bool | None = None,
+    kind: str | None = None,
 ) -> Prepared:
     """Tokenise what `data` names into folders of `root`, unless that is there already.
 
-    pairs: as `make_reader` takes it. UserError if the data cannot be used.
+    kind: as `make_reader` takes it. UserError if the data cannot be used.
     """
     reporter = reporter or Reporter()
-    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, pairs)
+    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, kind)
     opened = [one.stores() for one in preparing]
-    if pairs is not None:
+    if kind in (SINGLE, PAIRS):
         for one, stores in zip(preparing, opened, strict=True):
-            require_kind(one, stores, pairs)
+            require_kind(one, stores, kind)
     report, validation = [line for one in preparing for line in one.report], None
     unused = [line for one in preparing for line in one.unused]
     if preparing[-1].component.key == "data.validation":
@@ -155,19 +156,20 @@ def prepare(
     )
 
 
-def require_kind(one: Preparation, stores: dict[str, TokenStore], pairs: bool) -> None:
+def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> None:
     """Raise UserError where a store that was found in the cache holds pairs and none are wanted, or
     the other way round."""
     samples = sum(map(len, stores.values()))
     groups = sum(store.groups for store in stores.values())
-    if groups == (samples // 2 if pairs else samples):
+    expected = samples // 2 if kind == PAIRS else samples
+    if groups == expected and all(store.kinds is None for store in stores.values()):
         return
     for source in one.component.sources:
         format, fields = source.columns(one.options.data)
         for file in source.files:
             row = next((row for row in read_rows(file) if not row.error), None)
             if row is not None:
-                make_reader(row.columns, format, fields, file, pairs)
+                make_reader(row.columns, format, fields, file, kind)
 
 
 def _merge_held_out(

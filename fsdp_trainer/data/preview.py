@@ -18,6 +18,7 @@ from fsdp_trainer.data.preferences import SIDES
 from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.preview_page import Page, ShownDocument, ShownRow, TextPiece
+from fsdp_trainer.data.samples import MISMATCHED
 from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.data.stream import StreamedData, StreamedRow
 from fsdp_trainer.data.summary import all_findings, amounts, figures_by_source, left_out
@@ -137,6 +138,8 @@ def look(
 
 def title_of(store: TokenStore, sample: int) -> str:
     """Return FILE:LINE of a sample, and which one it is of those of its line, or of its pair."""
+    if store.kinds is not None:
+        return f"{store.where(sample)} ({KIND_NAMES[store.kinds[sample]]})"
     if store.group_starts is not None:
         return f"{store.where(sample)} ({SIDES[not store.group_starts[sample]]})"
     number, count = store.number_in_line(sample)
@@ -163,6 +166,8 @@ def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: Strea
     )
 
 
+KIND_NAMES = ("good", "bad", "mismatched")
+"""Of the kinds of samples.py."""
 QUANTILES = (("shortest", 0), ("median", 50), ("90%", 90), ("99%", 99), ("longest", 100))
 NO_MARKERS = (
     "the chat template does not mark what the assistant says by {% generation %}",
@@ -196,7 +201,10 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
     """(name, value) of figures of preference pairs; empty without any."""
+    unpaired = [store for store in stores if store.kinds is not None]
     paired = [store for store in stores if store.group_starts is not None]
+    if unpaired:
+        return unpaired_figures(unpaired)
     if not paired:
         return []
     learnt = [np.asarray(store.supervised) for store in paired]
@@ -207,6 +215,21 @@ def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
     return [
         ("pairs", f"{sum(store.groups for store in paired):,}"),
         ("answers", f"chosen {chosen:,.1f} tokens on average, rejected {rejected:,.1f}"),
+    ]
+
+
+def unpaired_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
+    """(name, value) of figures of answers that are good or bad."""
+    kinds = np.concatenate([np.asarray(store.kinds) for store in stores])
+    learnt = np.concatenate([np.asarray(store.supervised) for store in stores])
+    return [
+        (
+            f"{name} answers",
+            f"{np.count_nonzero(kinds == kind):,} of {learnt[kinds == kind].mean():,.1f} tokens on"
+            " average",
+        )
+        for kind, name in enumerate(KIND_NAMES[:MISMATCHED])
+        if (kinds == kind).any()
     ]
 
 

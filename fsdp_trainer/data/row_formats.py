@@ -7,7 +7,7 @@ value, so that a column that only shares the name is not read. `conversations.py
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROLES = {
@@ -176,6 +176,11 @@ def is_numbers(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(number, int) for number in value)
 
 
+def is_label(value: Any) -> bool:
+    """Return True for what says that an answer is good or bad."""
+    return isinstance(value, bool)
+
+
 def is_segments(value: Any) -> bool:
     """Return True for axolotl's list of texts that say if they are learnt."""
     value = parsed(value)
@@ -245,6 +250,14 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "tools": TOOLS,
     },
     "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
+    "unpaired": {
+        "label": Meaning(("label", "kto_tag"), is_label, required=True),
+        "prompt": Meaning((*PROMPTS, *ASK_ROLES, *CHATS), is_text_or_turns, required=True),
+        "completion": replace(ANSWER, required=False),
+        "input": CONTEXT,
+        "system": SYSTEM,
+        "tools": TOOLS,
+    },
     "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS},
     "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS},
     "alpaca": {
@@ -367,6 +380,8 @@ def _can_be(
 ) -> bool:
     if not set(fields) <= set(FORMATS[format]):
         return False
+    if format == "unpaired" and (not by_value or (fields and "label" not in fields)):
+        return False  # many a column is called label
     matched = match(format, columns, fields, by_value)
     if not is_complete(format, matched):
         return False

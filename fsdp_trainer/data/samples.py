@@ -18,7 +18,7 @@ from fsdp_trainer.data.conversations import (
     Segments,
 )
 from fsdp_trainer.data.messages import Message
-from fsdp_trainer.data.preferences import SIDES, Preference
+from fsdp_trainer.data.preferences import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -40,6 +40,9 @@ HEADER = 80
 """Characters before an answer that may hold its beginning, where prompt and answer look alike."""
 TEXTS = ("content", "reasoning_content")
 """Keys of a turn that hold text."""
+GOOD, BAD, MISMATCHED = range(3)
+"""Kinds of a sample: an answer, one that is to become less likely, and a prompt with the answer to
+another one, which tells how much less likely any answer is than under a reference."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
@@ -51,6 +54,7 @@ class Sample:
     weights: np.ndarray  # [length] float32
     starts_group: bool = True
     """False: packing keeps it in one row with the sample before it."""
+    kind: int = GOOD
 
 
 @dataclass
@@ -73,6 +77,8 @@ class Rendered:
     """Number of the text among those of its conversation, from 1, and how many there are."""
     rejected: "Rendered | None" = None
     """Of a preference pair, whose chosen answer this is: the other one."""
+    is_good: bool | None = None
+    """Of an answer that is good or bad: which of both."""
 
     @property
     def sides(self) -> "list[Rendered]":
@@ -89,7 +95,17 @@ class Rendered:
 class SampleBuilder:
     """Renders and tokenises, and counts what it leaves out."""
 
-    def __init__(self, data: Data, seq_len: int, tokenizer: TextTokenizer, template: Template):
+    def __init__(
+        self,
+        data: Data,
+        seq_len: int,
+        tokenizer: TextTokenizer,
+        template: Template,
+        splits_pairs: bool = False,
+    ):
+        """splits_pairs: their answers become a good and a bad one."""
+        self.splits_pairs = splits_pairs
+        self._last_answer: Sample | None = None  # the one before, of those that are good or bad
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
         """Counts by the keys of `findings.KINDS`."""
@@ -124,8 +140,10 @@ class SampleBuilder:
             texts = self._document(row)
         elif isinstance(row, Segments):
             texts = [self._segments(row)]
-        elif isinstance(row, Preference):
+        elif isinstance(row, Preference) and not self.splits_pairs:
             texts = [self._pair(row)]
+        elif isinstance(row, Preference | LabelledAnswer):
+            texts = self._verdicts(row)
         else:
             texts = [self._pretokenised(row)]
         try:
@@ -176,8 +194,14 @@ class SampleBuilder:
         chosen, rejected = (self._answer(row, name) for name in SIDES)
         return replace(chosen, rejected=rejected)
 
-    def _answer(self, row: Preference, name: str) -> Rendered:
-        """Return one side of a pair: its turns are learnt, those of the prompt are not."""
+    def _verdicts(self, row: Preference | LabelledAnswer) -> list[Rendered]:
+        """Return the row's answers, each good or bad."""
+        if isinstance(row, LabelledAnswer):
+            return [replace(self._answer(row, "answer"), is_good=row.is_good)]
+        return [replace(self._answer(row, name), is_good=name == SIDES[0]) for name in SIDES]
+
+    def _answer(self, row: Preference | LabelledAnswer, name: str) -> Rendered:
+        """Return an answer behind its prompt: its turns are learnt, those of the prompt are not."""
         prompt = [
             turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in row.prompt
         ]
@@ -286,7 +310,16 @@ class SampleBuilder:
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
-        """Yield for every text its sample, for a pair both, or none where it is left out."""
+        """Yield for every text its sample, for a pair both, or none where it is left out.
+
+        Of answers that are good or bad each with one that is mismatched.
+        """
+        samples = self._tokenized(texts)
+        if any(text.is_good is not None for text in texts):
+            return iter(self._with_mismatched(texts, [*samples]))
+        return samples
+
+    def _tokenized(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
         sides = [side for text in texts for side in text.sides]
         plain = [text.text for text in sides if text.is_document]
         weighed = [text.text for text in sides if not text.is_document and text.sample is None]
@@ -303,6 +336,33 @@ class SampleBuilder:
             else:
                 sample = self._weigh(next(chats), text)
             yield [one for piece in self._fit(sample, text) for one in self._keep(piece, text)]
+
+    def _with_mismatched(
+        self, texts: list[Rendered], samples: list[list[Sample]]
+    ) -> list[list[Sample]]:
+        """Return each text's sample and behind it its prompt with the answer before it.
+
+        The very first one has the last answer. A mismatched answer is cut where the row of both is
+        full.
+        """
+        learnt = [one for each in samples for one in each]
+        before = self._last_answer or (learnt[-1] if learnt else None)
+        both: list[list[Sample]] = []
+        for text, each in zip(texts, samples, strict=True):
+            if not each or text.is_good is None:
+                both.append(each)
+                continue
+            assert before is not None
+            kind = GOOD if text.is_good else BAD
+            other = mismatched(each[0], before, self.seq_len - len(each[0].tokens))
+            before = each[0]
+            if other is None:
+                self.counts[f"{FITS}{rounded_length(2 * len(before.tokens))}"] += 1
+                self.counts[LOST] += len(before.tokens)
+            pair = [replace(before, kind=kind), other] if other else None
+            both.append(pair or self._left_out("too_long", text.where))
+        self._last_answer = before
+        return both
 
     def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:
         """Return both answers, or none: a row must hold them together."""
@@ -391,6 +451,19 @@ class SampleBuilder:
     def _left_out(self, key: str, where: tuple[str, int]) -> list:
         self.count(key, where)
         return []
+
+
+def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
+    """Return a sample's prompt with the answer of another, at most `room` tokens.
+
+    None where there is no room for any of the answer.
+    """
+    prompt, begin = int(np.argmax(sample.weights > 0)), int(np.argmax(other.weights > 0))
+    if room <= prompt:
+        return None
+    tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]
+    weights = np.concatenate([sample.weights[:prompt], other.weights[begin:]])[:room]
+    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED)
 
 
 def _with_tokens(tokens: list[int], learnt: list[bool], where: tuple[str, int]) -> Rendered:

@@ -20,7 +20,10 @@ COLUMNS = {
     "lines": np.int64, "digests": np.uint64,
 }  # fmt: skip
 PER_TOKEN = ("tokens", "weights")
-GROUP_STARTS = "group_starts"  # [samples] bool, a column that is there only if a group has several
+GROUP_STARTS, KINDS = "group_starts", "kinds"
+OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
+"""[samples] columns that are there only if one of their values is not the usual one: False where a
+sample shares the row of the one before it; the kinds of samples.py. Dtype, usual value."""
 BLOCK = 1 << 24  # bytes that are copied between two signs of life
 
 
@@ -64,10 +67,8 @@ class TokenStore:
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
         # [samples] uint64: of a sample's tokens and weights, to find duplicates by
         self.digests: np.ndarray = columns["digests"]
-        self.group_starts: np.ndarray | None = None
-        if _has_groups(folder):
-            self.group_starts = _map(folder / f"{GROUP_STARTS}.bin", np.bool_)
-        """[samples]: False where a sample shares the row of the one before it; None: none does."""
+        self.group_starts = _map_optional(folder, GROUP_STARTS)
+        self.kinds = _map_optional(folder, KINDS)
         for column in (self.tokens, self.weights):
             # shuffled samples lie all over the file: nothing is to be read ahead behind each
             if isinstance(column.base, mmap):
@@ -132,6 +133,12 @@ class TokenStore:
         return sample - first + 1, stop - first
 
 
+def _map_optional(folder: Path, column: str) -> np.ndarray | None:
+    """Return a column of OPTIONAL; None if all its values are the usual one."""
+    dtype, _ = OPTIONAL[column]
+    return _map(folder / f"{column}.bin", dtype) if _has(folder, column) else None
+
+
 def _map(file: Path, dtype: Any) -> np.ndarray:
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
@@ -142,7 +149,8 @@ class StoreWriter:
     def __init__(self, folder: Path):
         folder.mkdir()
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
-        self._folder, self._group_starts = folder, bytearray()
+        self._folder = folder
+        self._optional = {column: bytearray() for column in OPTIONAL}
         self.totals: dict[str, dict[str, int]] = {}
         """Samples, tokens, supervised tokens, longest sample; by source (its place, as text)."""
 
@@ -173,7 +181,8 @@ class StoreWriter:
             self._files[name].write(
                 np.ascontiguousarray(columns[name], dtype).data
             )  # unlike tofile it says when the disk is full
-        self._group_starts += bytes(sample.starts_group for sample in samples)
+        self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
+        self._optional[KINDS] += bytes(sample.kind for sample in samples)
         totals = {
             "samples": len(samples),
             "tokens": lengths.sum(),
@@ -186,9 +195,11 @@ class StoreWriter:
         """All of it is with the system."""
         for file in self._files.values():
             file.close()
-        if not all(self._group_starts):
-            assert self._group_starts[0], "parts are joined: a group must not begin in another one"
-            (self._folder / f"{GROUP_STARTS}.bin").write_bytes(self._group_starts)
+        starts = self._optional[GROUP_STARTS]
+        assert all(starts[:1]), "parts are joined: a group must not begin in another one"
+        for column, (_, usual) in OPTIONAL.items():
+            if self._optional[column].count(usual) < len(self._optional[column]):
+                (self._folder / f"{column}.bin").write_bytes(self._optional[column])
 
 
 def _digest(sample: Sample) -> int:
@@ -211,7 +222,8 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     """Raise Damaged unless the columns hold just what was counted."""
     samples = sum(one["samples"] for one in totals.values())
     tokens = sum(one["tokens"] for one in totals.values())
-    columns = COLUMNS | ({GROUP_STARTS: np.bool_} if _has_groups(folder) else {})
+    optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
+    columns = COLUMNS | optional
     for column, dtype in columns.items():
         file = folder / f"{column}.bin"
         expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
@@ -238,23 +250,24 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
             os.fsync(whole.fileno())
     with open(into / "digests.bin", "rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=10))
-    if any(map(_has_groups, parts)):
-        group_starts = b"".join(map(_group_starts, parts))
-        (into / f"{GROUP_STARTS}.bin").write_bytes(group_starts)
-        digest.update(group_starts)
+    for column in OPTIONAL:
+        if any(_has(part, column) for part in parts):
+            values = b"".join(_optional(part, column) for part in parts)
+            (into / f"{column}.bin").write_bytes(values)
+            digest.update(values)
     return digest.hexdigest()
 
 
-def _has_groups(folder: Path) -> bool:
-    return (folder / f"{GROUP_STARTS}.bin").exists()
+def _has(folder: Path, column: str) -> bool:
+    return (folder / f"{column}.bin").exists()
 
 
-def _group_starts(folder: Path) -> bytes:
-    """Return one byte a sample: 1 where it starts a group."""
-    if _has_groups(folder):
-        return (folder / f"{GROUP_STARTS}.bin").read_bytes()
+def _optional(folder: Path, column: str) -> bytes:
+    """Return one byte a sample: its value in a column of OPTIONAL."""
+    if _has(folder, column):
+        return (folder / f"{column}.bin").read_bytes()
     samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize
-    return b"\1" * samples
+    return bytes([OPTIONAL[column][1]]) * samples
 
 
 def _copy(source: int, target: int) -> int:

@@ -185,7 +185,7 @@ class TaskTokenizer:
                 fields = dict(unit.fields)
                 file, data = unit.unit.file, self.options.data
                 self.reader = choose_reader(
-                    data, row.columns, file, unit.format, fields, self.options.pairs
+                    data, row.columns, file, unit.format, fields, self.options.kind
                 )
             return self.reader
 

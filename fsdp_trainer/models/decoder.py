@@ -60,7 +60,8 @@ class MicroBatch:
     token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
     padding 0; None where no experts are watched. Undivided until the step is known.
     reference: [documents] float64, the Σ log-probability of each document's targets under a
-    reference model; None without one.
+    reference model; None without one. kinds: [documents] int64, as of the data's samples; None:
+    all are answers.
     """
 
     tokens: Tensor
@@ -74,6 +75,7 @@ class MicroBatch:
     groups: Tensor | None = None
     token_share: Tensor | None = None
     reference: Tensor | None = None
+    kinds: Tensor | None = None
 
 
 class DecoderOutput(NamedTuple):

@@ -122,7 +122,7 @@ class Assembler:
         def supervised(values: np.ndarray) -> Tensor:
             return padded(np.take_along_axis(values, own, 1).reshape(-1)[index])
 
-        documents = groups = reference = None
+        documents = groups = reference = kinds = None
         if self.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
             places = (own + rows_before).reshape(-1)[index]
@@ -132,6 +132,9 @@ class Assembler:
             if rows.reference is not None:
                 values = np.concatenate([np.zeros(0), *map(np.array, rows.reference)])
                 reference = to_device(values, self.device)
+            if rows.kinds is not None:
+                each = [np.array(row, np.int64) for row in rows.kinds]
+                kinds = to_device(np.concatenate(each), self.device)
         return MicroBatch(
             part(rows.tokens),
             part(rows.positions),
@@ -144,6 +147,7 @@ class Assembler:
             groups,
             part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
             reference,
+            kinds,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:

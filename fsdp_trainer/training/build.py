@@ -27,7 +27,14 @@ from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
 from fsdp_trainer.config.rules_objective import base_is_reference
-from fsdp_trainer.config.schema import PAIRED, Adapter, Model, TrainConfig
+from fsdp_trainer.config.schema import (
+    PAIRED,
+    UNPAIRED,
+    Adapter,
+    Model,
+    ObjectiveChoice,
+    TrainConfig,
+)
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.order import RowOrder
@@ -83,7 +90,7 @@ from fsdp_trainer.training.pair_step import (
     stored_reference,
 )
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
-from fsdp_trainer.training.preferences import chosen_watch, has_reference, pair_figures
+from fsdp_trainer.training.preferences import PairFigures, chosen_watch, has_reference
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.samples import Samples
@@ -94,10 +101,16 @@ from fsdp_trainer.training.stored_reference import ReferencePass
 from fsdp_trainer.training.streaming import StreamedRows
 from fsdp_trainer.training.tasks import TrainingTasks
 from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.training.unpaired import UnpairedFigures, UnpairedForwardBackward
 from fsdp_trainer.training.weights import fill, restore
 
 SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
 """Data sources by the class that orders the rows."""
+
+
+PREFERENCE_STEPS = dict.fromkeys(PAIRED, PairForwardBackward)
+PREFERENCE_STEPS |= dict.fromkeys(UNPAIRED, UnpairedForwardBackward)
+"""What runs a step's micro-batches, by objective, where answers are compared."""
 
 
 @dataclass
@@ -171,7 +184,7 @@ def build(
             "pad_to_multiple": cfg.data.pad_to_multiple,
             "context": context_ranks(dims, context.method, config.windows),
             "attention": attention.layout,
-            "number_documents": cfg.objective.name in PAIRED,
+            "number_documents": cfg.objective.name in (*PAIRED, *UNPAIRED),
         },
         dims,
         min(8, cores() * world.nodes // world.size),
@@ -215,7 +228,7 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    pairs = pair_figures(cfg.objective, dims)
+    pairs = preference_figures(cfg.objective, dims)
     names = whole.auxiliary_names
     metrics = step_metrics(data.source_names, differs, names, device, balance, pairs)
     trainer = Trainer(
@@ -268,8 +281,8 @@ def build_step(
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
         sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
-        if cfg.objective.name in PAIRED:
-            return PairForwardBackward(
+        if cfg.objective.name in PREFERENCE_STEPS:
+            return PREFERENCE_STEPS[cfg.objective.name](
                 model,
                 objective,
                 metrics,
@@ -277,13 +290,20 @@ def build_step(
                 probe,
                 sync,
                 loss_scale,
-                pair_figures(cfg.objective, dims),
+                preference_figures(cfg.objective, dims),
                 choice=cfg.objective,
                 reference=reference_of(cfg, model, dims),
             )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)
+
+
+def preference_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | UnpairedFigures | None:
+    """Return the figures of an objective's answers; None for one that compares none."""
+    if cfg.name in UNPAIRED:
+        return UnpairedFigures(cfg, dims)
+    return PairFigures(cfg, dims) if cfg.name in PAIRED else None
 
 
 def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:

@@ -52,6 +52,13 @@ class Metric(Protocol):
         """Return what metrics.jsonl says of the whole step's sums."""
 
 
+class AnswerFigures(Metric, Protocol):
+    """Figures of answers that are compared; those of a validation are written too."""
+
+    keys: tuple[str, ...]
+    """The names under which `written` has them."""
+
+
 @dataclass
 class StepTotal:
     """A scalar of MicroBatchResult, summed over the step: its loss, or its objective."""

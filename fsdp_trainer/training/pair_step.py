@@ -11,7 +11,7 @@ from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.models.adapters import without_adapters
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.head import Scores
+from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
@@ -45,7 +45,12 @@ class BaseReference:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the reference's sums, of one forward. Collective."""
+        """Return the batch with the reference's sums, of one forward. Collective.
+
+        A batch that has them is left as it is.
+        """
+        if batch.reference is not None:
+            return batch
         with without_adapters(self.model):
             scores = self.model(batch).scores
         sums = answer_sums(scores.log_probability, batch, self.dims)
@@ -65,7 +70,7 @@ class PairForwardBackward(ForwardBackward):
         batch = self.reference(shared_out(batch, plan))
         count = self.weight(plan) or 1.0
         scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
-        scaled = PairObjective(batch, self.choice, count / scale, self.dims)
+        scaled = self.comparison(batch, count / scale)
         value, scores, auxiliary = self.model(batch, scaled)
         phases.enter("backward")
         value.backward()
@@ -83,8 +88,11 @@ class PairForwardBackward(ForwardBackward):
 
     def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
         """See ForwardBackward."""
-        objective = PairObjective(batch, self.choice, dims=self.dims)
-        return objective(scores, slice(0, len(batch.targets)))
+        return self.comparison(batch, 1.0)(scores, slice(0, len(batch.targets)))
+
+    def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
+        """Return the objective of a micro-batch, Σ loss / count."""
+        return PairObjective(batch, self.choice, count, self.dims)
 
     def weight(self, plan: StepPlan) -> float:
         """See ForwardBackward: the step's pairs."""

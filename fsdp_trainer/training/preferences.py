@@ -281,11 +281,6 @@ class ChosenWatch:
         )
 
 
-def pair_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | None:
-    """Return the figures of an objective's pairs; None for one that learns from single answers."""
-    return PairFigures(cfg, dims) if cfg.name in PAIRED else None
-
-
 def chosen_watch(cfg: ObjectiveChoice) -> ChosenWatch | None:
     """Return the watch over an objective's chosen answers; None for one without pairs."""
     return ChosenWatch(has_reference(cfg)) if cfg.name in PAIRED else None

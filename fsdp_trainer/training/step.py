@@ -22,7 +22,7 @@ from fsdp_trainer.training.guard import (
     StepVerdict,
 )
 from fsdp_trainer.training.loss_scale import LossScale
-from fsdp_trainer.training.metrics import Metric, Metrics, MicroBatchResult
+from fsdp_trainer.training.metrics import AnswerFigures, Metrics, MicroBatchResult
 from fsdp_trainer.training.objective import negative_log_likelihood
 
 
@@ -55,8 +55,8 @@ class ForwardBackward:
     """None: a pipeline's stages see to it."""
     loss_scale: LossScale | None = None
     """None: the loss is minimised as it is."""
-    pair_figures: Metric | None = None
-    """None: what is learnt from is no pairs."""
+    pair_figures: AnswerFigures | None = None
+    """None: no answers are compared."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.

@@ -41,7 +41,7 @@ from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.metrics import MicroBatchResult, validation_metrics
-from fsdp_trainer.training.preferences import ChosenWatch, PairFigures
+from fsdp_trainer.training.preferences import ChosenWatch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
@@ -329,9 +329,9 @@ class Trainer:
         line: dict[str, Any] = {"validation_loss": value, "validation_bits_per_byte": bits}
         if by_source:
             line["validation_loss_by_source"] = by_source
-        line |= {
-            f"validation_{name}": written[name] for name in PairFigures.keys if name in written
-        }
+        figures = self.forward_backward.pair_figures
+        names = figures.keys if figures is not None else ()
+        line |= {f"validation_{name}": written[name] for name in names if name in written}
         self.add_to_line(line)
 
     def add_to_line(self, more: dict[str, Any]) -> None:

@@ -19,8 +19,11 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's value, on every rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
+    """Return the value of every rank of a group, on each of them. Collective.
+
+    group: None: all ranks.
+    """
+    values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values
 
@@ -54,6 +57,19 @@ def run_on_rank_0(
     """
     alone = work if dist.get_rank() == 0 else lambda: None
     return run_on_all_ranks(what, alone, group)[0]
+
+
+def sum_in_order(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sum over the ranks of a group, added one rank after the other. Collective.
+
+    Each number of it depends on the ranks' numbers alone; in an all-reduce also on its place in the
+    tensor. For few numbers: every rank gets those of all.
+    """
+    if not dist.is_initialized():
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return sum(parts[1:], start=parts[0])
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:

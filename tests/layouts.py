@@ -116,7 +116,7 @@ def compile_quickly(model, cfg, **options):
 
 def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
     """See take_steps."""
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
         weight = weight_of(step)

@@ -195,7 +195,7 @@ def _messages_of_owners(cfg, config):
     model = parallelize(meta_decoder(config), dims, cfg)
     allocate(model, torch.device("cpu"))
     initialize_weights(model, 0)
-    optimizer = build_optimizer(model, cfg.optim)
+    optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     with SentByKind() as sent:

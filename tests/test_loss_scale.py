@@ -11,7 +11,11 @@ from fsdp_trainer.training.loss_scale import LossScale
 
 FLOAT16 = "precision.param_dtype=float16"
 HOW = ["schedule=constant", "schedule.warmup_steps=0", "batch.micro_rows=3"]
-TOO_LARGE = [*HOW, FLOAT16, "precision.loss_scale=262144", "precision.loss_scale_steps=2"]
+TOO_LARGE = [
+    *HOW, FLOAT16, "precision.loss_scale=262144", "precision.loss_scale_steps=2",
+    # the gradients of a tied matrix are summed in float16, but for stages that have a copy each
+    "model.tie_word_embeddings=false",
+]  # fmt: skip
 
 
 def test_the_scale_is_halved_after_an_overflow_and_doubled_after_enough_steps_without():
@@ -55,12 +59,14 @@ def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_sca
     run = train("run", *how, "train.steps=9", ranks=2)
     assert run.column("loss_scale") == scales
     assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
-    shared = train("shared", *TOO_LARGE, "train.steps=9", "sharding.tensor=2", ranks=2)
-    assert shared.column("loss_scale") == scales
+    for name in ("tensor", "pipeline"):
+        shared = train(name, *TOO_LARGE, "train.steps=9", f"sharding.{name}=2", ranks=2)
+        assert shared.column("loss_scale") == scales
+        assert shared.column("loss") == pytest.approx(whole.column("loss"), rel=5e-3)
 
 
 @pytest.mark.slow
 def test_what_a_loss_scale_does_not_reach_is_refused(train):
-    refused = train("a", FLOAT16, "sharding.pipeline=2", "train.steps=1", code=2)
-    assert "whose loss scale stages do not know" in " ".join(refused.err.split())
+    refused = train("a", FLOAT16, "loss.load_balancing=0.01", "train.steps=1", code=2)
+    assert "is not scaled with the loss in float16" in " ".join(refused.err.split())
     assert "precision=fp16" in train("b", "precision.loss_scale=8", "train.steps=1", code=2).err

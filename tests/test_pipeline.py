@@ -36,9 +36,14 @@ from fsdp_trainer.config.schema import (
     Train,
     TrainConfig,
 )
-from fsdp_trainer.models.adapters import initialize_magnitudes, resolve_adapters
+from fsdp_trainer.models.adapters import (
+    four_bit_weights,
+    initialize_magnitudes,
+    resolve_adapters,
+)
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.context import context_ranks
@@ -64,7 +69,7 @@ def configuration(settings):
         sharding=Sharding(**settings.get("sharding", {})),
         activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
         # with the usual eps the sign of a gradient that is only rounding would count
-        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
+        optim=Optim(**{"lr": 3e-3, "eps": 1e-3, **settings.get("optim", {})}),
         precision=Precision(param_dtype="float32", master_dtype="float32"),
         adapter=Adapter(**settings.get("adapter", {})),
         train=Train(freeze=settings.get("freeze", [])),
@@ -85,7 +90,9 @@ def plain(sizes, settings):
     """One process that has the whole model."""
     cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
     model = Decoder(config)
-    choose_trained(model, resolve_adapters(cfg.adapter, config), cfg.train.freeze)
+    adapters = resolve_adapters(cfg.adapter, config)
+    quantize_linears(model, four_bit_weights(model, adapters), torch.float32)
+    choose_trained(model, adapters, cfg.train.freeze)
     start(model)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
     return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU), ROWS)
@@ -122,6 +129,9 @@ EXPERTS = {
     "family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
     "mlp_only_layers": (1,),
 }  # fmt: skip
+BLOCKS_OF_64 = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+NF4 = {"name": "lora", "rank": 2, "base": "nf4"}
+MUON = {"name": "muon", "ns_dtype": "float32"}
 WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
 CASES = {
     "1f1b": (2, {}, layout()),
@@ -168,7 +178,31 @@ CASES = {
         {"tie_word_embeddings": True},
         layout() | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
     ),
+    "8 bits": (2, {}, layout() | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
+    "muon, shard": (4, {}, layout() | {"optim": MUON, "tolerance": 2e-6}),
+    "normuon, zbv, tied": (
+        4,
+        {"tie_word_embeddings": True},
+        layout(pipeline_schedule="zbv") | {"optim": MUON | {"normuon": True}, "tolerance": 2e-6},
+    ),
+    "muon, a stage without matrices": (
+        2,
+        {},
+        layout() | {"optim": MUON, "freeze": ["model.layers.[012].*"], "tolerance": 2e-6},
+    ),
+    "lamb, tied, shard": (
+        8,
+        {"tie_word_embeddings": True},
+        layout() | {"optim": {"name": "lamb"}},
+    ),
+    "4 bits": (2, BLOCKS_OF_64, layout() | {"adapter": NF4}),
+    "ring and tensor": (8, {}, layout(context=2, tensor=2, context_method="ring")),
     "experts and shard": (8, EXPERTS, layout(expert=2)),
+    "lora on experts": (
+        4,
+        EXPERTS,
+        layout(expert=2) | {"adapter": {"name": "lora", "rank": 2, "targets": ["all", "experts"]}},
+    ),
     "zbv, experts": (2, EXPERTS, layout(pipeline_schedule="zbv")),
     "frozen in front": (2, {}, layout() | {"freeze": ["*embed_tokens*", "model.layers.0.*"]}),
 }
@@ -323,7 +357,6 @@ def imported(folder):
             ["sharding.pipeline=2", "data.packing=none", "data.pad_to_multiple=8"],
             "stages pass on rows of one length",
         ),
-        (["sharding.pipeline=2", "optim=muon"], "Use optim=adamw"),
         (["sharding.pipeline=2", "sharding.cpu_offload=true"], "Use sharding.cpu_offload=false"),
         (["sharding.pipeline=2"], "must divide the number of ranks, which is 1"),
     ],

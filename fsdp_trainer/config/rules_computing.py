@@ -128,8 +128,6 @@ def stages(cfg: TrainConfig, report: Report) -> Broken:
     together = f"together with sharding.pipeline={sharding.pipeline} is not in this version"
     if cfg.precision.float8 is not None:
         yield "precision.float8", f"{together}.\nUse  precision=bf16  or  sharding.pipeline=1"
-    if cfg.optim.name == "muon":
-        yield "optim.name", f"muon {together}.\nUse  optim=adamw  or  sharding.pipeline=1"
     for key, is_set in {
         "activation_checkpoint.offload": cfg.activation_checkpoint.offload,
         "sharding.cpu_offload": sharding.cpu_offload,
@@ -281,12 +279,6 @@ def float16(cfg: TrainConfig, report: Report) -> Broken:
             if f"precision.{name}" in report.typed:
                 yield f"precision.{name}", "only counts with  precision=fp16"
         return
-    if cfg.sharding.pipeline > 1:
-        yield (
-            "sharding.pipeline",
-            "together with float16, whose loss scale stages do not know, is not in this version.\n"
-            "Use  precision=bf16  or  sharding.pipeline=1",
-        )
     if cfg.objective.name in OBJECTIVES:
         yield (
             "precision.param_dtype",

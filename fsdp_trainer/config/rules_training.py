@@ -53,8 +53,6 @@ OPTIMIZER_KEYS = {
     "scale": ("muon",),
 }
 """Keys of optim that not every optimizer reads, and those that do."""
-WHOLE_MATRICES = ("muon", "lamb")
-"""Optimizers that all ranks step together."""
 DURATIONS = (
     "train.time_limit",
     "launch.timeout",
@@ -112,18 +110,12 @@ def momentum(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def optimizer(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys that only some optimizers read are set with one of them; Muon needs whole matrices."""
+    """Keys that only some optimizers read are set with one of them; Muon is for whole matrices."""
     for name, optimizers in OPTIMIZER_KEYS.items():
         key = f"optim.{name}"
         if key in report.typed and cfg.optim.name not in optimizers:
             ways = "  or  ".join(f"optim={optimizer}" for optimizer in optimizers)
             yield key, f"only counts with  {ways}"
-    if cfg.optim.name in WHOLE_MATRICES and cfg.sharding.pipeline > 1:
-        yield (
-            "sharding.pipeline",
-            f"{cfg.optim.name} needs whole matrices, over all ranks, and each stage has others: "
-            "not in this version.\nUse  optim=adamw  or  sharding.pipeline=1",
-        )
     if cfg.optim.name != "muon":
         return
     if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:

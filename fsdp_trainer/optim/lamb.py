@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_trainer.distributed import replication_factor
+from fsdp_trainer.distributed import replication_factor, sum_in_order
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
 
 
@@ -15,6 +15,7 @@ class Lamb(CompactOptimizer):
 
     Group options: lr, betas, eps, weight_decay. Norms are of whole parameters, whatever part of
     them a rank holds.
+    ranks: those that hold parts of the same parameters; None: all ranks.
     """
 
     moments: ClassVar = {
@@ -22,13 +23,18 @@ class Lamb(CompactOptimizer):
         "exp_avg_sq": MomentKind(signed=False, stochastic=True),
     }
 
+    def __init__(self, *args: Any, ranks: dist.ProcessGroup | None = None, **options: Any):
+        """args, options: as for CompactOptimizer."""
+        super().__init__(*args, **options)
+        self.ranks = ranks
+
     def update(self, count: Tensor, skip: Tensor) -> None:
         """Update all moments, then the weights by what they say. Collective."""
         named = [(p, group) for group in self.param_groups for p in group["params"]]
         squares = torch.stack([self.update_moments(p, group, count, skip) for p, group in named])
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        if ranks > 1:
-            dist.all_reduce(squares)
+        ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
+        # both copies of a tied embedding, in two stages, get the same norms to the last bit
+        squares = sum_in_order(squares, self.ranks)
         for (parameter, group), sums in zip(named, squares, strict=True):
             ratio = trust_ratio(sums / replication_factor(parameter, ranks))
             for chunk in self.chunks(parameter, count, skip):

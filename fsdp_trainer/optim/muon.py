@@ -4,6 +4,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_trainer.config.schema import Optim
@@ -38,14 +39,18 @@ class Muon(CompactOptimizer):
         others: TrainerOptimizer | None,
         cfg: Optim,
         *formats: Any,
+        ranks: dist.ProcessGroup | None = None,
     ):
-        """matrices: groups with names; formats: as for CompactOptimizer. Collective."""
+        """matrices: groups with names; formats: as for CompactOptimizer. Collective.
+
+        ranks: those among which matrices are dealt; None: all ranks.
+        """
         super().__init__(matrices, *formats, lr=cfg.lr)
         self.cfg = cfg
         self.others = others
         self.ns_dtype = getattr(torch, cfg.ns_dtype)
         self.group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self.rounds = deal(list(self.group_of))
+        self.rounds = deal(list(self.group_of), ranks)
         self.row_norms = [
             RowNorms(matrices, cfg.normuon_beta) if cfg.normuon else None
             for matrices in self.rounds

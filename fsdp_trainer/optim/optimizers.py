@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
@@ -36,9 +37,18 @@ class TorchAdamW(TrainerOptimizer, AdamW):
         }
 
 
-def build_optimizer(model: nn.Module, cfg: Optim, seed: int = 0) -> TrainerOptimizer:
-    """Return the optimizer that optim.name asks for. seed: of stochastic rounding."""
-    return OPTIMIZERS[cfg.name](parameter_groups(model, cfg), cfg, seed)
+def build_optimizer(
+    model: nn.Module, cfg: Optim, seed: int = 0, ranks: dist.ProcessGroup | None = None
+) -> TrainerOptimizer:
+    """Return the optimizer that optim.name asks for. Collective.
+
+    seed: of stochastic rounding. ranks: those that have parts of the same parameters; None: all
+    ranks. Raises UserError.
+    """
+    if cfg.name == "muon":
+        # a stage of a pipeline may have none
+        require_matrices(getattr(model, "whole", model), cfg)
+    return OPTIMIZERS[cfg.name](parameter_groups(model, cfg), cfg, seed, ranks)
 
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
@@ -53,7 +63,9 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
     return [group for group in (matrices, vectors) if group["params"]]
 
 
-def build_adamw(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+def build_adamw(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None = None
+) -> TrainerOptimizer:
     """Return AdamW (Loshchilov & Hutter 2019), torch's own where it has the number formats."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     if is_compact(cfg, master_dtype(groups)):
@@ -61,31 +73,51 @@ def build_adamw(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerO
     return TorchAdamW(groups, "foreach" if cfg.implementation == "foreach" else "fused", **options)
 
 
-def build_muon(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
-    """Return Muon for the matrices of the blocks, with AdamW for everything else."""
-    matrices, others = split(groups, lambda name, p: is_block_matrix(name, p.ndim))
+def build_muon(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
+) -> TrainerOptimizer:
+    """Return Muon for the matrices of the blocks, with AdamW for everything else, or for all."""
+    matrices, others = of_muon(groups)
+    if not matrices:
+        return build_adamw(others, cfg, seed)
+    adamw = build_adamw(others, cfg, seed) if others else None
+    return Muon(matrices, adamw, cfg, *formats(groups, cfg, seed), ranks=ranks)
+
+
+def require_matrices(model: nn.Module, cfg: Optim) -> None:
+    """Raise UserError if Muon would have nothing to update. model: whole."""
+    matrices, _ = of_muon(parameter_groups(model, cfg))
     if not matrices:
         text = "train.freeze leaves no matrix of a block to train.\nUse  optim=adamw"
         raise UserError("there is nothing for Muon", [Problem("optim.name=muon", text)])
-    adamw = build_adamw(others, cfg, seed) if others else None
-    return Muon(matrices, adamw, cfg, *formats(groups, cfg, seed))
 
 
-def build_lion(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the groups of parameters that are Muon's, and of all others."""
+    return split(groups, lambda name, p: is_block_matrix(name, p.ndim))
+
+
+def build_lion(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
+) -> TrainerOptimizer:
     """Return Lion (Chen et al. 2023)."""
     return Lion(groups, *formats(groups, cfg, seed), lr=cfg.lr, betas=tuple(cfg.betas))
 
 
-def build_sgd(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+def build_sgd(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
+) -> TrainerOptimizer:
     """Return stochastic gradient descent with momentum."""
     options: dict[str, Any] = {"lr": cfg.lr, "momentum": cfg.momentum, "nesterov": cfg.nesterov}
     return Sgd(groups, *formats(groups, cfg, seed), **options)
 
 
-def build_lamb(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> TrainerOptimizer:
+def build_lamb(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
+) -> TrainerOptimizer:
     """Return LAMB (You et al. 2020)."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
-    return Lamb(groups, *formats(groups, cfg, seed), **options)
+    return Lamb(groups, *formats(groups, cfg, seed), ranks=ranks, **options)
 
 
 def split(

@@ -1,7 +1,8 @@
 """Whole matrices out of shards: which rank computes with which matrix, and who sends it what.
 
 Each matrix has an owner, reached by one all-to-all and answered by another. Matrices are dealt over
-all ranks, also those that hold the same shards (replicas, ddp): none repeats another's work.
+all ranks of a group, also those that hold the same shards (replicas, ddp): none repeats another's
+work. The group is that of a pipeline's stage, or all ranks.
 """
 
 import math
@@ -80,16 +81,22 @@ class Round:
     """Parameters whose matrices are computed with at the same time, by their owners.
 
     layouts: of the parameters; first: the rank to which the first matrix is dealt; rank: this one.
+    Ranks are numbered within `group`; None: all ranks.
     own: this rank's matrices by their shape, as (place of the parameter, place in its stack).
     to_owners, from_holders, to_holders, from_owners: pieces by the rank at the other end.
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], layouts: list[ShardLayout], first: int, rank: int
+        self,
+        parameters: list[nn.Parameter],
+        layouts: list[ShardLayout],
+        first: int,
+        rank: int,
+        group: dist.ProcessGroup | None = None,
     ):
         ranks = len(layouts[0].parts)
         self.parameters, self.layouts = parameters, layouts
-        self.first, self.rank = first, rank
+        self.first, self.rank, self.group = first, rank, group
         self.starts = [layout.parts[rank][0][0] for layout in layouts]
         self.own: dict[tuple[int, int], list[OwnMatrix]] = {}
         self.to_owners: Pieces = [[] for _ in range(ranks)]
@@ -125,10 +132,7 @@ class Round:
                     self.from_holders[rank].append(piece)
 
     def compute(
-        self,
-        parts: list[Tensor],
-        function: Callable[[Tensor, list[OwnMatrix]], Tensor],
-        group: dist.ProcessGroup | None = None,
+        self, parts: list[Tensor], function: Callable[[Tensor, list[OwnMatrix]], Tensor]
     ) -> list[Tensor]:
         """Return this rank's parts of what `function` makes of whole matrices. Collective.
 
@@ -136,7 +140,7 @@ class Round:
         [count, rows, columns], matrices of one shape, and which they are.
         """
         outgoing = [self._local(parts, piece) for pieces in self.to_owners for piece in pieces]
-        incoming = exchange(outgoing, self.to_owners, self.from_holders, parts[0], group)
+        incoming = exchange(outgoing, self.to_owners, self.from_holders, parts[0], self.group)
         wholes: dict[tuple[int, int], Tensor] = {}
         for shape, own in self.own.items():
             matrices = parts[0].new_empty(len(own), *shape)
@@ -152,7 +156,8 @@ class Round:
             for piece in pieces
         ]
         results = [torch.empty_like(part) for part in parts]
-        for piece, numbers in exchange(answers, self.to_holders, self.from_owners, parts[0], group):
+        incoming = exchange(answers, self.to_holders, self.from_owners, parts[0], self.group)
+        for piece, numbers in incoming:
             self._local(results, piece).copy_(numbers)
         return results
 
@@ -174,7 +179,7 @@ def round_of_rows(matrices: Round, numbers: int) -> Round:
         )
         for layout in matrices.layouts
     ]
-    return Round(matrices.parameters, layouts, matrices.first, matrices.rank)
+    return Round(matrices.parameters, layouts, matrices.first, matrices.rank, matrices.group)
 
 
 def exchange(
@@ -184,7 +189,7 @@ def exchange(
     like: Tensor,
     group: dist.ProcessGroup | None,
 ) -> Iterable[tuple[MatrixPiece, Tensor]]:
-    """Send pieces to all ranks, and yield those that come from them. Collective.
+    """Send pieces to all ranks of a group, and yield those that come from them. Collective.
 
     outgoing: the numbers of `sent`. like: of the number format, on the device.
     """
@@ -204,9 +209,10 @@ def exchange(
 
 
 def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Round]:
-    """Deal the matrices of parameters over the ranks, the largest first. Collective.
+    """Deal the matrices of parameters over the ranks of a group, the largest first. Collective.
 
-    parameters: [rows, columns] or stacks [matrices, rows, columns], the same on every rank.
+    parameters: [rows, columns] or stacks [matrices, rows, columns], the same on every rank of the
+    group.
     """
     layouts = layouts_of(parameters, group)
     ranks = len(layouts[0].parts)
@@ -215,7 +221,7 @@ def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = N
     first = 0
     for chosen in rounds_of([stack_shape(layout.shape) for layout in layouts], ranks):
         some = [parameters[i] for i in chosen], [layouts[i] for i in chosen]
-        rounds.append(Round(*some, first, rank))
+        rounds.append(Round(*some, first, rank, group))
         first = rounds[-1].next
     return rounds
 

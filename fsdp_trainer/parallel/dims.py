@@ -95,6 +95,16 @@ class Dims:
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1
 
     @cached_property
+    def stage_group(self) -> dist.ProcessGroup | None:
+        """All ranks of this rank's stage of the pipeline; None: there is one stage, all ranks.
+
+        The first time it is read is collective.
+        """
+        if self.sizes["pipeline"] == 1:
+            return None
+        return dist.new_subgroups_by_enumeration(self.stages(), self.timeout)[0]
+
+    @cached_property
     def expert_mesh(self) -> DeviceMesh:
         """All ranks as experts see them: [pipeline, replicate, eshard, expert], without sizes of 1.
 

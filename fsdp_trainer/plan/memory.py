@@ -45,7 +45,9 @@ from fsdp_trainer.plan.share import others_keys, share_of_rank
 from fsdp_trainer.plan.stages import (
     StageShare,
     fetched_units,
+    matrices_of,
     reduces_once,
+    stage_ranks,
     stage_shares,
     units_of,
 )
@@ -166,7 +168,7 @@ class Step:
         sizes = dimension_sizes(sharding, world)
         self.group = fsdp_ranks(sizes)
         self.expert_shards = expert_sizes(sharding, world)["eshard"]
-        self.ranks, self.matrices = world, matrix_numbers(cfg, config)
+        self.ranks, self.matrices = stage_ranks(cfg, world), matrix_numbers(share, cfg, config)
         config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.share = not keeps_gathered(sharding), share
         self.parts = model_parts(config, cfg)
@@ -454,9 +456,9 @@ class Step:
         self.at("update", "optimizer step", needs)
 
 
-def matrix_numbers(cfg: TrainConfig, config: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of the largest matrix of a block that is trained, and of all of them."""
-    shapes = model_parts(config, cfg).matrices
+def matrix_numbers(share: StageShare, cfg: TrainConfig, config: ModelConfig) -> tuple[int, int]:
+    """Return the numbers of the largest matrix of a rank's blocks that is trained, and of all."""
+    shapes = matrices_of(share, cfg, config)
     return max((rows * columns for _, rows, columns in shapes), default=0), sum(
         map(math.prod, shapes)
     )

@@ -11,6 +11,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.owners import rounds_of
+from fsdp_trainer.plan.stages import StageShare, matrices_of, stage_ranks
 from fsdp_trainer.plan.units import model_parts
 
 
@@ -30,32 +31,41 @@ class OwnerTraffic(NamedTuple):
         return max(whole / device.link, self.across / device.network) / efficiency
 
 
-def owner_traffic(cfg: TrainConfig, config: ModelConfig, world: int, per_node: int) -> OwnerTraffic:
-    """Return what a rank sends in an update, as a mean; nothing without Muon.
+def owner_traffic(
+    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, per_node: int
+) -> OwnerTraffic:
+    """Return what a rank with these stages sends in an update, as a mean; nothing without Muon.
 
     An owner gets the parts of its own replica's ranks, and answers those of all replicas.
     """
-    if cfg.optim.name != "muon" or world == 1:
+    ranks = stage_ranks(cfg, world)
+    if cfg.optim.name != "muon" or ranks == 1:
         return OwnerTraffic()
     replicas = dimension_sizes(cfg.sharding, world)["replicate"]
-    shards = world // replicas
+    shards = ranks // replicas
     number = getattr(torch, cfg.optim.ns_dtype).itemsize
-    own = sum(map(math.prod, model_parts(config, cfg).matrices)) / world * number
+    own = sum(map(math.prod, matrices_of(share, cfg, config))) / ranks * number
     sent, answered = own * (shards - 1) / shards, own * (replicas - 1 / shards)
     on_node = min(shards, per_node)
     across = sent * (shards - on_node) / max(1, shards - 1)
-    across += answered * (world - min(world, per_node)) / (world - 1)
+    across += answered * (ranks - min(ranks, per_node)) / (ranks - 1)
     return OwnerTraffic(sent, answered, across)
 
 
-def newton_schulz_flops(cfg: TrainConfig, config: ModelConfig, world: int) -> float:
-    """Return the operations of a step's owners, in each round those of the one with most."""
+def newton_schulz_flops(
+    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int
+) -> float:
+    """Return the operations of a step's owners, in each round those of the one with most.
+
+    share: the stages of which the owners have the matrices.
+    """
     if cfg.optim.name != "muon":
         return 0.0
-    parts = model_parts(config, cfg)
-    if world not in parts.owners_work:
-        parts.owners_work[world] = _most_in_rounds(parts.matrices, world)
-    return cfg.optim.ns_steps * parts.owners_work[world]
+    parts, ranks = model_parts(config, cfg), stage_ranks(cfg, world)
+    key = (ranks, *share.of(parts.kind_of))
+    if key not in parts.owners_work:
+        parts.owners_work[key] = _most_in_rounds(matrices_of(share, cfg, config), ranks)
+    return cfg.optim.ns_steps * parts.owners_work[key]
 
 
 def _most_in_rounds(shapes: list[tuple[int, int, int]], ranks: int) -> float:

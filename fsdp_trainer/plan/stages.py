@@ -53,6 +53,19 @@ def stage_shares(cfg: TrainConfig, config: ModelConfig, world: int) -> list[Stag
     return distinct(shares, whole.kind_of)
 
 
+def stage_ranks(cfg: TrainConfig, world: int) -> int:
+    """Return how many ranks have the same stages."""
+    return world // cfg.sharding.pipeline
+
+
+def matrices_of(
+    share: StageShare, cfg: TrainConfig, config: ModelConfig
+) -> list[tuple[int, int, int]]:
+    """Return the trained stacks of matrices of a rank's stages: matrices, rows, columns of each."""
+    parts = model_parts(config, cfg)
+    return parts.matrices(share.of(parts.kind_of))
+
+
 def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
     """Return the shares that differ in more than which of equal blocks they have."""
     kinds = {

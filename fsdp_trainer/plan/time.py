@@ -34,6 +34,7 @@ from fsdp_trainer.plan.share import exchanged, share_of_rank
 from fsdp_trainer.plan.stages import (
     StageShare,
     reduces_once,
+    stage_ranks,
     stage_shares,
     stays_gathered,
     units_of,
@@ -296,7 +297,7 @@ def _wire_of(
     shard, replicate = groups(cfg.sharding, world, device.per_node)
     tensor = tensor_group(cfg.sharding, device.per_node)
     traffic = tensor_traffic(cfg, config, share)
-    owners = owner_traffic(cfg, config, world, device.per_node)
+    owners = owner_traffic(share, cfg, config, world, device.per_node)
     config = share_of_rank(config, tensor.ranks)
     count = micro_batches(cfg, world)
     units = units_of(share, cfg, config, shard.ranks)
@@ -347,7 +348,7 @@ def _wire_of(
         half = times * exchange.sent / 2
         ways["context"] = Wire(context.ranks, half, half, times * exchange.across)
     if owners.answered:
-        ways["owners"] = Wire(world, owners.sent, owners.answered, owners.across)
+        ways["owners"] = Wire(stage_ranks(cfg, world), owners.sent, owners.answered, owners.across)
     if cfg.sharding.pipeline > 1:
         passed = hops(cfg, config, world, device, share)
         on, back = (count * passed.size * sent for sent in (passed.forward, passed.backward))
@@ -422,7 +423,7 @@ def _times_of(
     tensor = tensor_group(cfg.sharding, device.per_node)
     traffic = tensor_traffic(cfg, config, share)
     passed = hops(cfg, config, world, device, share)
-    of_owners = owners_seconds(cfg, config, world, device, best)
+    of_owners = owners_seconds(share, cfg, config, world, device, best)
     config = share_of_rank(config, tensor.ranks)
     units = units_of(share, cfg, config, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
@@ -508,14 +509,22 @@ def moving_seconds(
 
 
 def owners_seconds(
-    cfg: TrainConfig, config: ModelConfig, world: int, device: Device, best: bool
+    share: StageShare,
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: int,
+    device: Device,
+    best: bool,
 ) -> float:
-    """Return the seconds in which Muon's owners get matrices, make them orthogonal and answer."""
+    """Return the seconds in which Muon's owners get matrices, make them orthogonal and answer.
+
+    share: the stages of which the owners have the matrices.
+    """
     if cfg.optim.name != "muon":
         return 0.0
     spread = 1.0 if device.efficiency else 1 / SPREAD if best else SPREAD
-    products = newton_schulz_flops(cfg, config, world) / newton_schulz_rate(cfg, device)
-    traffic = owner_traffic(cfg, config, world, device.per_node)
+    products = newton_schulz_flops(share, cfg, config, world) / newton_schulz_rate(cfg, device)
+    traffic = owner_traffic(share, cfg, config, world, device.per_node)
     return products * spread + traffic.seconds(device, LINKS[best])
 
 

@@ -215,8 +215,8 @@ class ModelParts:
         self.backward_from = self._first_with_gradient()
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
-        self.owners_work: dict[int, float] = {}
-        """Operations of Muon's owners by the number of ranks: see plan/muon.py."""
+        self.owners_work: dict[tuple[int, ...], float] = {}
+        """Operations of Muon's owners by the ranks and the kinds of blocks: see plan/muon.py."""
 
     def _first_with_gradient(self) -> int:
         """Return the first block whose output has a gradient; backward goes no further."""
@@ -236,12 +236,16 @@ class ModelParts:
         each = [count_numbers(kind.block)[1] for kind in self.kinds]
         return sum(each[kind] for kind in self.kind_of)
 
+    def matrices(self, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return the trained stacks of matrices of blocks: matrices, rows, columns of each.
+
+        kinds: of the blocks.
+        """
+        return [shape for kind in kinds for shape in self._matrices_by_kind[kind]]
+
     @cached_property
-    def matrices(self) -> list[tuple[int, int, int]]:
-        """Stacks of matrices of the blocks that are trained: matrices, rows, columns of each."""
-        named = self.model.named_parameters()
-        trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
-        return [stack_shape(p.shape) for p in trained]
+    def _matrices_by_kind(self) -> list[list[tuple[int, int, int]]]:
+        return [trained_matrices(kind.block) for kind in self.kinds]
 
     @cached_property
     def routed(self) -> tuple[int, int]:
@@ -278,6 +282,13 @@ class ModelParts:
             first = last if self.tied else FsdpUnit.of(self.first, cfg, group)
             self._units[key] = ModelUnits(first, blocks, last, self.tied)
         return self._units[key]
+
+
+def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
+    """Return the trained stacks of matrices of a block: matrices, rows, columns of each."""
+    named = block.named_parameters(prefix="model.layers.0")
+    trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
+    return [stack_shape(p.shape) for p in trained]
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ def build(
 
     allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
-    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed)
+    optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, model_device)
     reference = ReferencePass(
@@ -296,7 +296,9 @@ def build_step(
             )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
-    return PipelineForwardBackward(model, objective, metrics, dims, probe, pipeline=pipeline)
+    return PipelineForwardBackward(
+        model, objective, metrics, dims, probe, loss_scale=loss_scale, pipeline=pipeline
+    )
 
 
 def preference_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | UnpairedFigures | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_trainer import phases
+from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.parallel.pipeline import Pipeline
@@ -60,7 +61,11 @@ class PipelineForwardBackward(ForwardBackward):
         self.checks.clear()
         weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
         batches = [shared_out(batch, plan) for batch in batches]
-        computed = self.pipeline.train(batches, [self.objective(each) for each in weights])
+        scale = to_device_of(self.loss_scale.scale, weights[0]) if self.loss_scale else None
+        scaled = weights if scale is None else [each * scale for each in weights]
+        computed = self.pipeline.train(batches, [self.objective(each) for each in scaled])
+        if scale is not None:
+            computed = [(value / scale, scores) for value, scores in computed]
         balance = self.model.balance
         auxiliary = balance.zeros() if balance else {}  # stages have their own
         return [

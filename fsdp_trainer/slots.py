@@ -17,9 +17,11 @@ TRACE_LENGTH = 216
 """Phases remembered of each rank: those of about 15 steps."""
 
 # A slot is a header, the checkpoint thread's visit, and the newest visits of the training thread.
-HEADER = Struct("qqq?QQ")  # pid, started, rank, closed, thread, pid_namespace
+# pid, started, rank, closed, thread, pid_namespace, and the rank's coordinates as text
+HEADER = Struct("qqq?QQ96s")
 VISIT = Struct("dqqqq")  # since, step, phase, collectives, entered
 CLOSED_AT = Struct("qqq").size
+COORDINATES_AT = Struct("qqq?QQ").size
 BACKGROUND_AT = HEADER.size
 TRACE_AT = BACKGROUND_AT + VISIT.size
 SLOT_BYTES = TRACE_AT + VISIT.size * TRACE_LENGTH
@@ -45,7 +47,8 @@ class RankSlot:
 
     started: clock ticks from boot to the start of `pid`, so that a pid used again is not mistaken
     for it; closed: left in order; thread: threading.get_ident() of the training thread;
-    pid_namespace: see process.pid_namespace; trace: of the training thread, oldest first.
+    pid_namespace: see process.pid_namespace; trace: of the training thread, oldest first;
+    coordinates: in each dimension of the mesh, as `context 1, tensor 0`.
     """
 
     pid: int
@@ -56,6 +59,7 @@ class RankSlot:
     pid_namespace: int
     background: PhaseVisit
     trace: list[PhaseVisit]
+    coordinates: str = ""
 
     @property
     def training(self) -> PhaseVisit:
@@ -84,8 +88,14 @@ class SlotWriter:
         thread = phases.training.ident
         started = start_ticks(pid) or 0
         # last: a slot without a thread is not read
-        HEADER.pack_into(self._slot, 0, pid, started, rank, False, thread, pid_namespace())
+        facts = pid, started, rank, False, thread, pid_namespace(), b""
+        HEADER.pack_into(self._slot, 0, *facts)
         phases.add_listener(self._write)
+
+    def show_coordinates(self, text: str) -> None:
+        """Show where this rank is in the mesh."""
+        encoded = text.encode()[: BACKGROUND_AT - COORDINATES_AT]
+        self._slot[COORDINATES_AT : COORDINATES_AT + len(encoded)] = encoded
 
     def close(self) -> None:
         """Show that this rank leaves in order."""
@@ -117,6 +127,12 @@ def count_collectives(count: Callable[[], int]) -> None:
         _writer.count_collectives = count
 
 
+def show_coordinates(text: str) -> None:
+    """Show where this rank is in the mesh, as `context 1, tensor 0`."""
+    if _writer:
+        _writer.show_coordinates(text)
+
+
 def leave() -> None:
     """Show that this rank leaves in order, if it shows anything."""
     global _writer
@@ -134,11 +150,12 @@ def read_slots(content: bytes) -> list[RankSlot]:
 
 
 def _read(slot: bytes) -> RankSlot:
-    pid, started, rank, closed, thread, namespace = HEADER.unpack_from(slot)
+    pid, started, rank, closed, thread, namespace, encoded = HEADER.unpack_from(slot)
     background, *trace = (
         PhaseVisit(since, step, PHASES[phase], collectives, entered)
         for since, step, phase, collectives, entered in VISIT.iter_unpack(slot[BACKGROUND_AT:])
     )
     visits = (visit for visit in trace if visit.entered)
     trace = sorted(visits, key=lambda visit: visit.entered)
-    return RankSlot(pid, started, rank, closed, thread, namespace, background, trace)
+    coordinates = encoded.rstrip(b"\0").decode(errors="replace")
+    return RankSlot(pid, started, rank, closed, thread, namespace, background, trace, coordinates)

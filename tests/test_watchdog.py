@@ -400,7 +400,7 @@ def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
 
 RANK = """
 import os, pathlib, signal, sys, threading, time
-from fsdp_trainer import phases
+from fsdp_trainer import phases, slots
 from fsdp_trainer.launch.watchdog import Watch, Watched
 
 board, run, rank, fault = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -417,6 +417,9 @@ tell(f"rank {rank} is here")
 hear(f"rank {1 - rank} is here")
 waits = "def collective():\\n    time.sleep(60)"
 exec(compile(waits, "/torch/distributed/distributed_c10d.py", "exec"))
+gathers = "def gather():\\n    collective()"
+exec(compile(gathers, "/fsdp_trainer/parallel/tensor.py", "exec"))
+slots.show_coordinates(f"tensor {rank}")
 for step in range(1, 6):
     for phase in ("data", "forward", "read", "agree"):
         phases.enter(phase, step)
@@ -434,7 +437,7 @@ elif fault == "compiles":
         hear("compiling")
         time.sleep(2.2)
 elif rank == 0:
-    collective()
+    gather()
 elif fault == "dies":
     os._exit(3)
 elif fault == "stopped":
@@ -487,7 +490,9 @@ def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path,
         (1, "forward", 6, True)
     ]
     assert what in said
-    assert said.count("fsdp-trainer: rank 1 on") == 1
+    assert said.count("fsdp-trainer: rank 1 (tensor 1) on") == 1
+    assert "; waiting: rank 0 along tensor;" in said
+    assert [(e["coordinates"], e["waiting"]) for e in events] == [("tensor 1", {"tensor": [0]})]
     waiting, guilty = (
         (run / "hangs" / Path(events[0]["files"]).name / f"rank-{r}.txt").read_text()
         for r in range(2)

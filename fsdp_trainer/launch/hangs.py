@@ -31,6 +31,20 @@ UNLIMITED = {"start", "export", "end"}
 """Phases that wait for a rank that works, outside any collective, or for trackers."""
 FACTOR, PATIENCE = 5, 12  # times the median; times launch.stall where storage is waited for
 STOPPED_SECONDS = 1.0
+ALONG = {
+    "/fsdp_trainer/parallel/tensor.py": "tensor",
+    "/fsdp_trainer/parallel/context.py": "context",
+    "/fsdp_trainer/parallel/ring.py": "context",
+    "/fsdp_trainer/parallel/experts.py": "expert",
+    "/fsdp_trainer/parallel/pipeline.py": "pipeline",
+    "/fsdp_trainer/parallel/pipeline_runtime.py": "pipeline",
+    "/_fully_shard/_fsdp_collectives.py": "shard",
+    "/_fully_shard/_fsdp_param_group.py": "shard",
+}
+"""The dimension along which a collective runs, by the end of the file that begins it.
+
+All ranks meet in those of other files.
+"""
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
 
@@ -74,6 +88,16 @@ class RankStatus:
     def waits(self) -> bool:
         """True if it waits for others: in a collective, or for a device that may be in one."""
         return self.place.phase == "read" or in_collective(frames(self.stacks, self.slot.thread))
+
+    @property
+    def waits_along(self) -> str | None:
+        """The dimension whose ranks this one waits for, `all` for all ranks; None: it does not."""
+        files = frames(self.stacks, self.slot.thread)
+        if not in_collective(files):
+            return None
+        own = [file for file in files if "/torch/" not in file or "/_fully_shard/" in file]
+        ends = (name for end, name in ALONG.items() if own and own[0].endswith(end))
+        return next(ends, "all")
 
     @property
     def debugged(self) -> bool:
@@ -294,6 +318,15 @@ def first_difference(ranks: list[RankStatus]) -> tuple[int, str, dict[int, int]]
         if phase in ORDINARY and len(counts) == len(ranks) and len(set(counts.values())) > 1:
             return step, phase, counts
     return None
+
+
+def waiting(ranks: Iterable[RankStatus]) -> dict[str, list[int]]:
+    """The ranks that wait in a collective, by the dimension along which it runs."""
+    by_dimension: dict[str, list[int]] = defaultdict(list)
+    for status in ranks:
+        if status.waits_along:
+            by_dimension[status.waits_along].append(status.rank)
+    return dict(by_dimension)
 
 
 def frames(stacks: str, thread: int) -> list[str]:

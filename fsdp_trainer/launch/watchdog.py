@@ -36,6 +36,7 @@ from fsdp_trainer.launch.hangs import (
     stopped,
     suspended,
     unchanged,
+    waiting,
 )
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.process import pid_namespace
@@ -332,7 +333,7 @@ class Watchdog:
         ]
         if dead:
             self.reported |= {status.rank for status in dead}
-            self.record(Verdict("dead", dead, "died", kill=False), {}, [])
+            self.record(Verdict("dead", dead, "died", kill=False), {}, [], {})
             self.ends_at = min(self.ends_at, time.monotonic() + GRACE_SECONDS)
 
     def carry_out(self, verdict: Verdict, ranks: list[RankStatus]) -> None:
@@ -343,6 +344,7 @@ class Watchdog:
             verdict,
             {f"rank-{status.rank}.txt": described(status) for status in ranks},
             self.ask_for_flights(ranks),
+            waiting(ranks),
         )
         if verdict.kill:
             self.end(verdict.ranks)
@@ -431,37 +433,24 @@ class Watchdog:
         """The folder for the evidence of a hang."""
         return Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
 
-    def record(self, verdict: Verdict, files: dict[str, str], flights: list[Path]) -> None:
+    def record(
+        self,
+        verdict: Verdict,
+        files: dict[str, str],
+        flights: list[Path],
+        waiting: dict[str, list[int]],
+    ) -> None:
         """Report a verdict on stderr, in the run's hangs/, and in events.jsonl.
 
+        waiting: ranks of this node in a collective, by the dimension along which it runs.
         Not in events.jsonl if the run has ended in order. A disk that hangs too is not waited for.
         """
         folder = self.folder_of_hang() if files else None
         events = []
         for status in verdict.ranks:
-            place, seconds = status.place, round(status.stopped or status.standing, 1)
-            line = (
-                f"fsdp-trainer: rank {status.rank} on {self.host}: {verdict.reason}, in"
-                f" {place.phase}"
-                f" of step {place.step}, {seconds} s"
-            )
+            line = f"fsdp-trainer: {self.sentence(verdict, status, waiting)}"
             say(line + "; killed" * verdict.kill + (f"; stacks in {folder}" if folder else ""))
-            where = {
-                "rank": status.rank,
-                "host": self.host,
-                "phase": place.phase,
-                "step": place.step,
-                "seconds": seconds,
-            }
-            events.append(
-                {
-                    "what": verdict.what,
-                    "why": verdict.reason,
-                    **where,
-                    "killed": verdict.kill,
-                    "files": str(folder) if folder else None,
-                }
-            )
+            events.append(self.event(verdict, status, waiting, folder))
 
         def write() -> None:
             try:
@@ -481,6 +470,59 @@ class Watchdog:
         writer.start()
         writer.join(DISK_SECONDS)
 
+    def sentence(self, verdict: Verdict, status: RankStatus, waiting: dict[str, list[int]]) -> str:
+        """What was found about a rank, for people."""
+        place = status.place
+        line = (
+            f"rank {in_mesh(status)} on {self.host}: {verdict.reason}, in {place.phase}"
+            f" of step {place.step}, {seconds_of(status)} s"
+        )
+        if status.slot.coordinates and waiting:
+            line += f"; waiting: {described_waits(waiting)}"
+        return line
+
+    def event(
+        self,
+        verdict: Verdict,
+        status: RankStatus,
+        waiting: dict[str, list[int]],
+        folder: Path | None,
+    ) -> dict[str, object]:
+        """The same for events.jsonl."""
+        place, coordinates = status.place, status.slot.coordinates
+        mesh = {"coordinates": coordinates, "waiting": waiting} if coordinates else {}
+        return {
+            "what": verdict.what,
+            "why": verdict.reason,
+            "rank": status.rank,
+            "host": self.host,
+            "phase": place.phase,
+            "step": place.step,
+            "seconds": seconds_of(status),
+            **mesh,
+            "killed": verdict.kill,
+            "files": str(folder) if folder else None,
+        }
+
+
+def seconds_of(status: RankStatus) -> float:
+    """For how long a rank has been stopped, or in its phase."""
+    return round(status.stopped or status.standing, 1)
+
+
+def in_mesh(status: RankStatus) -> str:
+    """A rank's number, with its coordinates where the mesh has several dimensions."""
+    coordinates = status.slot.coordinates
+    return f"{status.rank} ({coordinates})" if coordinates else f"{status.rank}"
+
+
+def described_waits(waiting: dict[str, list[int]]) -> str:
+    """{tensor: [2, 3], all: [0]} → `rank 2, 3 along tensor, rank 0 for all`."""
+    return ", ".join(
+        f"rank {', '.join(map(str, ranks))} {'for all' if name == 'all' else f'along {name}'}"
+        for name, ranks in waiting.items()
+    )
+
 
 def say(text: str) -> None:
     """A line on stderr."""
@@ -491,7 +533,7 @@ def described(status: RankStatus) -> str:
     """A rank for people: its phase, its state and its stacks."""
     place, behind = status.place, status.slot.background
     lines = [
-        f"rank {status.rank}, process {status.slot.pid}, state {status.state or 'ended'}",
+        f"rank {in_mesh(status)}, process {status.slot.pid}, state {status.state or 'ended'}",
         f"{place.phase} of step {place.step} for {status.standing:.1f} s of {status.allowed:.0f}"
         f" allowed, {place.collectives} collectives before it",
         f"checkpoint thread: {behind.phase} of step {behind.step}"

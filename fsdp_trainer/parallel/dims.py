@@ -90,6 +90,17 @@ class Dims:
         return self.coordinates["context"] == 0
 
     @property
+    def place(self) -> str:
+        """Return this rank's coordinates, as `context 1, tensor 0`; "" where all ranks shard."""
+        sizes = {name: size for name, size in self.sizes.items() if size > 1}
+        places = {name: self.coordinates[name] for name in sizes}
+        if self.expert_sizes["expert"] > 1:
+            places["expert"] = dist.get_rank() % self.expert_sizes["expert"]
+        if set(places) <= {"shard"}:
+            return ""
+        return ", ".join(f"{name} {place}" for name, place in places.items())
+
+    @property
     def parts_experts(self) -> bool:
         """True if experts are on another mesh than the rest of a block."""
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1

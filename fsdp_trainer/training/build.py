@@ -151,6 +151,7 @@ def build(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
+    slots.show_coordinates(dims.place)
     slots.count_collectives(dims.collective_counter())  # of all groups that there are now
     whole = model.whole
     observer.work = trained_work(whole)

@@ -25,6 +25,9 @@ from fsdp_trainer.launch.nodes import free_port
 
 PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
+MOST_THREADS = 40
+"""Threads with which a worker gets no further job: each of gloo wakes a hundred times a second, and
+torch's cache of DTensor operators keeps the groups of runs that are over."""
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48",
     "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
@@ -153,6 +156,7 @@ class World:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list = []
+        self.worn_out: list = []
 
     def call(
         self,
@@ -168,6 +172,7 @@ class World:
 
         patience: seconds for the others to find out that one has failed.
         """
+        self.end_worn_out()
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
             process = self.context.Process(target=work, args=(theirs,), daemon=True)
@@ -185,7 +190,7 @@ class World:
                 "MASTER_PORT": port,
             }
             pipe.send((pack((function, args)), place | (env or {})))
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[str, Any, bool]] = {}
         deadline = time.monotonic() + timeout
         while len(answers) < ranks and time.monotonic() < deadline:
             waiting = {workers[rank][1]: rank for rank in range(ranks) if rank not in answers}
@@ -194,15 +199,17 @@ class World:
                 try:
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    answers[rank] = ("died", workers[rank][0].exitcode)
+                    answers[rank] = ("died", workers[rank][0].exitcode, True)
                 if answers[rank][0] != "done":
                     deadline = min(deadline, time.monotonic() + patience)
-        if any(kind != "done" for kind, _ in answers.values()) or len(answers) < ranks:
+        if any(kind != "done" for kind, *_ in answers.values()) or len(answers) < ranks:
             self.close()
             told = [
-                f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))))}" for r in range(ranks)
+                f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))[:2]))}"
+                for r in range(ranks)
             ]
             raise RankFailed("\n".join(told))
+        self.worn_out = [workers[rank] for rank in range(ranks) if answers[rank][2]]
         return [answers[rank][1] for rank in range(ranks)]
 
     def command(
@@ -237,13 +244,24 @@ class World:
         )
         return Run(folder, told)
 
+    def end_worn_out(self) -> None:
+        """End the workers whose last job left them with too many threads."""
+        end_workers(self.worn_out)
+        self.workers = [worker for worker in self.workers if worker not in self.worn_out]
+        self.worn_out = []
+
     def close(self) -> None:
         """End the workers; the next call makes new ones."""
-        for process, pipe in self.workers:
-            process.kill()
-            process.join()
-            pipe.close()
-        self.workers = []
+        end_workers(self.workers)
+        self.workers, self.worn_out = [], []
+
+
+def end_workers(workers: list) -> None:
+    """End some workers of a pool."""
+    for process, pipe in workers:
+        process.kill()
+        process.join()
+        pipe.close()
 
 
 def work(pipe) -> None:
@@ -276,9 +294,20 @@ def work(pipe) -> None:
         os.environ.update(before)
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
-        pipe.send_bytes(pack(answer))
+        pipe.send_bytes(pack((*answer, is_worn_out())))
         del answer
         collect_garbage()
+
+
+def is_worn_out() -> bool:
+    """Whether this worker has too many threads, also when what its job left behind is gone."""
+    if thread_count() > MOST_THREADS:
+        collect_garbage()
+    return thread_count() > MOST_THREADS
+
+
+def thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def collect_garbage() -> None:
@@ -286,7 +315,7 @@ def collect_garbage() -> None:
     has a thread that wakes a hundred times a second."""
     if gc.get_freeze_count():
         gc.collect()  # only what is younger than the job: quick
-    if len(os.listdir("/proc/self/fd")) > 120 or len(os.listdir("/proc/self/task")) > 24:
+    if len(os.listdir("/proc/self/fd")) > 120 or thread_count() > 24:
         gc.unfreeze()  # also what was frozen on the way
         gc.collect()
 

@@ -28,6 +28,7 @@ from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import draw_weights
 
 
 class LiveBytes(TorchDispatchMode):
@@ -186,9 +187,9 @@ def peaks_of_experts(cases):
 def _peak_of_experts(cfg, config):
     cpu = torch.device("cpu")
     dims = Dims(cfg.sharding, "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, cfg, resolve_adapters(cfg.adapter, config))
     allocate(model, cpu)
-    initialize_weights(model, 0)
+    draw_weights(model, 0)
     route_evenly(model)
     optimizer = build_optimizer(model, cfg.optim)
     sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)

@@ -259,6 +259,23 @@ def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tm
 
 
 @pytest.mark.slow
+def test_an_adapter_of_experts_in_4_bits_goes_on_with_any_expert_degree(train):
+    how = [*SMALL, "adapter=qlora", "adapter.targets=[all,experts]", "adapter.rank=4"]
+    how += ["schedule=constant", "optim.eps=1e-3", "optim.lr=1e-2", "batch.rows=4"]
+    how += ["batch.micro_rows=1", "checkpoint.every=1"]
+    expected = train("whole", *how, "train.steps=3")
+    for steps, degree in ((1, 1), (2, 2), (3, 1)):
+        layout = [f"train.steps={steps}", f"sharding.expert={degree}"]
+        run = train("parts", *how, *layout, ranks=degree)
+    assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+    adapters, others = stored(newest(run)), stored(newest(expected))
+    assert any(".experts.lora_B.down_proj" in name for name in adapters)
+    for name in adapters:
+        torch.testing.assert_close(adapters[name], others[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_losses_of_experts_and_their_load_are_those_of_one_process(train):
     how = [*SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01"]
     how += ["train.steps=3", "batch.rows=4", "batch.micro_rows=1", "optim.lr=1e-2"]

@@ -103,8 +103,10 @@ def decoded_folder(folder, into, dtype, also):
     file = into / "model.safetensors"
     weights = load_file(file)
     for name, weight in weights.items():
-        if weight.ndim == 2 and ".layers." in name and name.split(".")[-2] not in also:
-            weight = decode(encode(weight), weight.shape[1], dtype)
+        is_matrix = weight.ndim > 1 and not name.endswith(("_bias", "gate.weight", "router.weight"))
+        if is_matrix and ".layers." in name and name.split(".")[-2] not in also:
+            rows = weight.flatten(0, -2)
+            weight = decode(encode(rows), rows.shape[1], dtype).view_as(weight)
         weights[name] = weight.to(dtype)
     save_file(weights, file, {"format": "pt"})
     return into
@@ -134,6 +136,8 @@ slow = pytest.mark.slow
         pytest.param(3, "llama", "bf16", ["adapter=dora", FULL], marks=slow),
         pytest.param(2, "llama", "bf16", ["activation_checkpoint=selective"], marks=slow),
         pytest.param(1, "llama", "bf16", ["compile"], marks=slow),
+        (2, "qwen3_moe", "bf16", [FULL, "sharding.expert=2", "adapter.targets=[all,experts]"]),
+        (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -39,12 +39,18 @@ LAYOUTS = (
         "model.shared_expert_intermediate_size=96",
     ),
 )
+QLORA = (
+    "sharding.expert=2",
+    "adapter=qlora",
+    "adapter.targets=[all,experts]",
+    "activation_checkpoint=full",
+)
 MIXTRAL = ("model=mixtral_8x7b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 QWEN = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 
 
-def cases(words):
-    configurations = [compose("plan", [*words, *layout], inputs=False) for layout in LAYOUTS]
+def cases(words, layouts=LAYOUTS):
+    configurations = [compose("plan", [*words, *layout], inputs=False) for layout in layouts]
     return [(cfg, architecture(cfg)[0]) for cfg in configurations]
 
 
@@ -75,9 +81,10 @@ def test_ranks_send_the_bytes_that_the_plan_counts(world):
 
 @pytest.mark.slow
 def test_ranks_hold_what_the_plan_says(world):
-    given = cases(WIDER)
+    layouts = (*LAYOUTS, QLORA)
+    given = cases(WIDER, layouts)
     measured = world.call(4, peaks_of_experts, given)[0]
-    for layout, (cfg, config), held in zip(LAYOUTS, given, measured, strict=True):
+    for layout, (cfg, config), held in zip(layouts, given, measured, strict=True):
         with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
             peak = memory(cfg, config, 4, "cpu").peak
         assert peak.total - peak.bytes["allowance"] == pytest.approx(held, rel=0.005), layout

@@ -90,6 +90,12 @@ class JoinedRows(TensorOnDisk):
         return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
 
 
+def stacked_like(whole: TensorOnDisk, matrix: TensorOnDisk) -> Stacked:
+    """Return a matrix of all rows of stacked matrices as these, as many as `whole` has."""
+    shape = (*whole.shape[:2], *matrix.shape[1:])
+    return Stacked(matrix.dtype, shape, matrix.chunks, matrix)
+
+
 def stack_of(matrices: list[TensorOnDisk]) -> Stacked:
     """Return matrices of one shape as one tensor, [matrices, rows, columns]."""
     count = len(matrices)

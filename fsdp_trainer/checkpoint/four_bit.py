@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fsdp_trainer.checkpoint.derived import stacked_like
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, piece_bytes, row_ranges
 from fsdp_trainer.models.four_bit import decode, encode, encoded_columns
 
@@ -41,18 +42,22 @@ class DecodedTensor(TensorOnDisk):
         return rows
 
 
-def encoded(original: TensorOnDisk) -> EncodedTensor:
-    """Return a matrix of the disk in 4 bits a number, as it is kept in training."""
+def encoded(original: TensorOnDisk) -> TensorOnDisk:
+    """Return a matrix of the disk, or a stack, in 4 bits a number, as it is kept in training."""
+    if len(original.shape) == 3:
+        return stacked_like(original, encoded(original.as_matrix()))
     rows, columns = original.shape
     shape = rows, encoded_columns(columns)
     return EncodedTensor(torch.uint8, shape, original.chunks, original)
 
 
-def as_trained_on(original: TensorOnDisk, dtype: torch.dtype) -> DecodedTensor:
-    """Return a matrix of the disk with the numbers that a 4-bit model has in its place.
+def as_trained_on(original: TensorOnDisk, dtype: torch.dtype) -> TensorOnDisk:
+    """Return a matrix of the disk, or a stack, with the numbers that a 4-bit model has for it.
 
     dtype: in which it computes.
     """
+    if len(original.shape) == 3:
+        return stacked_like(original, as_trained_on(original.as_matrix(), dtype))
     return DecodedTensor(dtype, original.shape, original.chunks, original)
 
 

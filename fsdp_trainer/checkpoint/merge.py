@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.derived import Stacked, rows_of, transposed
+from fsdp_trainer.checkpoint.derived import rows_of, stacked_like, transposed
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B, adapter_name, matrix_name
 from fsdp_trainer.models.config import ModelConfig
@@ -109,7 +109,7 @@ def merged(
             rows = base.as_matrix()
             stacks = rows, a.as_matrix(), b.as_matrix(), base.shape[0]
             matrix = MergedStack(torch.float32, rows.shape, [], *stacks, scale, is_transposed)
-            weights[name] = Stacked(torch.float32, base.shape, [], matrix)
+            weights[name] = stacked_like(base, matrix)
         else:
             magnitude = tensors.get(adapter_name(layer, MAGNITUDE))
             weights[name] = MergedWeight(

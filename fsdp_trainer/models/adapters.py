@@ -198,7 +198,7 @@ def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
     """
     if adapters is None or adapters.base != NF4:
         return []
-    names = [f"{layer}.weight" for layer in block_linears(model)]
+    names = [matrix_name(layer) for layer in adaptable_layers(model)]
     return [name for name in names if name not in adapters.also]
 
 

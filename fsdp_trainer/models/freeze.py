@@ -13,7 +13,7 @@ from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import add_adapters, four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
-from fsdp_trainer.models.four_bit import quantize_linears
+from fsdp_trainer.models.four_bit_experts import quantize_weights
 
 MAX_NAMED = 3  # parameter names that a message lists
 
@@ -72,7 +72,7 @@ def model_to_train(config: ModelConfig, cfg: TrainConfig) -> Decoder:
     if key not in _models:
         model = meta_decoder(config)
         adapters = resolve_adapters(cfg.adapter, config)
-        quantize_linears(model, four_bit_weights(model, adapters), torch.bfloat16)
+        quantize_weights(model, four_bit_weights(model, adapters), torch.bfloat16)
         choose_trained(model, adapters, cfg.train.freeze)
         _models[key] = model
     return _models[key]

@@ -12,6 +12,8 @@ from fsdp_trainer.models.balance import Balancing, block_figures
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import BIASED
 from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
+from fsdp_trainer.models.four_bit import is_encoded
+from fsdp_trainer.models.four_bit_experts import DecodedGroups
 from fsdp_trainer.models.grouped import grouped_bias, grouped_linear
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
@@ -183,7 +185,17 @@ class Experts(nn.Module):
 
         name: of the matrices; rows, ends: as in `forward`.
         """
-        return self.add_adapter(name, rows, ends, grouped_linear(rows, self.matrix(name), ends))
+        return self.add_adapter(name, rows, ends, self.base_product(name, rows, ends))
+
+    def base_product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return [rows, out]: rows times their experts' matrices. See `product`."""
+        weights = self.matrix(name)
+        if is_encoded(weights):
+            columns = self.shapes[name][1 if self.is_transposed else 2]
+            return DecodedGroups.apply(rows, weights, ends, columns, self.is_transposed)
+        return grouped_linear(
+            rows, weights.transpose(1, 2) if self.is_transposed else weights, ends
+        )
 
     def add_adapter(self, name: str, rows: Tensor, ends: Tensor, out: Tensor) -> Tensor:
         """Return `out`, of `product`, and what the matrices' adapters add to it."""
@@ -230,8 +242,7 @@ class ClampedExperts(Experts):
     def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each row times its expert's matrix, and its expert's bias: [rows, out]."""
         biases = grouped_bias(rows, self.matrix(f"{name}_bias"), ends)
-        out = grouped_linear(rows, self.matrix(name).transpose(1, 2), ends) + biases
-        return self.add_adapter(name, rows, ends, out)
+        return self.add_adapter(name, rows, ends, self.base_product(name, rows, ends) + biases)
 
 
 def clamped_gate(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Floating-point operations of training by the two usual conventions. Neither counts padding."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,8 @@ def count_numbers(module: nn.Module) -> tuple[int, int]:
         for name, parameter in child.named_parameters(recurse=False):
             matrix = name == "weight" and hasattr(child, "in_features")
             count: int = child.in_features * child.out_features if matrix else parameter.numel()
+            if name in getattr(child, "shapes", {}):
+                count = math.prod(child.shapes[name])
             count = round(count * getattr(child, "active_share", 1))
             whole += count
             trained += count * parameter.requires_grad

@@ -20,7 +20,8 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import four_bit_weights, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.four_bit import keep_levels, quantize_linears
+from fsdp_trainer.models.four_bit import keep_levels
+from fsdp_trainer.models.four_bit_experts import quantize_weights
 from fsdp_trainer.models.freeze import choose_trained, frozen_parameters
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.activation_offload import Offloader, offload_activations
@@ -81,7 +82,7 @@ def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec 
     model.to(master_dtype)
     convert_linears(model, cfg.precision, cfg.sharding.tensor)
     param_dtype = getattr(torch, cfg.precision.param_dtype)
-    quantize_linears(model, four_bit_weights(model, adapters), param_dtype)
+    quantize_weights(model, four_bit_weights(model, adapters), param_dtype)
     keep_levels(param_dtype, dims.mesh.device_type)
     choose_trained(model, adapters, cfg.train.freeze, master_dtype)
     dtype = getattr(torch, frozen_dtype(cfg.precision, adapters))

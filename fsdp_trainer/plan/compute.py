@@ -150,7 +150,8 @@ def weight_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> Wei
     compute = getattr(torch, cfg.precision.param_dtype).itemsize
     trained = whole.trained * COPIED_BYTES
     frozen = (whole.gathered - whole.trained * compute) * COPIES_OF_FROZEN
-    decoded = parts.adapters.encoded * traffic(cfg).decoding
+    of_experts = parts.adapters.encoded_experts / cfg.sharding.expert
+    decoded = (parts.adapters.encoded + of_experts) * traffic(cfg).decoding
     again = recomputed(cfg.activation_checkpoint).products
     lengths = 0.0
     if cfg.adapter.name == "dora":

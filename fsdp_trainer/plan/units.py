@@ -3,10 +3,11 @@
 Read from the model that would be trained, with its adapters and 4-bit matrices, on the meta device.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
 from fsdp_trainer.optim.owners import stack_shape
-from fsdp_trainer.parallel.memory_check import checkpoint_bytes
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes, expert_modules
 from fsdp_trainer.plan.experts import own_numbers, routed_numbers, separate_parameters
 from fsdp_trainer.rounding import round_up
 
@@ -127,7 +128,7 @@ class AdapterCounts(NamedTuple):
 
     numbers: of A and B; ranks: of all together; adapted, encoded: numbers of the matrices that have
     adapters, and of those in 4 bits; inputs, outputs: widths of the adapted layers together.
-    Of experts those that a token meets.
+    Of experts those that a token meets; encoded_experts: of all, since all are decoded.
     """
 
     numbers: int = 0
@@ -136,6 +137,7 @@ class AdapterCounts(NamedTuple):
     inputs: int = 0
     outputs: int = 0
     encoded: int = 0
+    encoded_experts: int = 0
 
     @classmethod
     def of(cls, block: nn.Module) -> "AdapterCounts":
@@ -149,6 +151,7 @@ class AdapterCounts(NamedTuple):
             inputs=sum(m.in_features for m in layers),
             outputs=sum(m.out_features for m in layers),
             encoded=sum(m.in_features * m.out_features for m in encoded),
+            encoded_experts=encoded_in_experts(block),
         )
         experts = [cls.of_experts(*pair) for pair in adapted_experts(block).values()]
         return cls(*map(sum, zip(linears, *experts, strict=True)))
@@ -166,6 +169,17 @@ class AdapterCounts(NamedTuple):
             inputs=chosen * inputs,
             outputs=chosen * outputs,
         )
+
+
+def encoded_in_experts(block: nn.Module) -> int:
+    """Return the numbers of a block's experts that are kept in 4 bits."""
+    modules: list[Any] = [*expert_modules([block])]
+    return sum(
+        math.prod(shape)
+        for module in modules
+        for name, shape in module.shapes.items()
+        if is_encoded(getattr(module, name))
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,66 @@
+"""Frozen matrices of experts in 4 bits a number: a stack of matrices, each as models.four_bit has
+one."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.models.families import is_stacked
+from fsdp_trainer.models.four_bit import decode, encoded_columns, quantize_linears
+from fsdp_trainer.models.grouped import grouped_linear
+
+
+class DecodedGroups(torch.autograd.Function):
+    """`grouped_linear` with 4-bit matrices, which are decoded while forward or backward needs them.
+
+    All of a stack at once, also of experts that no row meets.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, stack: Tensor, ends: Tensor, columns: int, is_transposed: bool
+    ) -> Tensor:
+        """Return [rows, out].
+
+        rows: [rows, in]; stack: [groups, rows of a matrix, encoded_columns(columns)] uint8; ends:
+        see `grouped_linear`. is_transposed: the matrices are [in, out], not [out, in].
+        """
+        ctx.save_for_backward(stack, ends)
+        ctx.columns, ctx.is_transposed = columns, is_transposed
+        weights = decode_stack(stack, columns, rows.dtype)
+        return grouped_linear(rows, weights.transpose(1, 2) if is_transposed else weights, ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the rows. The matrices are frozen."""
+        (gradient,) = gradients
+        stack, ends = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None
+        weights = decode_stack(stack, ctx.columns, gradient.dtype)
+        weights = weights if ctx.is_transposed else weights.transpose(1, 2)
+        return grouped_linear(gradient.contiguous(), weights, ends), None, None, None, None
+
+
+def decode_stack(stack: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the matrices of a stack: [groups, rows, columns] of `dtype`."""
+    groups, rows, _ = stack.shape
+    return decode(stack.flatten(0, 1), columns, dtype).view(groups, rows, columns)
+
+
+def quantize_weights(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
+    """Have the named matrices, of linear layers and of experts, in 4 bits, before adapters.
+
+    dtype: in which linear layers compute; experts compute in that of their rows.
+    """
+    names = list(names)
+    quantize_linears(model, [name for name in names if not is_stacked(name)], dtype)
+    for name in filter(is_stacked, names):
+        module, _, matrix = name.rpartition(".")
+        experts = model.get_submodule(module)
+        dense: Tensor = getattr(experts, matrix)
+        shape = (*dense.shape[:-1], encoded_columns(dense.shape[-1]))
+        codes = torch.empty(shape, dtype=torch.uint8, device=dense.device)
+        setattr(experts, matrix, nn.Parameter(codes, requires_grad=False))

@@ -14,17 +14,21 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.config.context import context_method
 from fsdp_trainer.config.pipeline import micro_batches
+from fsdp_trainer.data.order import Rows
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.moe import Router, Routing
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
@@ -119,8 +123,9 @@ def peak(cfg, config, ranks, by):
         dist.destroy_process_group()
 
 
-def micro_step(model, cfg):
-    batch = whole_batch(cfg)
+def micro_step(model, cfg, batch=None):
+    """batch: None: whole rows."""
+    batch = batch or whole_batch(cfg)
     model(batch, CrossEntropy(batch.weights))[0].backward()
 
 
@@ -133,6 +138,21 @@ def whole_batch(cfg):
     return MicroBatch(
         places, places, layout, places.flatten(), places.flatten(), torch.ones(rows * length)
     )
+
+
+def batch_of_rank(cfg, config, dims):
+    """This rank's part of whole_batch's rows, where a context group shares them; else None."""
+    ranks = context_ranks(dims, context_method(cfg, config).method, config.windows)
+    if ranks is None:
+        return None
+    length = cfg.batch.seq_len
+    rows = Rows.empty(cfg.batch.micro_rows, length)
+    rows.documents = [[length - length // 4, length // 4]] * cfg.batch.micro_rows
+    rows.labels[:], rows.weights[:] = 0, 1
+    groups = dims.batch_rank, dims.batch_ranks
+    cpu = torch.device("cpu")
+    assembler = Assembler(length, 1, cfg.batch.micro_rows, *groups, cpu, context=ranks)
+    return assembler.assemble(rows)
 
 
 def peak_of_stages(cfg, config):
@@ -194,13 +214,13 @@ def _peak_of_experts(cfg, config):
     optimizer = build_optimizer(model, cfg.optim)
     sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     sync.before(last=True)
-    micro_step(model, cfg)
+    micro_step(model, cfg, batch_of_rank(cfg, config, dims))
     optimizer.step()
     optimizer.zero_grad()
     with LiveBytes() as measure:
         for parameter in model.parameters():
             for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
                 measure.add(tensor)
-        micro_step(model, cfg)
+        micro_step(model, cfg, batch_of_rank(cfg, config, dims))
         clip_gradients(model, dims, 1.0, None)
     return measure.peak

@@ -143,6 +143,8 @@ def adapter_config(folder):
                 "adapter.rank_pattern={gate_up_proj: 3}",
             ],
         ),
+        ("olmoe", {}, ["adapter=lora", "adapter.also=[experts]"]),
+        ("gpt_oss", {}, ["adapter=lora", "adapter.also=['*.0.mlp.experts']"]),
     ],
     ids=lambda value: " ".join(value).replace("adapter", "") if isinstance(value, list) else None,
 )

@@ -39,6 +39,7 @@ LAYOUTS = (
         "model.shared_expert_intermediate_size=96",
     ),
 )
+CONTEXT = ("sharding.expert=2", "sharding.context=2", "batch.rows=2")
 QLORA = (
     "sharding.expert=2",
     "adapter=qlora",
@@ -81,7 +82,7 @@ def test_ranks_send_the_bytes_that_the_plan_counts(world):
 
 @pytest.mark.slow
 def test_ranks_hold_what_the_plan_says(world):
-    layouts = (*LAYOUTS, QLORA)
+    layouts = (*LAYOUTS, CONTEXT, QLORA)
     given = cases(WIDER, layouts)
     measured = world.call(4, peaks_of_experts, given)[0]
     for layout, (cfg, config), held in zip(layouts, given, measured, strict=True):

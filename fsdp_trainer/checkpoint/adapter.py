@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_trainer.checkpoint.derived import Columns, LastRead, Stacked
+from fsdp_trainer.checkpoint.derived import Columns, LastRead, Stacked, rows_of, stack_of
 from fsdp_trainer.checkpoint.expert_tensors import OwnB
 from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header, stacked
 from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk
@@ -14,7 +14,7 @@ from fsdp_trainer.models.adapters import add_adapters, model_layout
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.peft_config import WEIGHTS_FILE, plain_name, read_folder
-from fsdp_trainer.models.peft_experts import SeparateTensors, StackedTensor
+from fsdp_trainer.models.peft_experts import SeparateTensors, StackedRows, StackedTensor
 from fsdp_trainer.models.peft_names import Source, resolve
 
 KEPT = 8
@@ -64,6 +64,11 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source, kept: LastRead
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
     if isinstance(source, StackedTensor):
         return own_matrices(whole, source, kept)
+    if isinstance(source, StackedRows):
+        count, height, _ = whole.shape
+        matrix = whole.as_matrix()
+        starts = [expert * height + source.row for expert in range(count)]
+        return stack_of([rows_of(matrix, start, source.rows) for start in starts])
     rows = whole.whole_rows(source.first, source.rows)
     if source.columns is None:
         return rows

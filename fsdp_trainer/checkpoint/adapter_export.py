@@ -18,7 +18,7 @@ from fsdp_trainer.checkpoint.base import (
     unmerged_weights,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.expert_export import EXPERT_FORMS, PeftExperts
+from fsdp_trainer.checkpoint.expert_export import EXPERT_FORMS, PeftExperts, trained_experts
 from fsdp_trainer.checkpoint.files import whole_folder, write_json
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
@@ -160,8 +160,10 @@ def peft_files(
     of_experts = EXPERT_FORMS[experts](spec, layout, weights)
     tensors |= of_experts.tensors
     fused_ranks |= of_experts.fused_ranks
-    if saved:
-        tensors |= saved_tensors(saved, weights_on_disk(config, checkpoint), layout.tied)
+    if spec.also:
+        merged = weights_on_disk(config, checkpoint)
+        tensors |= saved_tensors(saved, merged, layout.tied)
+        tensors |= trained_experts(spec, layout, merged)
     if not ranks and not of_experts.ranks:
         text = "trains parts of all adapted matrices in full.\nUse  form=merged"
         raise UserError("the adapter cannot be written", [Problem("adapter.also", text)])
@@ -198,6 +200,8 @@ def saved_parameters(
     saved = {}
     for name, (shape, parts) in layout.parameters.items():
         kind = name.rpartition(".")[2]
+        if name in layout.stacks and kind not in STACKED_PARTS:
+            continue  # see trained_experts
         if any(f"{part.layer}.{kind}" in spec.also for part in parts):
             saved[name] = (shape, parts)
     return saved

@@ -1,5 +1,6 @@
 """Tensors that are parts of others, or are made of several, as these are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -96,13 +97,13 @@ def stacked_like(whole: TensorOnDisk, matrix: TensorOnDisk) -> Stacked:
     return Stacked(matrix.dtype, shape, matrix.chunks, matrix)
 
 
-def stack_of(matrices: list[TensorOnDisk]) -> Stacked:
+def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
     """Return matrices of one shape as one tensor, [matrices, rows, columns]."""
     count = len(matrices)
     rows, columns = matrices[0].shape
     dtype = matrices[0].dtype
     chunks = [chunk for matrix in matrices for chunk in matrix.chunks]
-    joined = JoinedRows(dtype, (count * rows, columns), chunks, matrices)
+    joined = JoinedRows(dtype, (count * rows, columns), chunks, list(matrices))
     return Stacked(dtype, (count, rows, columns), chunks, joined)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fsdp_trainer.checkpoint.derived import rows_of
+from fsdp_trainer.checkpoint.derived import Stacked, rows_of, stack_of
 from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB
 from fsdp_trainer.checkpoint.stream import TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
@@ -14,6 +14,7 @@ from fsdp_trainer.models.peft_experts import (
     StackedParameter,
     by_experts,
     stacked_parameters,
+    whole_parameters,
 )
 from fsdp_trainer.models.peft_names import Layout
 
@@ -66,6 +67,29 @@ def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Peft
         for parameter in stacked_parameters(stacks, adapted):
             _add_stacked(experts, parameter, spec, weights)
     return experts
+
+
+def trained_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Weights:
+    """Return transformers' parameters of the experts that are trained in full, by name.
+
+    weights: merged, by parameter name. Where transformers has our parameters, nothing.
+    """
+    tensors: Weights = {}
+    for stacks in by_experts(layout.stacks.values()).values():
+        for parameter in whole_parameters(stacks):
+            layers = [part.layer for part in parameter.parts]
+            if parameter.name in layers or layers[0] not in spec.also:
+                continue
+            count, rows, columns = parameter.shape
+            matrices = [
+                rows_of(weights[part.layer].as_matrix(), expert * part.shape[1], part.shape[1])
+                for expert in range(count)
+                for part in parameter.parts
+            ]
+            matrix = stack_of(matrices).as_matrix()
+            shape = (count, rows, columns)
+            tensors[parameter.name] = Stacked(matrix.dtype, shape, matrix.chunks, matrix)
+    return tensors
 
 
 def _add_stacked(

@@ -90,6 +90,23 @@ def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedPa
     ]
 
 
+def whole_parameters(stacks: list[Stack]) -> list[StackedParameter]:
+    """Return all of transformers' parameters of a block's experts. stacks: of one block."""
+    return stacked_parameters(stacks, set(STACKED_PARTS))
+
+
+@dataclass(frozen=True)
+class StackedRows:
+    """Rows of each matrix of a stack in PEFT's file, trained in full, that are one of ours.
+
+    row, rows: of each matrix.
+    """
+
+    tensor: str
+    row: int
+    rows: int
+
+
 @dataclass(frozen=True)
 class SeparateTensors:
     """Tensors in PEFT's file, one for each expert, that are a stacked parameter of ours."""

@@ -13,9 +13,11 @@ from fsdp_trainer.models.peft_experts import (
     SeparateTensors,
     Stack,
     StackedParameter,
+    StackedRows,
     StackedTensor,
     by_experts,
     stacked_parameters,
+    whole_parameters,
 )
 
 
@@ -59,7 +61,7 @@ class PeftRows:
     columns: tuple[int, int] | None = None
 
 
-Source = PeftRows | SeparateTensors | StackedTensor
+Source = PeftRows | SeparateTensors | StackedTensor | StackedRows
 
 
 @dataclass
@@ -319,16 +321,22 @@ def fully_trained(
     """Return the parameters that modules_to_save trains, and tensors that must be equal."""
     also: list[str] = []
     tied = {EMBEDDING, HEAD} & tensors.keys() if layout.tied else set()
+    experts = {
+        parameter.name: parameter
+        for stacks in by_experts(layout.stacks.values()).values()
+        for parameter in whole_parameters(stacks)
+    }
     for name, shape in tensors.items():
         if name == HEAD and tied:  # the same parameter as the embedding
+            continue
+        if name in experts and name not in layout.parameters:
+            also += adopt_whole(experts[name], shape, sources, problems)
             continue
         if name not in layout.parameters:
             problems.append(Problem(name, "is not part of this model"))
             continue
         expected, parts = layout.parameters[name]
-        if shape != expected:
-            text = f"has shape {list(shape)}; the model has {list(expected)}"
-            problems.append(Problem(name, text))
+        problems += other_shape(name, shape, expected)
         kind = name.rpartition(".")[2]
         for part in parts:
             also.append(f"{part.layer}.{kind}")
@@ -336,6 +344,28 @@ def fully_trained(
     if len(tied) == 1:
         problems.append(_trained_apart(*tied))
     return also, [(EMBEDDING, HEAD)] if len(tied) == 2 else []
+
+
+def adopt_whole(
+    parameter: StackedParameter, shape: Shape, sources: dict[str, Source], problems: list[Problem]
+) -> list[str]:
+    """Add where our matrices are in a parameter of experts that was trained in full.
+
+    Returns their names.
+    """
+    problems += other_shape(parameter.name, shape, parameter.shape)
+    for part in parameter.parts:
+        row = parameter.first_row(part.layer)
+        sources[part.layer] = StackedRows(parameter.name, row, part.shape[1])
+    return [part.layer for part in parameter.parts]
+
+
+def other_shape(name: str, shape: Shape, expected: Shape) -> list[Problem]:
+    """Return the problem of a tensor that has not the model's shape, if it has not."""
+    if shape == expected:
+        return []
+    text = f"has shape {list(shape)}; the model has {list(expected)}"
+    return [Problem(name, text)]
 
 
 def _trained_apart(name: str) -> Problem:

@@ -189,7 +189,8 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
     seq_len, parts = own_length(cfg.sharding, cfg.batch.seq_len), model_parts(config, cfg)
     whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
     attention_cost = whole_cost / cfg.sharding.context
-    heads_width = config.attention_width
+    # the kernels' values are as wide as keys, with channels of 0 (models.latent_attention)
+    heads_width = config.num_attention_heads * max(config.head_dim, config.value_dim)
     ends = replace(config, num_hidden_layers=0).parameters()
     blocks = config.parameters(active=True) - ends
     # of a tensor group each rank sends its own tokens to experts

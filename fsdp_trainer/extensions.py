@@ -64,8 +64,8 @@ METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
-    "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto"),
-    "metric": ("loss", "objective", "loss_by_source", "pairs"),
+    "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo"),
+    "metric": ("loss", "objective", "loss_by_source", "pairs", "rollouts"),
     "reward": ("exact", "number", "regex", "length", "code", "http"),
 }
 """Names that the program has itself."""

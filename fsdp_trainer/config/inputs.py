@@ -38,7 +38,7 @@ from fsdp_trainer.config.verbs import (
 
 TOKENIZER = "tokenizer.path"
 DEMOS = {
-    "data.path": ("demo:backwards",),
+    "data.path": ("demo:backwards", "demo:sums", "demo:sums/half-wrong"),
     "data.validation": ("demo:backwards/heldout",),
     TOKENIZER: ("demo:bytes",),
     "chats": ("demo:backwards",),

@@ -31,6 +31,7 @@ from fsdp_trainer.config.rules_data import (
 )
 from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference
 from fsdp_trainer.config.rules_rewards import rewards
+from fsdp_trainer.config.rules_rollouts import answers, prompts
 from fsdp_trainer.config.rules_training import (
     adapters,
     allowed_changes,
@@ -87,6 +88,8 @@ RULES: tuple[Rule, ...] = (
     preferences,
     reference,
     rewards,
+    prompts,
+    answers,
     tracking_command,
     rewinding,
     export_dtype,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
-from fsdp_trainer.config.schema import PAIRED, REFERENCED, UNPAIRED, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, PROMPTED, REFERENCED, UNPAIRED, TrainConfig
 
 Broken = Iterator[tuple[str, str]]
 OBJECTIVE_KEYS = {
@@ -15,7 +15,18 @@ OBJECTIVE_KEYS = {
     "gamma": ("simpo",),
     "desirable_weight": UNPAIRED,
     "undesirable_weight": UNPAIRED,
-    "reference": REFERENCED,
+    "reference": (*REFERENCED, *PROMPTED),
+    "samples": PROMPTED,
+    "max_new_tokens": PROMPTED,
+    "temperature": PROMPTED,
+    "answer_rows": PROMPTED,
+    "weighting": PROMPTED,
+    "clip_low": PROMPTED,
+    "clip_high": PROMPTED,
+    "kl": PROMPTED,
+    "updates": PROMPTED,
+    "importance_cap": PROMPTED,
+    "mask_truncated": PROMPTED,
 }
 """Objectives that read a key."""
 REFERENCES = ("start", "none")

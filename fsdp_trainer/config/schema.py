@@ -72,7 +72,9 @@ class Batch:
     """The size of one optimizer step, independent of the number of ranks."""
 
     seq_len: int = key(1024, "tokens in a packed row", minimum=16)
-    rows: int = key(32, "rows per optimizer step, over the whole world", minimum=1)
+    rows: int = key(
+        32, "rows per optimizer step, over the whole world; with objective=grpo prompts", minimum=1
+    )
     micro_rows: int = key(
         1, "rows per rank and forward; the rest of a step is gradient accumulation", minimum=1
     )
@@ -617,6 +619,8 @@ UNPAIRED = ("kto",)
 """Objectives that learn from answers that are good or bad."""
 REFERENCED = ("dpo", "ipo", "kto")
 """Objectives that compare the model with a reference."""
+PROMPTED = ("grpo",)
+"""Objectives that learn from the model's own answers to prompts."""
 
 
 @dataclass
@@ -626,8 +630,9 @@ class ObjectiveChoice:
     name: str = key(
         "sft",
         "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
-        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; or one that your own"
-        " code registers (--import)",
+        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `grpo`: the model's"
+        " own answers to prompts, by their rewards; or one that your own code registers"
+        " (--import)",
     )
     beta: float = key(
         0.1,
@@ -659,6 +664,42 @@ class ObjectiveChoice:
         "what scores answers: a list of exact, number, regex, length, code, http or your own"
         " (--import), each a name or a mapping with its settings, as"
         " [number, {name: length, max: 512}]",
+    )
+    samples: int = key(
+        8, "grpo: answers to each prompt, which are compared with each other", minimum=2
+    )
+    max_new_tokens: int = key(256, "grpo: tokens of an answer, at most", minimum=1)
+    temperature: float = key(
+        1.0, "grpo: divides the logits in sampling, and in training too", above=0
+    )
+    answer_rows: int = key(64, "grpo: answers that a rank generates at the same time", minimum=1)
+    weighting: str = key(
+        "dapo",
+        "grpo: `dapo`: all tokens of a step count alike; `grpo`: all answers, whatever their"
+        " length; `dr_grpo`: tokens alike, divided by the longest that an answer may be, and"
+        " rewards not by their deviation",
+        choices=("dapo", "grpo", "dr_grpo"),
+    )
+    clip_low: float = key(
+        0.2, "grpo: a token stops counting once its probability has fallen by this share", minimum=0
+    )
+    clip_high: float = key(0.2, "grpo: the same where it has risen; DAPO: 0.28", minimum=0)
+    kl: float = key(
+        0.0, "grpo: weight of the divergence from objective.reference; 0: there is none", minimum=0
+    )
+    updates: int = key(
+        1,
+        "grpo: optimizer steps that learn from answers made at the same time, each from prompts of"
+        " its own",
+        minimum=1,
+    )
+    importance_cap: float = key(
+        2.0,
+        "grpo: the most that a token counts for being likelier here than where it was sampled",
+        minimum=1,
+    )
+    mask_truncated: bool = key(
+        False, "grpo: learn nothing from answers that max_new_tokens has cut"
     )
 
 

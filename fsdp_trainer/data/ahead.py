@@ -5,9 +5,11 @@ The result lies in the folder where `train` with the same keys looks.
 
 import re
 
+from fsdp_trainer.config.schema import PROMPTED
 from fsdp_trainer.config.verbs import PrepareConfig
-from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root
+from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root, prompt_batch
 from fsdp_trainer.data.cache import removed_if_refused
+from fsdp_trainer.data.preferences import PROMPTS
 from fsdp_trainer.data.prepare import Reporter, preparations, prepare
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.errors import Problem, UserError
@@ -24,13 +26,15 @@ def prepare_ahead(cfg: PrepareConfig) -> int:
 def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
     console = Console(quiet=False)
     tokenizer = build_tokenizer(cfg)
+    prompts = cfg.objective.name in PROMPTED
     data = (
         cfg.data,
-        cfg.batch,
+        prompt_batch(cfg) if prompts else cfg.batch,
         tokenizer,
         build_template(cfg, tokenizer),
         cache_root(cfg),
         Reporter(console.paced(), console.say),
+        PROMPTS if prompts else None,
     )
     if shard:
         index, count = shard

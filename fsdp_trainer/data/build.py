@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import PAIRED, UNPAIRED, Data, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, PROMPTED, UNPAIRED, Batch, Data, TrainConfig
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data import preferences
 from fsdp_trainer.data.cache import removed_if_refused
@@ -100,6 +100,8 @@ def learns_from(objective: str) -> str:
     """Return the kind of data of an objective, as `make_reader` takes it."""
     if objective in PAIRED:
         return preferences.PAIRS
+    if objective in PROMPTED:
+        return preferences.PROMPTS
     return preferences.UNPAIRED if objective in UNPAIRED else preferences.SINGLE
 
 
@@ -114,15 +116,23 @@ def build_data(
         return _build_data(cfg, reporter)
 
 
+def prompt_batch(cfg: TrainConfig) -> Batch:
+    """Return the batch with the length that leaves room for an answer."""
+    return replace(cfg.batch, seq_len=cfg.batch.seq_len - cfg.objective.max_new_tokens)
+
+
 def _build_data(
     cfg: TrainConfig, reporter: Reporter | None
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
-    kind = None if isinstance(cfg, PreviewConfig) else learns_from(cfg.objective.name)
+    kind: str | None = learns_from(cfg.objective.name)
+    if isinstance(cfg, PreviewConfig) and kind != preferences.PROMPTS:
+        kind = None
     if not cfg.data.streaming:
         root = cache_root(cfg)
-        prepared = prepare(cfg.data, cfg.batch, tokenizer, template, root, reporter, kind)
+        batch = prompt_batch(cfg) if kind == preferences.PROMPTS else cfg.batch
+        prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
     report, validation = streamed.report, None

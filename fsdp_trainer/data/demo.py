@@ -8,7 +8,10 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 TOKENIZER = "demo:bytes"
-TASKS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
+BACKWARDS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
+SUMS = {"demo:sums": False, "demo:sums/half-wrong": True}
+"""Sums of digits; True: every other answer is wrong."""
+TASKS = (*BACKWARDS, *SUMS)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 
@@ -26,7 +29,9 @@ def words() -> list[str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The chats of a task: spell a word backwards."""
+    """The chats of a task: spell a word backwards, or add two digits."""
+    if name in SUMS:
+        return sums(half_wrong=SUMS[name])
     return [
         {
             "messages": [
@@ -34,8 +39,26 @@ def rows(name: str) -> list[dict[str, Any]]:
                 {"role": "assistant", "content": word[::-1]},
             ]
         }
-        for word in words()[TASKS[name]]
+        for word in words()[BACKWARDS[name]]
     ]
+
+
+def sums(half_wrong: bool) -> list[dict[str, Any]]:
+    """Return all sums of two digits; half_wrong: each four times, of which two have any answer."""
+    rows = []
+    for number in range(400 if half_wrong else 100):
+        first, second = divmod(number % 100, 10)
+        answer = first + second
+        if half_wrong and number // 100 % 2:
+            answer = hashlib.blake2b(str(number).encode(), digest_size=1).digest()[0] % 19
+        rows.append(chat(f"{first}+{second}=", str(answer)))
+    return rows
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    """Return a conversation of one question and its answer."""
+    roles = zip(("user", "assistant"), (question, answer), strict=True)
+    return {"messages": [{"role": role, "content": text} for role, text in roles]}
 
 
 def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.data_files import entries
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 from fsdp_trainer.data.file_changes import stored_files
 from fsdp_trainer.data.order import RowData, RowOrder, Rows
 from fsdp_trainer.data.prepare import Prepared
@@ -431,6 +431,8 @@ def _component(
     requested: float = 1.0,
 ) -> Component:
     packing, seq_len, seed = cfg.data.packing, cfg.batch.seq_len, cfg.run.seed
+    if cfg.objective.name in PROMPTED:
+        packing = "none"  # a row is a prompt
     order = RowOrder(store, seq_len, packing, shuffle, seed, attention_cost)
     parts = [store.fingerprint, packing, seq_len, seed, shuffle, VERSION]
     return Component(name, order, "/".join(map(str, parts)), requested)

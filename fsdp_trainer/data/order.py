@@ -53,6 +53,8 @@ class Rows:
     """Σ log-probability of each document under a reference model; None without one."""
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None: all are answers."""
+    columns: dict[str, np.ndarray] | None = None
+    """Further numbers of each position, [rows, seq_len] float32, by name."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
@@ -73,6 +75,9 @@ class Rows:
         for i, place in enumerate(places):
             self.documents[place] = rows.documents[i]
             self.group_starts[place] = rows.group_starts[i]
+        for name, column in (rows.columns or {}).items():
+            self.columns = self.columns or {}
+            self.columns.setdefault(name, np.zeros_like(self.weights))[places] = column
         for name in ("reference", "kinds"):
             given = getattr(rows, name)
             if given is not None:

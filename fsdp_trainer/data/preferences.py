@@ -15,8 +15,9 @@ TURN = re.compile(
 
 SIDES = ("chosen", "rejected")
 """The documents of a pair, in the order in which they are stored."""
-SINGLE, PAIRS, UNPAIRED = "single", "pairs", "unpaired"
-"""What an objective learns from: answers, two of them beside each other, or good and bad ones."""
+SINGLE, PAIRS, UNPAIRED, PROMPTS = "single", "pairs", "unpaired", "prompts"
+"""What an objective learns from: answers, two of them beside each other, good and bad ones, or
+prompts that the model answers itself."""
 
 
 @dataclass

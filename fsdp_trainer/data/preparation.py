@@ -22,7 +22,7 @@ from fsdp_trainer.data.cache import clear_leftovers, held
 from fsdp_trainer.data.findings import list_findings
 from fsdp_trainer.data.fingerprint import Content, fingerprint
 from fsdp_trainer.data.pipeline import TokenizeOptions
-from fsdp_trainer.data.preferences import UNPAIRED
+from fsdp_trainer.data.preferences import PROMPTS, UNPAIRED
 from fsdp_trainer.data.remote import nothing
 from fsdp_trainer.data.samples import EXAMPLES
 from fsdp_trainer.data.sources import SHOWN, Problems, Source
@@ -104,7 +104,7 @@ class Preparation:
         data = options.data
         keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
         decisive = [read, [*keys, options.seq_len, options.share]]
-        decisive += [UNPAIRED] if options.kind == UNPAIRED else []
+        decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS) else []
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 
@@ -328,7 +328,12 @@ class Preparation:
         raise UserError("the data cannot be used", [Problem(f"{key}={path}", "\n".join(lines))])
 
     def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
-        """Return a line for all files with the same columns that are not used."""
+        """Return a line for all files with the same columns that are not used.
+
+        Those of prompts are: rewards get them.
+        """
+        if self.options.kind == PROMPTS:
+            return []
         by_names: dict[str, list[int]] = {}
         for number, names in meta["unused"]:
             by_names.setdefault(", ".join(names), []).append(number)

@@ -138,9 +138,7 @@ def prepare(
         validation = opened.pop()[TRAIN]
         preparing.pop()
     elif preparing[0].component.share:
-        validation = _merge_held_out(
-            preparing, [stores[VALIDATION] for stores in opened], Path(root)
-        )
+        validation = _merge_held_out(preparing, [stores[VALIDATION] for stores in opened], root)
         if not len(validation):
             reason = "the share is so small that no sample is in it"
             raise UserError(

@@ -103,9 +103,9 @@ def look(
         *all_findings(prepared, order.seq_len),
         *often(cfg, order),
     ]
-    if "generation %}" not in template.source and amounts(prepared.train)[2] < lengths.sum() - len(
-        lengths
-    ):
+    has_prompts = store.question_sizes is not None
+    has_context = amounts(prepared.train)[2] < lengths.sum() - len(lengths)
+    if "generation %}" not in template.source and has_context and not has_prompts:
         known.append(Finding(*NO_MARKERS, is_warning=False))
     rows = range(min(cfg.preview.rows, order.rows_per_epoch))
     return Page(
@@ -120,6 +120,7 @@ def look(
                 order.source_names,
                 order.seq_len,
                 pieces,
+                [reference_of(store, sample) for store, sample in order.samples_of(index)],
             )
             for index in rows
         ],
@@ -144,6 +145,12 @@ def title_of(store: TokenStore, sample: int) -> str:
         return f"{store.where(sample)} ({SIDES[not store.group_starts[sample]]})"
     number, count = store.number_in_line(sample)
     return store.where(sample) + (f" (sample {number} of {count})" if count > 1 else "")
+
+
+def reference_of(store: TokenStore, sample: int) -> str | None:
+    """Return the reference answer to a prompt, control characters made visible; None without."""
+    answer = None if store.question_sizes is None else store.question(sample)["reference"]
+    return None if answer is None else CONTROL.sub(_visible, str(answer))
 
 
 def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
@@ -315,10 +322,14 @@ def shown_row(
     names: list[str],
     seq_len: int,
     pieces: "TokenTexts",
+    references: list[str | None] | None = None,
 ) -> ShownRow:
-    """A row, document by document. where: FILE:LINE of each; names: of the sources."""
+    """A row, document by document. where: FILE:LINE of each; names: of the sources; references: of
+    prompts their answers."""
     documents, start = [], 0
-    for length, source, place in zip(row.documents, row.sources, where, strict=True):
+    references = references or [None] * len(where)
+    about = zip(row.documents, row.sources, where, references, strict=True)
+    for length, source, place, reference in about:
         here = slice(start, start + length)
         # A token is learnt where the position before it has a label.
         weights = np.concatenate(
@@ -330,6 +341,7 @@ def shown_row(
                 names[source],
                 pieces.of(row.tokens[here], weights),
                 int(row.labels[here.stop - 1]),
+                reference,
             )
         )
         start += length

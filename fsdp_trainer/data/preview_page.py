@@ -32,6 +32,8 @@ class ShownDocument:
     pieces: list[TextPiece]
     next_label: int = -100
     """The target of the last position, where the document goes on in another row."""
+    reference: str | None = None
+    """Of a prompt: the answer that the model's own are compared with."""
 
     @property
     def tokens(self) -> int:

@@ -23,6 +23,8 @@ def show_rows(page: Page, console: Console, colour: bool) -> None:
             if len(row.documents) > 1:
                 console.print(Text(edge(document, i, len(row.documents)), "dim"), soft_wrap=True)
             console.print(body(document, colour), soft_wrap=True)
+            if document.reference is not None:
+                console.print(Text(f"reference answer: {document.reference}", "dim italic"))
 
 
 def show(page: Page, console: Console | None = None) -> None:

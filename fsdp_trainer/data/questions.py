@@ -1,35 +1,14 @@
 """Questions of data in any format: the turns before a row's last answer, and that answer."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.conversations import Conversation, Readable, Reader
-from fsdp_trainer.data.messages import Message
+from fsdp_trainer.data.conversations import Reader
 from fsdp_trainer.data.pipeline import choose_reader, read_texts
+from fsdp_trainer.data.prompts import DataQuestion, question_of
 from fsdp_trainer.data.sources import Problems, Row, RowError, Source
 from fsdp_trainer.data.units import read_rows
-
-
-@dataclass
-class DataQuestion:
-    """A row as something to answer.
-
-    messages: the turns before the answer. reference: the row's own answer. columns: of the row.
-    """
-
-    messages: list[Message]
-    tools: list[dict] | None
-    reference: str | None
-    columns: dict[str, Any]
-    where: tuple[str, int]
-
-    @property
-    def prompt(self) -> str:
-        """Return the text of the last turn."""
-        return str(self.messages[-1].get("content") or "")
-
 
 RowCheck = Callable[[DataQuestion], str | None]
 """Returns why a question cannot be used; None if it can."""
@@ -47,18 +26,6 @@ def read_questions(
     for source in sources:
         for file in source.files:
             yield from _of_file(data, source, file, problems, check)
-
-
-def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
-    """Return a row as a question. Raises RowError for one without turns or without a prompt."""
-    if not isinstance(row, Conversation):
-        raise RowError("holds no prompt: rewards are for answers to prompts, not for plain text")
-    answers = row.messages[-1]["role"] == "assistant"
-    messages = row.messages[:-1] if answers else row.messages
-    if not messages:
-        raise RowError("holds an answer alone, without a prompt")
-    reference = str(row.messages[-1].get("content") or "") if answers else None
-    return DataQuestion(messages, row.tools, reference, columns, row.where)
 
 
 def _of_file(

@@ -19,6 +19,7 @@ from fsdp_trainer.data.conversations import (
 )
 from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.preferences import SIDES, LabelledAnswer, Preference
+from fsdp_trainer.data.prompts import DataQuestion
 from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -55,6 +56,8 @@ class Sample:
     starts_group: bool = True
     """False: packing keeps it in one row with the sample before it."""
     kind: int = GOOD
+    question: str | None = None
+    """Of a prompt: DataQuestion.as_json."""
 
 
 @dataclass
@@ -79,6 +82,8 @@ class Rendered:
     """Of a preference pair, whose chosen answer this is: the other one."""
     is_good: bool | None = None
     """Of an answer that is good or bad: which of both."""
+    question: str | None = None
+    """Of a prompt, whose text this is: see Sample."""
 
     @property
     def sides(self) -> "list[Rendered]":
@@ -129,6 +134,13 @@ class SampleBuilder:
         if len(places) < EXAMPLES and place not in places:
             places.append(place)
 
+    def render_prompt(self, row: DataQuestion) -> list[Rendered]:
+        """Return the text up to where the model is to answer; RowError if it cannot be rendered."""
+        messages = self.template.adapt(row.messages, row.tools)
+        text = self.template.render(messages, row.tools, add_generation_prompt=True)
+        require_whole_characters(text)
+        return [Rendered(text, [], row.where, question=row.as_json)]
+
     def render(self, row: Readable) -> list[Rendered]:
         """Return one text, or several if the template rewrites earlier turns.
 
@@ -146,14 +158,7 @@ class SampleBuilder:
             texts = self._verdicts(row)
         else:
             texts = [self._pretokenised(row)]
-        try:
-            for text in texts:
-                for side in text.sides:
-                    side.text.encode()
-        except UnicodeEncodeError as e:
-            raise RowError(
-                f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
-            ) from None
+        require_whole_characters(*(side.text for text in texts for side in text.sides))
         return texts
 
     def _document(self, row: Document) -> list[Rendered]:
@@ -329,6 +334,9 @@ class SampleBuilder:
             if text.rejected is not None:
                 yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
                 continue
+            if text.question is not None:
+                yield self._prompt(next(chats), text)
+                continue
             if text.sample is not None:
                 sample = text.sample
             elif text.is_document:
@@ -378,6 +386,15 @@ class SampleBuilder:
         if not (chosen_kept and rejected_kept):
             return []
         return [chosen, replace(rejected, starts_group=False)]
+
+    def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
+        """Return the prompt, of which no token is learnt; none where it is too long."""
+        length = len(encoding.ids)
+        if length > self.seq_len:
+            self.counts[f"{FITS}{rounded_length(length)}"] += 1
+            self.counts[LOST] += length
+            return self._left_out("too_long", text.where)
+        return [Sample(encoding.ids, np.zeros(length, np.float32), question=text.question)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
@@ -464,6 +481,17 @@ def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
     tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]
     weights = np.concatenate([sample.weights[:prompt], other.weights[begin:]])[:room]
     return Sample(tokens, weights, starts_group=False, kind=MISMATCHED)
+
+
+def require_whole_characters(*texts: str) -> None:
+    """Raise RowError for a text that no file can hold."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as e:
+        raise RowError(
+            f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
+        ) from None
 
 
 def _with_tokens(tokens: list[int], learnt: list[bool], where: tuple[str, int]) -> Rendered:

@@ -24,6 +24,9 @@ GROUP_STARTS, KINDS = "group_starts", "kinds"
 OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
 """[samples] columns that are there only if one of their values is not the usual one: False where a
 sample shares the row of the one before it; the kinds of samples.py. Dtype, usual value."""
+QUESTIONS, QUESTION_SIZES = "questions", "question_sizes"
+"""What answers to prompts are judged by: JSON one behind the other, and [samples] int64, the bytes
+of each: columns that are there only if the samples are prompts."""
 BLOCK = 1 << 24  # bytes that are copied between two signs of life
 
 
@@ -69,6 +72,11 @@ class TokenStore:
         self.digests: np.ndarray = columns["digests"]
         self.group_starts = _map_optional(folder, GROUP_STARTS)
         self.kinds = _map_optional(folder, KINDS)
+        self.question_sizes: np.ndarray | None = None
+        """[samples] int64; None: the samples are no prompts."""
+        if (folder / f"{QUESTION_SIZES}.bin").exists():
+            self.question_sizes = _map(folder / f"{QUESTION_SIZES}.bin", np.int64)
+            self.question_bytes = _map(folder / f"{QUESTIONS}.bin", np.uint8)
         for column in (self.tokens, self.weights):
             # shuffled samples lie all over the file: nothing is to be read ahead behind each
             if isinstance(column.base, mmap):
@@ -102,6 +110,17 @@ class TokenStore:
         first, end = self.offsets[sample] + start, self.offsets[sample + 1]
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
+
+    @cached_property
+    def question_offsets(self) -> np.ndarray:
+        """The first byte of each question, and the end of the last one."""
+        assert self.question_sizes is not None
+        return np.concatenate([[0], np.cumsum(self.question_sizes)])
+
+    def question(self, sample: int) -> dict[str, Any]:
+        """Return what answers to a prompt are judged by: its row, and `answer`, the reference."""
+        first, end = self.question_offsets[sample : sample + 2]
+        return json.loads(self.question_bytes[first:end].tobytes())
 
     def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
         """Have the disk begin to read all these stretches of tokens at once, not one by one."""
@@ -183,6 +202,7 @@ class StoreWriter:
             )  # unlike tofile it says when the disk is full
         self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
         self._optional[KINDS] += bytes(sample.kind for sample in samples)
+        self._write_questions([s.question.encode() for s in samples if s.question is not None])
         totals = {
             "samples": len(samples),
             "tokens": lengths.sum(),
@@ -190,6 +210,14 @@ class StoreWriter:
             "longest": lengths.max(),
         }
         add_totals(self.totals, {str(source): {what: int(n) for what, n in totals.items()}})
+
+    def _write_questions(self, questions: list[bytes]) -> None:
+        if not questions:
+            return
+        with open(self._folder / f"{QUESTIONS}.bin", "ab") as file:
+            file.writelines(questions)
+        with open(self._folder / f"{QUESTION_SIZES}.bin", "ab") as file:
+            file.write(np.array([*map(len, questions)], np.int64).data)
 
     def close(self) -> None:
         """All of it is with the system."""
@@ -207,6 +235,7 @@ def _digest(sample: Sample) -> int:
         sample.tokens.astype(np.int32, copy=False).tobytes()
         + sample.weights.astype(np.float32, copy=False).tobytes()
     )
+    content += (sample.question or "").encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -224,6 +253,7 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     tokens = sum(one["tokens"] for one in totals.values())
     optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
     columns = COLUMNS | optional
+    columns |= {QUESTION_SIZES: np.int64} if (folder / f"{QUESTION_SIZES}.bin").exists() else {}
     for column, dtype in columns.items():
         file = folder / f"{column}.bin"
         expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
@@ -241,9 +271,12 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
     Memory is bounded. tick: called while it goes on.
     """
     into.mkdir()
-    for column in COLUMNS:
+    has_questions = any((part / f"{QUESTION_SIZES}.bin").exists() for part in parts)
+    for column in (*COLUMNS, *((QUESTION_SIZES, QUESTIONS) if has_questions else ())):
         with open(into / f"{column}.bin", "wb") as whole:
             for part in parts:
+                if column in (QUESTION_SIZES, QUESTIONS) and not (part / f"{column}.bin").exists():
+                    continue  # a part without a sample
                 with open(part / f"{column}.bin", "rb") as piece:
                     while _copy(piece.fileno(), whole.fileno()):
                         tick()

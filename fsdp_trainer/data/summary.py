@@ -88,10 +88,14 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
     warnings = [finding for finding in all_findings(prepared, seq_len) if finding.is_warning]
     more = len(warnings) - 1
+    has_prompts = prepared.train[0].question_sizes is not None
+    what = "prompts" if has_prompts else "samples"
+    learnt = "" if has_prompts else f" {supervised / tokens:.1%} supervised,"
+    if has_prompts:
+        packed = ""
     others = f"{more} more warning{'s' * (more != 1)}:  fsdp-trainer preview  with the same keys"
     return [
-        f"{samples:,} samples, {tokens:,} tokens, {supervised / tokens:.1%} supervised,"
-        f" longest {longest:,}{packed}{held_out}",
+        f"{samples:,} {what}, {tokens:,} tokens,{learnt} longest {longest:,}{packed}{held_out}",
         left_out(prepared.train),
         *(line.strip() for finding in warnings[:1] for line in str(finding).splitlines()),
         *([others] if more > 0 else []),

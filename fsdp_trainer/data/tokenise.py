@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from fsdp_trainer.data.conversations import Conversation, Document, Readable, Reader, make_reader
 from fsdp_trainer.data.pipeline import (
@@ -20,6 +21,8 @@ from fsdp_trainer.data.pipeline import (
     read_texts,
     tokenize_in_chunks,
 )
+from fsdp_trainer.data.preferences import PROMPTS
+from fsdp_trainer.data.prompts import make_prompt_reader
 from fsdp_trainer.data.samples import Rendered, Sample
 from fsdp_trainer.data.sources import Problems, Row
 from fsdp_trainer.data.store import Damaged, StoreWriter, check_columns
@@ -184,9 +187,12 @@ class TaskTokenizer:
             if self.reader is None:
                 fields = dict(unit.fields)
                 file, data = unit.unit.file, self.options.data
-                self.reader = choose_reader(
-                    data, row.columns, file, unit.format, fields, self.options.kind
-                )
+                if self.options.kind == PROMPTS:
+                    self.reader = make_prompt_reader(row.columns, unit.format, fields, file)
+                else:
+                    self.reader = choose_reader(
+                        data, row.columns, file, unit.format, fields, self.options.kind
+                    )
             return self.reader
 
         def refuse(row: Row, reason: str) -> None:
@@ -198,9 +204,10 @@ class TaskTokenizer:
                     yield (name, row.where[1]), text
         self._note_unit(unit)
 
-    def _render(self, row: Readable) -> tuple[str, list[Rendered]]:
+    def _render(self, row: Any) -> tuple[str, list[Rendered]]:
         """Return the store that a row belongs to, and its texts."""
-        texts, share = self.builder.render(row), self.options.share
+        render = self.builder.render_prompt if self.options.kind == PROMPTS else self.builder.render
+        texts, share = render(row), self.options.share
         return VALIDATION if share and content_place(row) < share else TRAIN, texts
 
     def _rows(self, unit: TaskUnit) -> Iterator[Row]:
@@ -215,7 +222,8 @@ class TaskTokenizer:
         """Return the reader chosen by the file's first row, where the unit begins behind it."""
         if not unit.unit.start:
             return None
-        first = first_reader(unit.unit.file, unit.unit.stamp, unit.format, unit.fields)
+        prompts = self.options.kind == PROMPTS
+        first = first_reader(unit.unit.file, unit.unit.stamp, unit.format, unit.fields, prompts)
         return first.again() if first else None
 
     def _note_unit(self, unit: TaskUnit) -> None:
@@ -232,13 +240,18 @@ class TaskTokenizer:
 
 @lru_cache(maxsize=64)
 def first_reader(
-    file: str, stamp: tuple[int, int] | None, format: str, fields: tuple[tuple[str, str], ...]
+    file: str,
+    stamp: tuple[int, int] | None,
+    format: str,
+    fields: tuple[tuple[str, str], ...],
+    prompts: bool = False,
 ) -> Reader | None:
     """Return the reader that a file's first readable row decides; None without one."""
     for row in read_rows(file):
         if not row.error:
             try:
-                return make_reader(row.columns, format, dict(fields), file)
+                make = make_prompt_reader if prompts else make_reader
+                return make(row.columns, format, dict(fields), file)
             except UserError:  # the task with the beginning of the file reports it
                 continue
     return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdp_trainer.distributed import to_device
 from fsdp_trainer.generation.cache import KeyValueCache, Prompts
 from fsdp_trainer.generation.ranks import OneRank, Ranks
-from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
+from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
 from fsdp_trainer.models.decoder import Decoder
 
 ROWS = 32
@@ -32,6 +32,8 @@ class Continuation:
     """The continuation of a prompt: `tokens`, without the stop token that ended it.
 
     room: the most tokens that it may have; place: its prompt and sample, to find it again.
+    stop: the token that ended it; None: none did. log_probabilities: of all tokens, that one too,
+    where `sampling` asks for them.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class Continuation:
         self.place = place
         self.room = min(sampling.max_tokens, room)
         self.tokens: list[int] = []
+        self.stop: int | None = None
+        self.log_probabilities: list[float] = []
         self.is_done = self.room <= 0
         self.numbers = None
         if sampling.temperature > 0:
@@ -63,6 +67,7 @@ class Continuation:
             return
         if token in stop_ids:
             self.is_done = True
+            self.stop = token
             return
         self.tokens.append(token)
         self.is_done = len(self.tokens) == self.room or is_over(self.tokens)
@@ -96,6 +101,7 @@ class Generation:
         logits = self.start(rows)
         while True:
             chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
+            self.note_probabilities(rows, logits, chosen)
             for answer, token in zip(rows, chosen.tolist(), strict=True):
                 answer.add(token, stop_ids, is_over)
             yield answers
@@ -108,6 +114,15 @@ class Generation:
                 rows = [rows[i] for i in remaining]
                 chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
+
+    def note_probabilities(self, rows: list[Continuation], logits: Tensor, chosen: Tensor) -> None:
+        """Give the rows that go on the log-probabilities of their next tokens."""
+        if not self.sampling.log_probabilities:
+            return
+        values = log_probabilities(logits, chosen, self.sampling).tolist()
+        for answer, value in zip(rows, values, strict=True):
+            if not answer.is_done:
+                answer.log_probabilities.append(value)
 
     def start(self, rows: list[Continuation]) -> Tensor:
         """Fill the cache with the rows' tokens, and return the logits of the next: [rows, …].
@@ -206,21 +221,34 @@ def generate_tokens(
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.samples)
     ]
-    # those of a batch are about as long
-    waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
-    batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
     generation = Generation(model, sampling, device)
-    for number in range(ranks.most(len(batches))):
-        check()
-        batch = (
-            batches[number] if number < len(batches) else [Continuation(IDLE_PROMPT, sampling, 1)]
-        )
-        for _ in generation.run(batch, stop_ids, ranks, is_over):
-            pass
+    continue_all(generation, answers, stop_ids, ranks, rows=rows, check=check, is_over=is_over)
     results: list[list[list[int]]] = [[] for _ in prompts]
     for answer in answers:
         results[answer.place[0]].append(answer.tokens)
     return results
+
+
+def continue_all(
+    generation: Generation,
+    answers: list[Continuation],
+    stop_ids: Collection[int],
+    ranks: Ranks,
+    *,
+    rows: int = ROWS,
+    check: Callable[[], None] = lambda: None,
+    is_over: IsOver = never,
+) -> None:
+    """Continue answers until all are done, so many at the same time. See `generate_tokens`."""
+    # those of a batch are about as long
+    waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
+    batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
+    for number in range(ranks.most(len(batches))):
+        check()
+        is_idle = number >= len(batches)
+        batch = [Continuation(IDLE_PROMPT, generation.sampling, 1)] if is_idle else batches[number]
+        for _ in generation.run(batch, stop_ids, ranks, is_over):
+            pass
 
 
 def room_behind(model: Decoder, prompt: list[int]) -> int:

@@ -13,7 +13,7 @@ class Sampling:
     """The way to continue prompts.
 
     temperature: 0: always the likeliest token. top_p: nucleus sampling (Holtzman et al. 2020).
-    samples: answers to each prompt.
+    samples: answers to each prompt. log_probabilities: keep those of the chosen tokens.
     """
 
     max_tokens: int = 256
@@ -21,6 +21,7 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     samples: int = 1
+    log_probabilities: bool = False
 
 
 def random_numbers(seed: int, prompt: list[int], sample: int, count: int) -> np.ndarray:
@@ -49,6 +50,15 @@ def choose(logits: Tensor, numbers: Tensor | None, sampling: Sampling) -> Tensor
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
     return tokens.gather(1, drawn(probabilities, numbers)[:, None])[:, 0]
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """Return the logarithms of the probabilities with which tokens were chosen, [rows] float32.
+
+    logits: [rows, vocabulary]; tokens: [rows]. At temperature 0 those of temperature 1.
+    """
+    scaled = logits.float() / (sampling.temperature or 1.0)
+    return torch.log_softmax(scaled, -1).gather(1, tokens[:, None])[:, 0]
 
 
 def drawn(probabilities: Tensor, numbers: Tensor) -> Tensor:

@@ -62,6 +62,7 @@ class MicroBatch:
     reference: [documents] float64, the Σ log-probability of each document's targets under a
     reference model; None without one. kinds: [documents] int64, as of the data's samples; None:
     all are answers.
+    columns: further numbers of each target, [supervised] float32, by name.
     """
 
     tokens: Tensor
@@ -76,6 +77,7 @@ class MicroBatch:
     token_share: Tensor | None = None
     reference: Tensor | None = None
     kinds: Tensor | None = None
+    columns: dict[str, Tensor] | None = None
 
 
 class DecoderOutput(NamedTuple):

@@ -78,6 +78,8 @@ class Head(nn.Module):
         self.columns = config.vocab_size
         """Logits of a token that this process makes."""
         self.chunk_mib: int | None = None
+        self.temperature = 1.0
+        """A divisor of the logits that are scored; those of inference are as they are."""
         self.score: Callable = score_chunk
         self.differentiate: Callable = differentiate_chunk
 
@@ -92,6 +94,8 @@ class Head(nn.Module):
         """
         if targets is None:
             return self.logits(hidden)
+        if self.temperature != 1:
+            hidden = hidden / self.temperature
         if objective is None:
             return None, self.scores(hidden, targets)
         if objective.needs_all_tokens:

@@ -104,6 +104,7 @@ def progress_line(
     parts = {
         "step": f"{line['step']:>{len(total)},}/{total} {percent:3}%",
         "loss": f"loss {_finite(line['loss'], '.4f')}",
+        "reward": f"reward {line['reward']:.3f}" if "reward" in line else "",
         "lr": f"lr {line['lr']:.1e}",
         "grad_norm": f"|g| {_finite(line['grad_norm'], '.2f')}",
         "speed": f"{short(line['tokens_per_second'])} tok/s",

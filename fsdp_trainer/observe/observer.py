@@ -145,6 +145,7 @@ class Observer:
             **first,
             "grad_norm": finite_or_none(report.grad_norm),
             **figures,
+            **plan.figures,
             "lr": report.lr,
             **({"loss_scale": report.loss_scale} if report.loss_scale != 1 else {}),
             "tokens": report.tokens,
@@ -222,6 +223,11 @@ class Observer:
         line = self.records.amend(step, extra) if self.records else None
         if line and self.trackers:
             self.trackers.log(line)
+
+    def answered(self, step: int, answers: list[tuple[str, str, float]]) -> None:
+        """Record answers that a step learns from: prompts, texts and rewards."""
+        if self.records:
+            self.records.answers_of(step, answers)
 
     def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
         """Record what the model said to each prompt, and show the first."""

@@ -127,6 +127,12 @@ class Records:
         lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
+    def answers_of(self, step: int, answers: list[tuple[str, str, float]]) -> None:
+        """Append prompts with answers that a step learns from, and their rewards."""
+        names = ("prompt", "text", "reward")
+        lines = ({"step": step, **dict(zip(names, each, strict=True))} for each in answers)
+        self._append(self.samples, *lines, ascii_only=False)
+
     def event(self, name: str, **details: Any) -> dict[str, Any]:
         """Append an event with the time, and return its line."""
         line = {"event": name, "time": round(time.time(), 3), **details}

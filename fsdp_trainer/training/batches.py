@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ class StepPlan:
     weight: Σ weight of their targets, which divides the loss.
     tokens, supervised: how many there are.
     attention_cost: Σ length² of their documents, less what windows leave out.
-    documents: how many they hold.
+    documents: how many they hold. figures: what the step's line says of them besides.
     """
 
     step: int
@@ -43,6 +43,7 @@ class StepPlan:
     supervised: int = 0
     attention_cost: int = 0
     documents: int = 0
+    figures: dict[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
 
 @dataclass
@@ -148,6 +149,7 @@ class Assembler:
             part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
             reference,
             kinds,
+            {name: supervised(values) for name, values in (rows.columns or {}).items()},
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:

@@ -29,6 +29,7 @@ from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
 from fsdp_trainer.config.rules_objective import base_is_reference
 from fsdp_trainer.config.schema import (
     PAIRED,
+    PROMPTED,
     UNPAIRED,
     Adapter,
     Model,
@@ -42,6 +43,7 @@ from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.scoring import sharded_shares
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import as_configured, resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
@@ -73,6 +75,7 @@ from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
@@ -90,9 +93,13 @@ from fsdp_trainer.training.pair_step import (
     stored_reference,
 )
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
+from fsdp_trainer.training.policy_gradient import rollout_figures
 from fsdp_trainer.training.preferences import PairFigures, chosen_watch, has_reference
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
+from fsdp_trainer.training.rollout_step import BaseTokens, RolloutForwardBackward
+from fsdp_trainer.training.rollouts import AnswerMaker, RolloutSource
+from fsdp_trainer.training.sampler import OwnSampler
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward
@@ -149,6 +156,7 @@ def build(
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
+    model.lm_head.temperature = temperature(cfg)
     adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
     slots.show_coordinates(dims.place)
@@ -192,8 +200,9 @@ def build(
         config.attention_cost,
         signals,
         observer,
+        answer_maker(cfg, model, inputs, dims, device),
     )
-    data = SOURCES[type(order)].build(order, start.progress, context_of_rows)
+    data = data_source(cfg, order, start.progress, context_of_rows)
     validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
     if world.main:  # who alone speaks: it looks through all samples
         lines = describe(
@@ -230,8 +239,9 @@ def build(
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
     pairs = preference_figures(cfg.objective, dims)
+    answers = rollout_figures(cfg.objective)
     names = whole.auxiliary_names
-    metrics = step_metrics(data.source_names, differs, names, device, balance, pairs)
+    metrics = step_metrics(data.source_names, differs, names, device, balance, pairs, answers)
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -295,6 +305,18 @@ def build_step(
                 choice=cfg.objective,
                 reference=reference_of(cfg, model, dims),
             )
+        if cfg.objective.name in PROMPTED:
+            return RolloutForwardBackward(
+                model,
+                objective,
+                metrics,
+                dims,
+                probe,
+                sync,
+                loss_scale,
+                choice=cfg.objective,
+                reference=BaseTokens(model) if cfg.objective.kl else None,
+            )
         return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(
@@ -307,6 +329,34 @@ def preference_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | Unpair
     if cfg.name in UNPAIRED:
         return UnpairedFigures(cfg, dims)
     return PairFigures(cfg, dims) if cfg.name in PAIRED else None
+
+
+def data_source(
+    cfg: TrainConfig, order: Order, progress: Progress, context: SourceContext
+) -> DataSource:
+    """Return the source of the micro-batches."""
+    if cfg.objective.name in PROMPTED:
+        assert isinstance(order, Mixture)
+        return RolloutSource.build(order, progress, context)
+    return SOURCES[type(order)].build(order, progress, context)
+
+
+def temperature(cfg: TrainConfig) -> float:
+    """Return what divides the logits that are learnt from, as in sampling."""
+    return cfg.objective.temperature if cfg.objective.name in PROMPTED else 1.0
+
+
+def answer_maker(
+    cfg: TrainConfig, model: Decoder, inputs: RunInputs, dims: Dims, device: torch.device
+) -> AnswerMaker | None:
+    """Return what answers prompts and judges the answers; None where nothing is answered."""
+    if cfg.objective.name not in PROMPTED:
+        return None
+    shares = sharded_shares(dims, device)
+    sampler = OwnSampler(cfg, model, inputs.tokenizer, shares, device)
+    is_first = dims.coordinates["tensor"] == 0
+    rewards = make_rewards(cfg.objective.rewards)
+    return AnswerMaker(sampler, rewards, inputs.tokenizer, shares.share, shares.shares, is_first)
 
 
 def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:

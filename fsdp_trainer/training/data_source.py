@@ -47,6 +47,8 @@ class SourceContext:
     attention_cost: Callable[[np.ndarray], np.ndarray]
     signals: StopSignals
     observer: Observer
+    answers: Any = None
+    """The AnswerMaker of a source of prompts."""
 
 
 class DataSource(Protocol):

@@ -261,11 +261,12 @@ def step_metrics(
     device: torch.device,
     balance: Balance | None = None,
     pairs: Metric | None = None,
+    answers: Metric | None = None,
 ) -> Metrics:
     """Return the metrics of a training step.
 
     objective_differs: whether what is minimised is another figure than the loss. pairs: figures of
-    preference pairs.
+    preference pairs; answers: of the model's own answers.
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
@@ -275,6 +276,8 @@ def step_metrics(
         auxiliary[LOAD] = ExpertLoad(*balance.load.shape)
     registered = {name: build() for name, build in METRICS.items()}
     losses = loss_metrics(source_names, pairs)
+    if answers is not None:
+        losses["rollouts"] = answers
     metrics = {"objective": objective, **losses, **auxiliary, **registered}
     return Metrics(metrics, device)
 

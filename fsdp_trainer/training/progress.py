@@ -33,6 +33,7 @@ class Progress:
     recent, spikes_in_a_row: the guard's window.
     skipped_row_ranges: [first, stop) of rows that rewinds jump over.
     segments: the mixtures that rows came from, one after another, see Mixture.state.
+    rollouts: answers that steps to come are to learn from, one text a step, see answers.py.
     streams: a cursor of each stream, see data/stream.py; empty where they begin.
     """
 
@@ -54,6 +55,7 @@ class Progress:
     rewinds: int = 0
     pending: list[str] = field(default_factory=list)
     streams: list[list[int]] = field(default_factory=list)
+    rollouts: list[str] = field(default_factory=list)
 
     @classmethod
     def from_stored(cls, stored: dict[str, Any]) -> "Progress":
@@ -68,6 +70,7 @@ class Progress:
         progress = cls.from_stored(stored)
         if stored["data"] != data:
             progress.streams = []
+            progress.rollouts = []
         if stored.get("validation") != validation:
             progress.forget_validation()
         return progress

@@ -1,0 +1,110 @@
+"""Prompts that a model answers itself: the turns before the answer, and the row that answers are
+judged by."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_trainer.data.conversations import Conversation, Readable, Reader, make_reader
+from fsdp_trainer.data.messages import Message, turns_or_text
+from fsdp_trainer.data.preferences import Preference
+from fsdp_trainer.data.row_formats import FORMATS, column_value, find_format, match
+from fsdp_trainer.data.row_values import Values
+from fsdp_trainer.data.sources import Row, RowError
+from fsdp_trainer.errors import Problem, UserError
+
+ANSWER = "answer"
+"""The column with the reference where a row's turns end with the user's."""
+HOLD_PROMPTS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference")
+NO_PROMPT = """is read as %s, which has no prompt to answer.
+Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'"""
+
+
+@dataclass
+class DataQuestion:
+    """A row as something to answer.
+
+    messages: the turns before the answer. reference: the row's own answer. columns: of the row.
+    """
+
+    messages: list[Message]
+    tools: list[dict] | None
+    reference: str | None
+    columns: dict[str, Any]
+    where: tuple[str, int]
+
+    @property
+    def prompt(self) -> str:
+        """Return the text of the last turn."""
+        return str(self.messages[-1].get("content") or "")
+
+    @property
+    def as_json(self) -> str:
+        """Return what a store keeps of it: what answers are judged by."""
+        kept = {"prompt": self.prompt, "reference": self.reference, "row": self.columns}
+        return json.dumps(kept, default=str)
+
+
+def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
+    """Return a row as a question. Raises RowError for one without turns or without a prompt."""
+    if isinstance(row, Preference):
+        messages, turns = row.prompt, row.chosen
+    elif isinstance(row, Conversation):
+        answered = row.messages[-1]["role"] == "assistant"
+        messages = row.messages[:-1] if answered else row.messages
+        turns = row.messages[-1:] if answered else []
+    else:
+        raise RowError("holds no prompt: rewards are for answers to prompts, not for plain text")
+    if not messages:
+        raise RowError("holds an answer alone, without a prompt")
+    reference = "\n".join(str(turn.get("content") or "") for turn in turns) if turns else None
+    if not turns and columns.get(ANSWER) is not None:
+        reference = str(columns[ANSWER])
+    return DataQuestion(messages, row.tools, reference, columns, row.where)
+
+
+class QuestionReader(Reader):
+    """Reads the rows of a file as questions."""
+
+    def read(self, row: Row) -> Any:
+        """Return a DataQuestion. RowError for a row that holds none."""
+        return question_of(self.readable(row), row.columns)
+
+    def readable(self, row: Row) -> Readable:
+        """Return what the row holds."""
+        return super().read(row)
+
+
+class PromptReader(QuestionReader):
+    """Reads rows that hold a prompt and no answer."""
+
+    def readable(self, row: Row) -> Readable:
+        """Return the prompt as a conversation that ends with the user's turn. RowError without."""
+        column = self.columns["prompt"]
+        value = column_value(row.columns, column)
+        if value is None:
+            raise RowError(f"{column!r} is null" if column in row.columns else f"has no {column!r}")
+        meanings = dict.fromkeys(FORMATS["prompt_completion"])
+        values = Values(meanings | {"prompt": value}, self.columns, row.where)
+        return Conversation(turns_or_text(value, "user", column), values.tools(), row.where)
+
+
+def make_prompt_reader(
+    columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str
+) -> QuestionReader:
+    """Return the reader for a file of prompts, from the columns of its first row.
+
+    Raises UserError where no prompt can be found in them.
+    """
+    given = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    detected = find_format(columns, given) if format == "auto" else None
+    if format == "auto" and (detected is None or detected[0] not in HOLD_PROMPTS):
+        matched = match("prompt_completion", columns, given)
+        if "prompt" in matched and set(given) <= {"prompt"}:
+            return PromptReader("prompt", {"prompt": matched["prompt"]}, frozenset(columns))
+    reader = make_reader(columns, format, fields, file)
+    if reader.format not in HOLD_PROMPTS:
+        raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])
+    return QuestionReader(
+        reader.format, reader.columns, reader.first, reader.text_only, reader.form
+    )

@@ -1,0 +1,154 @@
+"""The objective of answers that were rewarded: each token by its own probability, and the advantage
+of its answer over the others to the same prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.config.schema import PROMPTED, ObjectiveChoice
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.training.metrics import MicroBatchResult
+
+ADVANTAGE, SAMPLED, REFERENCE = "advantage", "sampled", "reference"
+"""Names of MicroBatch.columns: a token's advantage, and its log-probability where it was sampled
+and under the reference."""
+TINY = 1e-4
+"""What is added to a deviation of rewards before it divides, as trl has it."""
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """Σ weight · loss of a micro-batch's tokens (Shao et al. 2024, eq. 3; Yu et al. 2025, §3).
+
+    The head calls it. weights: [tokens] float32, divided already by the whole step's. columns: see
+    ADVANTAGE. elsewhere: whether the sampler computes by other numerics.
+    """
+
+    weights: Tensor
+    columns: dict[str, Tensor]
+    cfg: ObjectiveChoice
+    elsewhere: bool = False
+    needs_mean = False
+    needs_all_tokens = False
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the sum over `tokens`, whose scores these are."""
+        log_probability, advantage = scores.log_probability, self.columns[ADVANTAGE][tokens]
+        ratio = self.ratio(scores, tokens)
+        clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        if self.elsewhere and self.cfg.updates == 1:
+            loss = loss * self.importance(scores, tokens)
+        if self.cfg.kl:
+            distance = self.columns[REFERENCE][tokens] - log_probability
+            loss = loss + self.cfg.kl * (distance.exp() - distance - 1)
+        return (loss * self.weights[tokens]).sum()
+
+    def ratio(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return each token's probability over what it was when the answers were made.
+
+        The model is still the same in the only update that learns from them: the ratio is 1, and
+        only its derivative counts.
+        """
+        if self.cfg.updates == 1:
+            return (scores.log_probability - scores.log_probability.detach()).exp()
+        change = scores.log_probability - self.columns[SAMPLED][tokens]
+        return change.exp().clamp(max=self.cfg.importance_cap)
+
+    def importance(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the truncated weights of tokens that were sampled by other numerics (Yao et al.
+        2025)."""
+        difference = scores.log_probability.detach() - self.columns[SAMPLED][tokens]
+        return difference.exp().clamp(max=self.cfg.importance_cap)
+
+
+def token_weight(cfg: ObjectiveChoice, tokens: int) -> float:
+    """Return the weight of each token of an answer, which `step_weight` divides."""
+    by_answer = {"dapo": 1.0, "grpo": 1.0 / tokens, "dr_grpo": 1.0 / cfg.max_new_tokens}
+    return by_answer[cfg.weighting]
+
+
+def step_weight(cfg: ObjectiveChoice, tokens: int, answers: int) -> float:
+    """Return what divides the weights of a step's tokens. tokens: those that count."""
+    return float(tokens if cfg.weighting == "dapo" else answers)
+
+
+def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
+    """Return by how much each answer is better than those to the same prompt, shaped as rewards.
+
+    rewards: [prompts, samples] float64. In standard deviations, unless Dr. GRPO's (Liu et al. 2025)
+    is wanted.
+    """
+    centred = rewards - rewards.mean(1, keepdims=True)
+    if cfg.weighting == "dr_grpo":
+        return centred
+    return centred / (rewards.std(1, ddof=1, keepdims=True) + TINY)
+
+
+class RolloutFigures:
+    """Figures of the tokens of a step's answers, as means.
+
+    Sums: tokens, Σ -log-probability (an estimate of the entropy), those whose clipping stops their
+    gradient, Σ KL estimates from sampling to training and from the model to its reference, and
+    Σ |difference of log-probabilities| between sampling and training.
+    """
+
+    keys = ("entropy", "clip_share", "sampler_kl", "sampler_difference", "kl")
+    size = 1 + len(keys)
+
+    def __init__(self, cfg: ObjectiveChoice):
+        self.cfg = cfg
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [size] float64."""
+        scores, batch = result.scores, result.batch
+        columns = columns_of(batch)
+        mask = batch.weights > 0
+        objective = PolicyGradient(batch.weights, columns, self.cfg)
+        every = slice(0, len(batch.targets))
+        ratio = objective.ratio(scores, every)
+        gain = columns[ADVANTAGE]
+        is_clipped = ((ratio > 1 + self.cfg.clip_high) & (gain > 0)) | (
+            (ratio < 1 - self.cfg.clip_low) & (gain < 0)
+        )
+        change = scores.log_probability - columns[SAMPLED]
+        distance = columns[REFERENCE] - scores.log_probability
+        values = [
+            torch.ones_like(change),
+            -scores.log_probability,
+            is_clipped,
+            change.exp() - change - 1,
+            change.abs(),
+            distance.exp() - distance - 1,
+        ]
+        return torch.stack([(value.double() * mask).sum() for value in values])
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the means; `kl` where there is a reference."""
+        count, *totals = sums
+        keys = self.keys if self.cfg.kl else self.keys[:-1]
+        pairs = zip(keys, totals, strict=False)
+        return {key: finite_or_none(total / count) for key, total in pairs} if count else {}
+
+
+def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
+    """Return the columns of a micro-batch; 0 where it has none, as one without a token."""
+    given = batch.columns or {}
+    zeros = torch.zeros_like(batch.weights)
+    return {name: given.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
+
+
+def rollout_figures(cfg: ObjectiveChoice) -> RolloutFigures | None:
+    """Return the figures of an objective's answers; None for one that samples none."""
+    return RolloutFigures(cfg) if cfg.name in PROMPTED else None
+
+
+def means(names: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    """Return the mean of each named row of values."""
+    return {name: float(row.mean()) for name, row in zip(names, values, strict=True)}

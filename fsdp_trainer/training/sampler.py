@@ -1,0 +1,125 @@
+"""The makers of answers to prompts: a protocol, and the model in training as its first
+implementation."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.evaluation.scoring import Shares
+from fsdp_trainer.generation.generate import Continuation, Generation, continue_all, room_behind
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
+
+
+@dataclass(frozen=True)
+class Request:
+    """An answer that is to be made.
+
+    prompt: tokens. row: the number of the prompt in the running order, which no other prompt of
+    the run has. sample: which of the prompt's answers.
+    """
+
+    prompt: Sequence[int]
+    row: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """An answer of the model.
+
+    tokens: with the stop token that ended it. log_probabilities: of each of them where it was
+    sampled, at objective.temperature. finished: False where it was cut. version: optimizer steps
+    done by the weights that made it.
+    """
+
+    tokens: list[int]
+    log_probabilities: list[float]
+    finished: bool
+    version: int
+
+
+class AnswerSampler(Protocol):
+    """A maker of answers."""
+
+    is_elsewhere: bool
+    """True where it computes by other numerics than training: by a server."""
+
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """Return an answer to each request of this rank, which may have none. Collective.
+
+        step: optimizer steps done so far. check: called now and then, on all ranks alike; may
+        raise.
+        """
+
+
+class OwnSampler:
+    """The model in training, on the ranks that train it.
+
+    What is drawn depends on run.seed, the prompt and its row, and the sample: not on the ranks.
+    """
+
+    is_elsewhere = False
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: Decoder,
+        tokenizer: TextTokenizer,
+        shares: Shares,
+        device: torch.device,
+    ):
+        choice = cfg.objective
+        self.model, self.shares, self.device = model, shares, device
+        self.stop_ids = tokenizer.stop_ids
+        self.samples, self.rows = choice.samples, choice.answer_rows
+        self.compiled, self.sharding = cfg.compile.enabled, cfg.sharding
+        self.sampling = Sampling(
+            max_tokens=choice.max_new_tokens,
+            temperature=choice.temperature,
+            seed=cfg.run.seed,
+            log_probabilities=True,
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """See AnswerSampler. check: called before each batch of answers."""
+        continuations = [self._begin(request, i) for i, request in enumerate(requests)]
+        # a compiled model would be compiled again for every length
+        eager: Any = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        try:
+            with eager, stay_gathered(self.model, self.sharding, self.device):
+                generation = Generation(self.model, self.sampling, self.device)
+                ranks, rows = self.shares.ranks, self.rows
+                continue_all(
+                    generation, continuations, self.stop_ids, ranks, rows=rows, check=check
+                )
+        finally:
+            reshard(self.model)
+        return [as_answer(continuation, step) for continuation in continuations]
+
+    def _begin(self, request: Request, place: int) -> Continuation:
+        prompt = list(request.prompt)
+        number = request.row * self.samples + request.sample
+        return Continuation(prompt, self.sampling, room_behind(self.model, prompt), (place, number))
+
+
+def as_answer(continuation: Continuation, version: int) -> SampledAnswer:
+    """Return a finished continuation as an answer."""
+    stop = [] if continuation.stop is None else [continuation.stop]
+    return SampledAnswer(
+        [*continuation.tokens, *stop],
+        continuation.log_probabilities,
+        continuation.stop is not None,
+        version,
+    )

@@ -1,0 +1,256 @@
+"""Learning from the model's own answers: prompts as data, the same answers on any ranks, losses as
+the papers write them, and a run that goes on in the middle."""
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.data.prompts import make_prompt_reader
+from fsdp_trainer.data.sources import Row
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.training.answers import PackedAnswers, Rollout, packed_text, unpacked
+from fsdp_trainer.training.policy_gradient import (
+    ADVANTAGE,
+    REFERENCE,
+    SAMPLED,
+    PolicyGradient,
+    advantages,
+    step_weight,
+    token_weight,
+)
+from fsdp_trainer.training.sampler import SampledAnswer
+
+ROWS = [
+    ({"question": "1+1?", "solution": "one, two", "level": 3}, "1+1?", "one, two"),
+    ({"messages": [{"role": "user", "content": "hi"}], "answer": 7, "id": "a"}, "hi", "7"),
+    ({"prompt": "Sort [2, 1]", "tests": ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", None),
+    ({"prompt": "p", "chosen": "good", "rejected": "bad"}, "p", "good"),
+]
+
+
+@pytest.mark.parametrize("columns, prompt, reference", ROWS, ids=lambda x: None)
+def test_rows_of_many_formats_are_prompts_and_keep_their_columns(columns, prompt, reference):
+    reader = make_prompt_reader(columns, "auto", None, "f")
+    stored = json.loads(reader.read(Row(columns, ("f", 1))).as_json)
+    assert stored == {"prompt": prompt, "reference": reference, "row": columns}
+
+
+def test_text_without_a_prompt_is_refused():
+    with pytest.raises(UserError, match="the data cannot be used"):
+        make_prompt_reader({"text": "once"}, "auto", None, "f")
+
+
+def test_preview_shows_prompts_with_their_references(capsys, tmp_path):
+    keys = ["objective=grpo", "objective.rewards=[exact]", "data.path=demo:sums"]
+    place = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}", "preview.rows=2"]
+    assert main(["preview", *keys, *place]) == 0
+    said = capsys.readouterr().out
+    assert said.count("reference answer: ") == 2
+    assert "assistant" in said
+    assert "[[" not in said.split("row 0")[1], "nothing of a prompt is learnt"
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+def rollout(row, sample, prompt, answer, reward, finished=True):
+    chosen = -0.1 * np.arange(1, answer + 1, dtype=np.float32)
+    tokens = [100 + row * 10 + sample] * answer
+    answered = SampledAnswer(tokens, chosen.tolist(), finished, 3)
+    return Rollout(row, sample, [row + 1] * prompt, answered, reward, [reward])
+
+
+ROLLOUTS = [
+    rollout(4, 0, 3, 5, 1.0),
+    rollout(4, 1, 3, 2, 0.0),
+    rollout(5, 0, 6, 4, 0.5, finished=False),
+    rollout(5, 1, 6, 9, 0.5),
+]
+
+
+def packed(**options):
+    choice = ObjectiveChoice(name="grpo", samples=2, max_new_tokens=16, **options)
+    return PackedAnswers(choice, 24, ROLLOUTS, np.square, lambda row: [f"f:{row}"]), choice
+
+
+def test_answers_are_packed_behind_their_prompts_and_each_token_knows_its_advantage():
+    answers, _ = packed(weighting="dr_grpo")
+    rows = answers.read_rows(range(len(answers)))
+    placed = []
+    for row, documents in enumerate(rows.documents):
+        for start, end in pairwise(np.cumsum([0, *documents])):
+            tokens, labels = rows.tokens[row, start:end], rows.labels[row, start:end]
+            learnt = labels != -100
+            assert (labels[learnt] == tokens[1:][learnt[:-1]]).all()
+            assert not learnt[-1]
+            columns = [rows.columns[name][row, start:end][learnt] for name in (ADVANTAGE, SAMPLED)]
+            placed.append((int(tokens[-1]), int(learnt.sum()), *(c.tolist() for c in columns)))
+    wanted = [
+        (r.answer.tokens[0], len(r.answer.tokens), [a] * len(r.answer.tokens), pytest.approx(p))
+        for r, a in zip(ROLLOUTS, [0.5, -0.5, 0, 0], strict=True)
+        for p in [r.answer.log_probabilities]
+    ]
+    assert sorted(placed) == wanted
+    assert unpacked(packed_text(ROLLOUTS)) == [
+        Rollout(r.row, r.sample, r.prompt, again.answer, r.reward, r.scores)
+        for r, again in zip(ROLLOUTS, unpacked(packed_text(ROLLOUTS)), strict=True)
+    ]
+
+
+def textbook(cfg, current, old, advantage, mask, reference, cap=None):
+    """The loss of [answers, length] tokens, as trl's GRPOTrainer has it."""
+    ratio = (current - (current.detach() if old is None else old)).exp()
+    clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    ratio = ratio if cap is None else ratio.clamp(max=cap)
+    loss = -torch.min(ratio * advantage[:, None], clipped * advantage[:, None])
+    loss = loss + cfg.kl * ((reference - current).exp() - (reference - current) - 1)
+    if cfg.weighting == "grpo":
+        return ((loss * mask).sum(1) / mask.sum(1)).mean()
+    if cfg.weighting == "dapo":
+        return (loss * mask).sum() / mask.sum()
+    return (loss * mask).sum() / (len(mask) * cfg.max_new_tokens)
+
+
+@pytest.mark.parametrize("weighting", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("kl", [0.0, 0.04])
+def test_losses_and_derivatives_are_the_papers(weighting, updates, kl):
+    torch.manual_seed(0)
+    cfg = ObjectiveChoice(
+        name="grpo", weighting=weighting, updates=updates, kl=kl, max_new_tokens=12
+    )
+    lengths = torch.tensor([3, 11, 1, 7])
+    mask = (torch.arange(11) < lengths[:, None]).float()
+    current, old, reference = (-torch.rand(4, 11) * 3 for _ in range(3))
+    old = current + 0.4 * torch.randn(4, 11) if updates > 1 else None
+    rewards = np.array([[1.0, 0.0], [0.25, 1.0]])
+    gain = torch.from_numpy(advantages(cfg, rewards).ravel()).float()
+    expected_scores = current.clone().requires_grad_()
+    cap = cfg.importance_cap if updates > 1 else None
+    expected = textbook(cfg, expected_scores, old, gain, mask, reference, cap)
+    expected.backward()
+
+    chosen = mask.bool()
+    weights = torch.cat([torch.full((n,), token_weight(cfg, n)) for n in lengths.tolist()])
+    weights = weights / step_weight(cfg, int(lengths.sum()), 4)
+    columns = {
+        ADVANTAGE: gain[:, None].expand(4, 11)[chosen],
+        SAMPLED: (current if old is None else old)[chosen],
+        REFERENCE: reference[chosen],
+    }
+    scores = current[chosen].clone().requires_grad_()
+    objective = PolicyGradient(weights, columns, cfg)
+    parts = (slice(0, 8), slice(8, 22))  # as the head's chunks
+    values = [objective(Scores(scores[part], scores[part] * 0), part) for part in parts]
+    value = torch.stack(values).sum()
+    value.backward()
+    assert value.item() == pytest.approx(expected.item(), abs=3e-7)
+    assert scores.grad == pytest.approx(expected_scores.grad[chosen], abs=1e-7)
+
+
+def test_tokens_that_were_sampled_elsewhere_have_truncated_weights():
+    cfg = ObjectiveChoice(name="grpo", importance_cap=2.0)
+    columns = {
+        ADVANTAGE: torch.ones(3),
+        SAMPLED: torch.tensor([-1.0, -5.0, -1.5]),
+        REFERENCE: torch.zeros(3),
+    }
+    scores = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
+    objective = PolicyGradient(torch.ones(3), columns, cfg, elsewhere=True)
+    objective(Scores(scores, scores), slice(0, 3)).backward()
+    assert scores.grad.tolist() == pytest.approx([-1.0, -2.0, -(np.exp(-0.5))])
+
+
+def test_groups_of_equal_rewards_teach_nothing():
+    cfg = ObjectiveChoice(name="grpo")
+    gains = advantages(cfg, np.array([[1.0, 1.0, 1.0], [0.0, 1.0, 0.5]]))
+    assert gains[0].tolist() == [0, 0, 0]
+    assert gains[1] == pytest.approx([-1, 1, 0], rel=1e-3)
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+GRPO = [
+    "objective=grpo", "objective.rewards=[exact,{name: length, max: 4, unit: tokens}]",
+    "data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.max_new_tokens=6",
+    "objective.samples=4", "batch.rows=4", "batch.micro_rows=2", "train.steps=3",
+    "schedule=constant",
+]  # fmt: skip
+FIGURES = ["loss", "reward", "reward/length", "answer_tokens", "entropy", "grad_norm"]
+
+
+def said(run):
+    lines = (run.folder / "samples.jsonl").read_text().splitlines()
+    return [(line["step"], line["text"], line["reward"]) for line in map(json.loads, lines)]
+
+
+@pytest.mark.slow
+def test_any_ranks_make_the_same_answers_and_learn_the_same(world, tmp_path):
+    layouts = [(1, []), (2, []), (4, ["sharding=hsdp", "sharding.replicas=2"])]
+    layouts += [(2, ["sharding.tensor=2"]), (2, ["sharding.context=2"])]
+    first, *others = [
+        world.train(tmp_path / f"{i}", *GRPO, f"data.cache={tmp_path / 'c'}", *more, ranks=ranks)
+        for i, (ranks, more) in enumerate(layouts)
+    ]
+    assert first.metrics[-1]["sampler_difference"] < 1e-5
+    assert 0 < first.metrics[0]["truncated_share"] <= 1
+    for run in others:
+        assert said(run) == said(first)
+        for name in FIGURES:
+            assert run.column(name) == pytest.approx(first.column(name), rel=2e-4, abs=2e-6), name
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_amid_answers_that_were_made_together(world, tmp_path):
+    keys = [*GRPO, "objective.updates=2", "train.steps=4", f"data.cache={tmp_path / 'c'}"]
+    keys += ["checkpoint.every=1", "checkpoint.keep=9", "objective.weighting=dr_grpo"]
+    whole = world.train(tmp_path / "whole", *keys)
+    assert whole.column("staleness") == [0, 1, 0, 1]
+    middle = whole.folder / "checkpoints" / "step-00000003"
+    rest = world.train(tmp_path / "rest", *keys, f"checkpoint.resume={middle}", ranks=2)
+    assert said(rest) == [one for one in said(whole) if one[0] == 4]
+    for name in (*FIGURES, "staleness"):
+        expected = whole.column(name)[3:]
+        assert rest.column(name) == pytest.approx(expected, rel=2e-4, abs=2e-6), name
+
+
+@pytest.mark.slow
+def test_the_base_of_adapters_is_what_the_divergence_is_from(world, tmp_path):
+    keys = [*GRPO, "adapter=lora", "objective.kl=0.1", f"data.cache={tmp_path / 'c'}"]
+    run = world.train(tmp_path / "run", *keys, "optim.lr=0.1", "objective.temperature=1.5")
+    assert run.column("kl")[0] == 0
+    assert run.column("kl")[-1] > 0
+    assert run.column("sampler_difference") == pytest.approx([0, 0, 0], abs=1e-5)
+
+
+REFUSED = {
+    "objective.rewards=[]": "objective.rewards=[exact]",
+    "sharding.pipeline=2": "sharding.pipeline=1",
+    "data.streaming=true": "data.streaming=false",
+    "data.packing=best_fit": "Leave it out",
+    "data.too_long=truncate": "data.too_long=drop",
+    "data.validation=demo:backwards/heldout": "data.validation=null",
+    "batch.seq_len=200": "batch.seq_len=512",
+    "loss.z_loss=0.1": "objective=sft",
+    "objective.kl=0.1": "adapter=lora",
+    "objective.beta=0.2": "objective=dpo",
+}
+
+
+def test_what_answers_cannot_do_is_refused_before_anything_starts(capsys):
+    keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective=grpo"]
+    assert main([*keys, *REFUSED]) == 2
+    told = capsys.readouterr().err
+    for named in REFUSED.values():
+        assert named in told
+
+
+def test_keys_of_answers_count_only_with_them(capsys):
+    assert main(["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.samples=4"]) == 2
+    assert "objective=grpo" in capsys.readouterr().err

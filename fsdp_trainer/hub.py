@@ -9,19 +9,20 @@ TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHTS = ["*.safetensors"]
 
 
-def fetch(name: str, weights: bool = True) -> Path:
+def fetch(name: str, weights: bool = True, key: str = "model.init_from") -> Path:
     """Return the local folder of a model; a hub id is downloaded into the hub's own cache.
 
     So is the base model of an adapter, whose folder is returned.
-    weights=False: configuration and tokenizer only. Raises UserError.
+    weights=False: configuration and tokenizer only. key: that names the model, for a message.
+    Raises UserError.
     """
-    folder = download(name, weights) if is_hub_id(name) else Path(name).expanduser()
+    folder = download(name, weights, key) if is_hub_id(name) else Path(name).expanduser()
     if is_adapter(folder) and is_hub_id(base_of_adapter(folder)):
-        download(base_of_adapter(folder), weights)
+        download(base_of_adapter(folder), weights, key)
     return folder
 
 
-def download(name: str, weights: bool) -> Path:
+def download(name: str, weights: bool, key: str) -> Path:
     """Return the folder of a model of the hub. Raises UserError."""
     try:
         from huggingface_hub import snapshot_download
@@ -30,9 +31,7 @@ def download(name: str, weights: bool) -> Path:
             "looks like a hub id; to fetch it:  pip install 'fsdp_trainer[hub]'.  "
             "Or give a folder that exists"
         )
-        raise UserError(
-            "cannot fetch the model", [Problem(f"model.init_from={name}", reason)]
-        ) from None
+        raise UserError("cannot fetch the model", [Problem(f"{key}={name}", reason)]) from None
     try:
         return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
     except Exception as error:  # network, rights, a name that does not exist
@@ -40,8 +39,6 @@ def download(name: str, weights: bool) -> Path:
             f"{type(error).__name__}: {str(error).splitlines()[0]}\n"
             "Is the name right, and has this machine a network?\n"
             f"Where there is one:  hf download {name} --local-dir DIR  , "
-            "then here  model.init_from=DIR"
+            f"then here  {key}=DIR"
         )
-        raise UserError(
-            "cannot fetch the model", [Problem(f"model.init_from={name}", reason)]
-        ) from None
+        raise UserError("cannot fetch the model", [Problem(f"{key}={name}", reason)]) from None

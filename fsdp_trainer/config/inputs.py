@@ -24,7 +24,7 @@ from fsdp_trainer.config.paths import (
     run_folder,
     tokenizer_folder,
 )
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import DISTIL, TrainConfig
 from fsdp_trainer.config.verbs import (
     ChainConfig,
     ChatConfig,
@@ -161,6 +161,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_init_from(cfg, report)
+    _check_teacher(cfg, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
@@ -199,16 +200,23 @@ def _check_init_from(cfg: TrainConfig, report: Report) -> None:
         return
     own_run = path.startswith(f"{cfg.run.root}/")  # runs/NAME reads as a hub id before any run
     if own_run or not is_hub_id(path):
-        _check_weights(path, report)
+        _check_weights("model.init_from", path, report)
 
 
-def _check_weights(path: str, report: Report) -> None:
-    problem = _wrong_weights(Path(path))
+def _check_teacher(cfg: TrainConfig, report: Report) -> None:
+    """Check objective.teacher. What it is needed for is not on record, so also in a resume."""
+    path = cfg.objective.teacher
+    if path and cfg.objective.name == DISTIL and not is_hub_id(path):
+        _check_weights("objective.teacher", path, report)
+
+
+def _check_weights(key: str, path: str, report: Report) -> None:
+    problem = _wrong_weights(key, Path(path))
     if problem:
-        report.add("model.init_from", path, problem)
+        report.add(key, path, problem)
 
 
-def _wrong_weights(folder: Path) -> str:
+def _wrong_weights(key: str, folder: Path) -> str:
     """The reason why a folder has no weights to start from; "" if it has."""
     if not folder.exists():
         return f"there is no such folder{_near(str(folder))}"
@@ -220,7 +228,7 @@ def _wrong_weights(folder: Path) -> str:
         return "this run has not committed a checkpoint yet: wait for its first"
     advice = "Copy the model's config.json into it, or name a folder that has one"
     if find_checkpoint(folder.parent):
-        advice = f"Use  model.init_from={folder.parent}"
+        advice = f"Use  {key}={folder.parent}"
     return (
         "has neither config.json (a Hugging Face folder) nor a committed checkpoint (a run)."
         f"\n{advice}"

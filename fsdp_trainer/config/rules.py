@@ -29,7 +29,7 @@ from fsdp_trainer.config.rules_data import (
     streaming,
     users_of_validation,
 )
-from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference
+from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference, teacher
 from fsdp_trainer.config.rules_rewards import rewards
 from fsdp_trainer.config.rules_rollouts import answers, prompts
 from fsdp_trainer.config.rules_training import (
@@ -90,6 +90,7 @@ RULES: tuple[Rule, ...] = (
     rewards,
     prompts,
     answers,
+    teacher,
     tracking_command,
     rewinding,
     export_dtype,
@@ -112,6 +113,7 @@ PATHS = (
     "model.init_from",
     "adapter.init_from",
     "objective.reference",
+    "objective.teacher",
     "checkpoint.resume",
     "evaluation.core_data",
     "core_data",

@@ -5,7 +5,14 @@ from pathlib import Path
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
-from fsdp_trainer.config.schema import PAIRED, PROMPTED, REFERENCED, UNPAIRED, TrainConfig
+from fsdp_trainer.config.schema import (
+    DISTIL,
+    PAIRED,
+    PROMPTED,
+    REFERENCED,
+    UNPAIRED,
+    TrainConfig,
+)
 
 Broken = Iterator[tuple[str, str]]
 OBJECTIVE_KEYS = {
@@ -18,7 +25,7 @@ OBJECTIVE_KEYS = {
     "reference": (*REFERENCED, *PROMPTED),
     "samples": PROMPTED,
     "max_new_tokens": PROMPTED,
-    "temperature": PROMPTED,
+    "temperature": (*PROMPTED, DISTIL),
     "answer_rows": PROMPTED,
     "weighting": PROMPTED,
     "clip_low": PROMPTED,
@@ -27,6 +34,9 @@ OBJECTIVE_KEYS = {
     "updates": PROMPTED,
     "importance_cap": PROMPTED,
     "mask_truncated": PROMPTED,
+    "teacher": (DISTIL,),
+    "share": (DISTIL,),
+    "divergence": (DISTIL,),
 }
 """Objectives that read a key."""
 REFERENCES = ("start", "none")
@@ -81,6 +91,27 @@ def reference(cfg: TrainConfig, report: Report) -> Broken:
             "is neither a run nor a Hugging Face folder with weights.\n"
             "Use a path to one,  start , the model that the run begins with, or  none",
         )
+
+
+def teacher(cfg: TrainConfig, report: Report) -> Broken:
+    """A teacher reads the same rows on the same ranks as its student."""
+    choice = cfg.objective
+    if choice.name != DISTIL:
+        return
+    if choice.teacher is None and "objective.teacher" not in report.settled:
+        yield (
+            "objective.teacher",
+            "is required: say which model to learn from, e.g.  objective.teacher=runs/large",
+        )
+    if cfg.sharding.pipeline > 1:
+        reason = "a teacher's blocks are not cut into stages in this version.\n"
+        yield "sharding.pipeline", reason + "Use  sharding.pipeline=1"
+    if cfg.sharding.expert > 1:
+        reason = "a teacher's experts are not divided in this version.\n"
+        yield "sharding.expert", reason + "Use  sharding.expert=1"
+    for key in ("label_smoothing", "z_loss"):
+        if getattr(cfg.loss, key):
+            yield f"loss.{key}", "only counts with  objective=sft"
 
 
 def base_is_reference(cfg: TrainConfig) -> bool:

@@ -621,6 +621,8 @@ REFERENCED = ("dpo", "ipo", "kto")
 """Objectives that compare the model with a reference."""
 PROMPTED = ("grpo",)
 """Objectives that learn from the model's own answers to prompts."""
+DISTIL = "distil"
+"""The objective that learns from a teacher."""
 
 
 @dataclass
@@ -631,8 +633,8 @@ class ObjectiveChoice:
         "sft",
         "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
         " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `grpo`: the model's"
-        " own answers to prompts, by their rewards; or one that your own code registers"
-        " (--import)",
+        " own answers to prompts, by their rewards; `distil`: of a teacher's probabilities; or one"
+        " that your own code registers (--import)",
     )
     beta: float = key(
         0.1,
@@ -670,7 +672,10 @@ class ObjectiveChoice:
     )
     max_new_tokens: int = key(256, "grpo: tokens of an answer, at most", minimum=1)
     temperature: float = key(
-        1.0, "grpo: divides the logits in sampling, and in training too", above=0
+        1.0,
+        "grpo: divides the logits in sampling, and in training too; distil: divides both models'"
+        " logits before they are compared",
+        above=0,
     )
     answer_rows: int = key(64, "grpo: answers that a rank generates at the same time", minimum=1)
     weighting: str = key(
@@ -700,6 +705,24 @@ class ObjectiveChoice:
     )
     mask_truncated: bool = key(
         False, "grpo: learn nothing from answers that max_new_tokens has cut"
+    )
+    teacher: str | None = key(
+        None,
+        "distil: the model to learn from: a Hugging Face folder or hub id, a run, a checkpoint, or"
+        " an adapter of PEFT's; of any size and family with the same vocabulary",
+    )
+    share: float = key(
+        0.5,
+        "distil: how much of the loss is the divergence from the teacher, times temperature²; the"
+        " rest is the loss of the data's own tokens",
+        minimum=0,
+        maximum=1,
+    )
+    divergence: str = key(
+        "forward",
+        "distil: `forward`: KL(teacher ‖ student), which covers all that the teacher says;"
+        " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
+        choices=("forward", "reverse"),
     )
 
 

@@ -21,6 +21,7 @@ from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope, rotate
 from fsdp_trainer.models.sdpa import Scoring
+from fsdp_trainer.models.soft_targets import SoftTargets
 
 Auxiliary = dict[str, Tensor]
 """Values that a block returns besides its output, by name. Scalars are summed over the blocks,
@@ -63,6 +64,7 @@ class MicroBatch:
     reference model; None without one. kinds: [documents] int64, as of the data's samples; None:
     all are answers.
     columns: further numbers of each target, [supervised] float32, by name.
+    soft: a teacher's probabilities of the targets; None without one.
     """
 
     tokens: Tensor
@@ -78,6 +80,7 @@ class MicroBatch:
     reference: Tensor | None = None
     kinds: Tensor | None = None
     columns: dict[str, Tensor] | None = None
+    soft: SoftTargets | None = None
 
 
 class DecoderOutput(NamedTuple):
@@ -268,7 +271,8 @@ class Decoder(nn.Module):
         )
         # only supervised positions pay for norm and head
         hidden = hidden.flatten(0, 1).index_select(0, batch.index)
-        value, scores = self.lm_head(self.model.norm(hidden), batch.targets, objective)
+        normed = self.model.norm(hidden)
+        value, scores = self.lm_head(normed, batch.targets, objective, batch.soft)
         if value is not None:
             losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
             value = sum(losses, start=value)

@@ -4,7 +4,7 @@ Logits exist for one chunk of tokens at a time, never for a whole micro-batch.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.soft_targets import Comparison, SoftTargets, compare
 from fsdp_trainer.rounding import round_up
 from fsdp_trainer.torch_private import graph_is_kept
 
@@ -25,12 +26,15 @@ class Scores(NamedTuple):
     """Scores of each target, [tokens] float32.
 
     logsumexp: of the token's logits. mean_log_probability: over the whole vocabulary; None unless
-    the objective needs it.
+    the objective needs it. divergence: of a teacher's and the student's probabilities;
+    teacher_log_probability: of the target, a constant; both None without a teacher.
     """
 
     log_probability: Tensor
     logsumexp: Tensor
     mean_log_probability: Tensor | None = None
+    divergence: Tensor | None = None
+    teacher_log_probability: Tensor | None = None
 
 
 class Objective(Protocol):
@@ -77,6 +81,8 @@ class Head(nn.Module):
         self.softcap = config.final_logit_softcapping
         self.columns = config.vocab_size
         """Logits of a token that this process makes."""
+        self.first = 0
+        """The token of the first of them."""
         self.chunk_mib: int | None = None
         self.temperature = 1.0
         """A divisor of the logits that are scored; those of inference are as they are."""
@@ -85,23 +91,36 @@ class Head(nn.Module):
 
     @record_function("loss")
     def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, objective: Objective | None = None
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        objective: Objective | None = None,
+        soft: SoftTargets | None = None,
     ) -> Tensor | tuple[Tensor | None, Scores]:
         """Return the objective's value, a scalar with a gradient, and the scores, without one.
 
         hidden: [tokens, hidden]; targets: [tokens] int64. The value is None without an objective.
-        Without targets, for inference: return all logits, [..., vocabulary].
+        soft: a teacher's probabilities of the tokens. Without targets, for inference: return all
+        logits, [..., vocabulary].
         """
         if targets is None:
             return self.logits(hidden)
         if self.temperature != 1:
             hidden = hidden / self.temperature
         if objective is None:
-            return None, self.scores(hidden, targets)
+            return None, self.scores(hidden, targets, soft=soft)
         if objective.needs_all_tokens:
-            return self._all_tokens(hidden, targets, objective)
-        value, *scores = FusedLinearLoss.apply(hidden, self.rows(), targets, objective, self)
+            return self._all_tokens(hidden, targets, objective, soft)
+        value, *scores = FusedLinearLoss.apply(hidden, self.rows(), targets, objective, self, soft)
         return value, Scores(*scores)
+
+    def joint_logsumexp(self, own: Tensor) -> Tensor:
+        """Return the logsumexp over all columns, [rows]. own: over those of this process."""
+        return own
+
+    def joint_sum(self, own: Tensor) -> Tensor:
+        """Return the sum over all columns, [rows]. own: over those of this process."""
+        return own
 
     def rows(self) -> Tensor:
         """Return the rows of the weight that this process computes with."""
@@ -125,32 +144,39 @@ class Head(nn.Module):
         total: Tensor,
         softcap_grad: Tensor | None,
         targets: Tensor,
-        derivatives: tuple[Tensor, ...],
+        derivatives: Sequence[Tensor],
     ) -> None:
         """Write the objective's derivative in a chunk's logits into `product`."""
         size = self.vocab_size
         self.differentiate(product, logits, total, softcap_grad, targets, None, size, *derivatives)
 
     def _all_tokens(
-        self, hidden: Tensor, targets: Tensor, objective: Objective
+        self, hidden: Tensor, targets: Tensor, objective: Objective, soft: SoftTargets | None
     ) -> tuple[Tensor, Scores]:
         """Make two passes over the chunks: the scores, then the gradients if any is needed."""
-        scores = self.scores(hidden, targets, objective.needs_mean)
+        scores = self.scores(hidden, targets, objective.needs_mean, soft)
         value, derivatives = differentiate_objective(objective, scores, slice(0, len(targets)))
         if not (hidden.requires_grad or self.weight.requires_grad):
             return value, scores
         linear = _Linear(derivatives, objective.needs_mean)
-        same_gradient, *_ = FusedLinearLoss.apply(hidden, self.rows(), targets, linear, self)
+        same_gradient, *_ = FusedLinearLoss.apply(hidden, self.rows(), targets, linear, self, soft)
         return value + (same_gradient - same_gradient.detach()), scores
 
     @torch.no_grad()
-    def scores(self, hidden: Tensor, targets: Tensor, with_mean: bool = False) -> Scores:
+    def scores(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        with_mean: bool = False,
+        soft: SoftTargets | None = None,
+    ) -> Scores:
         """Return the scores without a gradient."""
         vocabulary = self.rows()[: self.columns]
-        parts = [
-            self.score_logits(product, logits, targets[tokens], with_mean)[0]
-            for tokens, product, logits in self.chunks(hidden, vocabulary)
-        ]
+        parts = []
+        for tokens, product, logits in self.chunks(hidden, vocabulary):
+            compared = compare(soft, self, product, targets[tokens], tokens) if soft else None
+            scores = self.score_logits(product, logits, targets[tokens], with_mean)[0]
+            parts.append(with_teacher(scores, compared))
         return _concatenate(parts)
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -209,9 +235,15 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, objective: Objective, head: Head
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the value and the first two scores. objective: a sum over tokens."""
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        objective: Objective,
+        head: Head,
+        soft: SoftTargets | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Return the value and the scores, but for the mean. objective: a sum over tokens."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         vocabulary = weight[: head.columns]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -220,25 +252,31 @@ class FusedLinearLoss(torch.autograd.Function):
         value = torch.zeros((), dtype=torch.float32, device=hidden.device)
         parts = []
         for tokens, product, logits in head.chunks(hidden, vocabulary):
+            compared = compare(soft, head, product, targets[tokens], tokens) if soft else None
             scores, total, softcap_grad = head.score_logits(
                 product, logits, targets[tokens], objective.needs_mean
             )
+            scores = with_teacher(scores, compared)
             summand, derivatives = differentiate_objective(objective, scores, tokens)
             value += summand
             parts.append(scores)
             if needs_hidden or needs_weight:
-                head.write_gradient(
-                    product, logits, total, softcap_grad, targets[tokens], derivatives
-                )
+                rest = total, softcap_grad, targets[tokens]
+                if compared is None:
+                    head.write_gradient(product, logits, *rest, derivatives)
+                else:
+                    *others, of_divergence, _ = derivatives
+                    head.write_gradient(product, logits, *rest, others)
+                    add_slopes(product, logits, compared.slopes, of_divergence)
             if grad_hidden is not None:
                 torch.mm(product, vocabulary, out=grad_hidden[tokens])
             if add is not None:
                 add(product, hidden[tokens])
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
-        log_probability, logsumexp, _ = _concatenate(parts)
-        ctx.mark_non_differentiable(log_probability, logsumexp)
-        return value, log_probability, logsumexp
+        joined = _concatenate(parts)._replace(mean_log_probability=None)
+        ctx.mark_non_differentiable(*filter(torch.is_tensor, joined))
+        return value, *joined
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -253,7 +291,7 @@ class FusedLinearLoss(torch.autograd.Function):
             grad_hidden = scale(grad_hidden, grad_value)
         if grad_weight is not None:
             grad_weight = scale(grad_weight, grad_value).to(ctx.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
@@ -296,10 +334,31 @@ def differentiate_objective(
     objective: Objective, scores: Scores, tokens: slice
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the objective's value on these tokens, and its derivative in each kind of score."""
-    leaves = [score.detach().requires_grad_() for score in scores if score is not None]
+    own = [None if score is None else score.detach().requires_grad_() for score in scores]
     with torch.enable_grad():
-        value = objective(Scores(*leaves), tokens)
+        value = objective(Scores._make(own), tokens)
+    leaves = list(filter(torch.is_tensor, own))
     return value.detach(), torch.autograd.grad(value, leaves, materialize_grads=True)
+
+
+def with_teacher(scores: Scores, compared: Comparison | None) -> Scores:
+    """Return a chunk's scores with those that need a teacher, if there is one."""
+    if compared is None:
+        return scores
+    divergence, log_probability, _ = compared
+    return scores._replace(divergence=divergence, teacher_log_probability=log_probability)
+
+
+def add_slopes(product: Tensor, logits: Tensor, slopes: Tensor, of_divergence: Tensor) -> None:
+    """Add a divergence's part to the objective's derivative in the logits, written in `product`.
+
+    logits: the same in float32. slopes: see Comparison. of_divergence: [rows], the objective's
+    derivative in the divergence.
+    """
+    columns = slopes.shape[1]
+    logits[:, :columns].addcmul_(slopes, of_divergence[:, None])
+    if logits is not product:
+        product.copy_(logits)
 
 
 def differentiate_chunk(

@@ -9,7 +9,7 @@ Parameters are DTensors, which fully_shard, checkpoints and the optimizer read. 
 on this rank's plain tensors: torch's DTensor modules cost the host about twice as much.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -475,7 +475,7 @@ class TensorHead(Head):
         total: Tensor,
         softcap_grad: Tensor | None,
         targets: Tensor,
-        derivatives: tuple[Tensor, ...],
+        derivatives: Sequence[Tensor],
     ) -> None:
         """See Head."""
         if self.columns:
@@ -484,6 +484,14 @@ class TensorHead(Head):
             self.differentiate(
                 product, logits, total, softcap_grad, own, is_own, size, *derivatives
             )
+
+    def joint_logsumexp(self, own: Tensor) -> Tensor:
+        """See Head. Collective."""
+        return all_gather(own[None], 0, self.tensor_ranks.group).logsumexp(0)
+
+    def joint_sum(self, own: Tensor) -> Tensor:
+        """See Head. Collective."""
+        return sum_over_ranks(own, self.tensor_ranks.group)
 
     def own_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' columns on this rank, and True where they are columns of it."""

@@ -3,7 +3,7 @@
 Collective: every rank builds its part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
 from fsdp_trainer.config.rules_objective import base_is_reference
 from fsdp_trainer.config.schema import (
+    DISTIL,
     PAIRED,
     PROMPTED,
     UNPAIRED,
@@ -80,11 +81,12 @@ from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.describe import describe
+from fsdp_trainer.training.distil_step import DistilForwardBackward
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.inputs import RunInputs
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
-from fsdp_trainer.training.metrics import Metrics, step_metrics
+from fsdp_trainer.training.metrics import AnswerFigures, Metrics, TeacherFigures, step_metrics
 from fsdp_trainer.training.objective import build_objective, differs_from_loss
 from fsdp_trainer.training.pair_step import (
     BaseReference,
@@ -107,6 +109,14 @@ from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.stored_reference import ReferencePass
 from fsdp_trainer.training.streaming import StreamedRows
 from fsdp_trainer.training.tasks import TrainingTasks
+from fsdp_trainer.training.teacher import (
+    Teacher,
+    build_teacher,
+    fill_teacher,
+    readers,
+    require_fitting,
+    with_teacher,
+)
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.unpaired import UnpairedFigures, UnpairedForwardBackward
 from fsdp_trainer.training.weights import fill, restore
@@ -153,6 +163,7 @@ def build(
     timeout = parse_duration(cfg.launch.timeout)
     dims = Dims(cfg.sharding, device.type, timeout)
     compiled, why_uncompiled = can_compile(cfg, device)
+    teacher = build_teacher(cfg, inputs.teacher, config, dims, compiled)
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
@@ -179,7 +190,9 @@ def build(
     share = order.attention_cost_share(config.attention_cost)
     heads = config.num_attention_heads // cfg.sharding.tensor
     context = context_method(cfg, replace(config, num_attention_heads=heads))
-    attention = choose_attention(cfg, config, share, device, compiled, context.method)
+    attention = choose_attention(
+        cfg, readers(config, teacher), share, device, compiled, context.method
+    )
     context_of_rows = SourceContext(
         cfg,
         {
@@ -211,6 +224,7 @@ def build(
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
+    digest_of_teacher = fill_teacher(teacher, cfg, start.checkpoint, model_device, device)
     allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
@@ -238,16 +252,16 @@ def build(
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
-    pairs = preference_figures(cfg.objective, dims)
+    figures = figures_of(cfg.objective, dims)
     answers = rollout_figures(cfg.objective)
     names = whole.auxiliary_names
-    metrics = step_metrics(data.source_names, differs, names, device, balance, pairs, answers)
+    metrics = step_metrics(data.source_names, differs, names, device, balance, figures, answers)
     trainer = Trainer(
         cfg=cfg,
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale),
+        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, teacher),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
             cfg.train.check_every, observer.event, partial(ranks_with_copies, model, dims)
@@ -275,6 +289,7 @@ def build(
         compilations=CompilationLog(observer, compiled),
         chosen_watch=chosen_watch(cfg.objective),
         reference=reference,
+        teacher=digest_of_teacher,
     )
     return trainer, start
 
@@ -286,9 +301,10 @@ def build_step(
     dims: Dims,
     world: World,
     loss_scale: LossScale | None,
+    teacher: Teacher | None = None,
 ) -> ForwardBackward:
     """Return what runs a step's micro-batches. Collective."""
-    objective = build_objective(cfg.objective.name, cfg.loss)
+    objective = build_objective(cfg.objective, cfg.loss)
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
         sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
@@ -301,7 +317,7 @@ def build_step(
                 probe,
                 sync,
                 loss_scale,
-                preference_figures(cfg.objective, dims),
+                figures_of(cfg.objective, dims),
                 choice=cfg.objective,
                 reference=reference_of(cfg, model, dims),
             )
@@ -317,15 +333,20 @@ def build_step(
                 choice=cfg.objective,
                 reference=BaseTokens(model) if cfg.objective.kl else None,
             )
-        return ForwardBackward(model, objective, metrics, dims, probe, sync, loss_scale)
+        parts = model, objective, metrics, dims, probe, sync, loss_scale
+        if teacher:
+            return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=teacher)
+        return ForwardBackward(*parts)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(
         model, objective, metrics, dims, probe, loss_scale=loss_scale, pipeline=pipeline
     )
 
 
-def preference_figures(cfg: ObjectiveChoice, dims: Dims) -> PairFigures | UnpairedFigures | None:
-    """Return the figures of an objective's answers; None for one that compares none."""
+def figures_of(cfg: ObjectiveChoice, dims: Dims) -> AnswerFigures | None:
+    """Return the figures of an objective's answers, or of its teacher; None: it has none."""
+    if cfg.name == DISTIL:
+        return TeacherFigures()
     if cfg.name in UNPAIRED:
         return UnpairedFigures(cfg, dims)
     return PairFigures(cfg, dims) if cfg.name in PAIRED else None
@@ -376,11 +397,13 @@ def reference_of(
     return BaseReference(model, dims) if base_is_reference(cfg) else stored_reference
 
 
-def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
+def check_room(
+    cfg: TrainConfig, init_from: Path | None, world: World, teacher: Path | None = None
+) -> None:
     """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
     whose states cannot fit.
 
-    Before data or weights are read. Raises UserError.
+    teacher: its folder. Before data or weights are read. Raises UserError.
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])
@@ -394,6 +417,8 @@ def check_room(cfg: TrainConfig, init_from: Path | None, world: World) -> None:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
+    if teacher:
+        require_fitting(cfg, *with_teacher(config, teacher, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
         model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
@@ -416,10 +441,12 @@ def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError.
 
-    The ranks of a tensor group have equally many rows of the vocabulary.
+    The ranks of a tensor group have equally many rows of the vocabulary, as of a teacher's.
     """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+    if inputs.teacher:
+        return with_teacher(config, inputs.teacher, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
 
 
@@ -430,7 +457,7 @@ def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
 
 def choose_attention(
     cfg: TrainConfig,
-    config: ModelConfig,
+    configs: Sequence[ModelConfig],
     share: float,
     device: torch.device,
     compiled: bool,
@@ -438,15 +465,19 @@ def choose_attention(
 ) -> AttentionChoice:
     """Settle for this process how attention is computed. Raises UserError for what cannot be.
 
-    share: see Mixture.attention_cost_share. method: by which ranks attend to shared rows.
+    configs: of the model, and of a teacher that reads the same rows. share: see
+    Mixture.attention_cost_share. method: by which ranks attend to shared rows.
     """
+    sizes = [config.head_dim for config in configs]  # one that a kernel may lack counts
     context = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
-        head_dim=config.head_dim,
-        softcap=config.attn_logit_softcapping is not None,
-        sinks=config.family_spec.sinks,
-        windowed=any(window and window < cfg.batch.seq_len for window in config.windows),
+        head_dim=next((size for size in sizes if size % 8 or not 16 <= size <= 256), sizes[0]),
+        softcap=any(config.attn_logit_softcapping is not None for config in configs),
+        sinks=any(config.family_spec.sinks for config in configs),
+        windowed=any(
+            window and window < cfg.batch.seq_len for config in configs for window in config.windows
+        ),
         compiled=compiled,
         selective=cfg.activation_checkpoint.mode == "selective",
         share=share,
@@ -454,9 +485,10 @@ def choose_attention(
     kernel = attention_kernel(cfg, method, device.type)
     choice = choose(attention_layout(cfg, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
-    set_kernel_priority(
-        choice, config, dtype, device, required=cfg.model.attention_kernel != "auto"
-    )
+    for config in reversed(configs):  # the student's is the last that is set
+        set_kernel_priority(
+            choice, config, dtype, device, required=cfg.model.attention_kernel != "auto"
+        )
     return choice
 
 

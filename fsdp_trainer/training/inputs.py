@@ -10,9 +10,13 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 
 @dataclass
 class RunInputs:
-    """Tokenizer, template, data and the model's folder. init_from: model.init_from, fetched."""
+    """Tokenizer, template, data and the model's folder.
+
+    init_from, teacher: model.init_from and objective.teacher, fetched.
+    """
 
     tokenizer: TextTokenizer
     template: Template
     data: Prepared
     init_from: Path | None
+    teacher: Path | None = None

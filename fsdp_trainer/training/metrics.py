@@ -105,6 +105,32 @@ class LossBySource:
         return {"loss_by_source": means}
 
 
+class TeacherFigures:
+    """The divergence of teacher and student, and the teacher's own loss on the same targets.
+
+    Sums: Σ weight, Σ weight · divergence, Σ weight · the teacher's negative log-likelihood.
+    """
+
+    keys: tuple[str, ...] = ("kl", "teacher_loss")
+    size = 3
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [3] float64."""
+        scores, weights = result.scores, result.batch.weights.double()
+        assert scores.divergence is not None
+        assert scores.teacher_log_probability is not None
+        values = torch.stack(
+            [torch.ones_like(weights), scores.divergence, -scores.teacher_log_probability]
+        )
+        return (values * weights).sum(1)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return both means."""
+        weight, *totals = sums
+        means = [total / weight for total in totals] if weight else []
+        return {key: finite_or_none(mean) for key, mean in zip(self.keys, means, strict=False)}
+
+
 class BitsPerByte:
     """The loss in bits for each byte of supervised text: comparable between tokenizers.
 
@@ -298,7 +324,9 @@ def loss_metrics(source_names: Sequence[str], pairs: Metric | None = None) -> di
     """Return the loss, and that of each source where there are several; of pairs their figures."""
     metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
     if pairs is not None:
-        return metrics | {"pairs": pairs}
+        metrics["pairs"] = pairs
+        if not isinstance(pairs, TeacherFigures):  # their loss is no sum over tokens
+            return metrics
     if len(source_names) > 1:
         metrics["loss_by_source"] = LossBySource(source_names)
     return metrics

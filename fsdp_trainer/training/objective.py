@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.schema import Loss
+from fsdp_trainer.config.schema import DISTIL, Loss, ObjectiveChoice
 from fsdp_trainer.extensions import OBJECTIVES
 from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.training.distillation import Distillation
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,18 @@ class Registered:
         return self.function(scores, self.weights[tokens])
 
 
-def build_objective(name: str, cfg: Loss) -> Callable[[Tensor], Objective]:
+def build_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Objective]:
     """Return what makes the objective of a micro-batch from its weights."""
-    if name in OBJECTIVES:
-        return partial(Registered, OBJECTIVES[name])
+    if choice.name in OBJECTIVES:
+        return partial(Registered, OBJECTIVES[choice.name])
+    if choice.name == DISTIL:
+        return partial(Distillation, share=choice.share, temperature=choice.temperature)
     return lambda weights: CrossEntropy(weights, cfg.label_smoothing, cfg.z_loss)
 
 
 def differs_from_loss(name: str, cfg: Loss) -> bool:
     """Return whether what is minimised is another figure than the reported loss."""
-    return name in OBJECTIVES or bool(cfg.label_smoothing or cfg.z_loss)
+    return name in OBJECTIVES or name == DISTIL or bool(cfg.label_smoothing or cfg.z_loss)
 
 
 def negative_log_likelihood(scores: Scores, weights: Tensor) -> Tensor:

@@ -47,11 +47,12 @@ FREE = {
     "loss.chunk_mib",
     "model.attention",
     "model.attention_kernel",
+    "objective.teacher",
     "optim.implementation",
     "tokenizer.path",
 }
 """Keys of these groups that say how something is read or computed, not what. The content of data
-and tokenizer is in data.fingerprint."""
+and tokenizer is in data.fingerprint; a teacher is known by its weights."""
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (

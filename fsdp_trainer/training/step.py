@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fsdp_trainer import phases
 from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.models.balance import LOAD
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
@@ -56,7 +56,7 @@ class ForwardBackward:
     loss_scale: LossScale | None = None
     """None: the loss is minimised as it is."""
     pair_figures: AnswerFigures | None = None
-    """None: no answers are compared."""
+    """None: neither answers nor a teacher are compared."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Leave the step's gradients sharded and summed over ranks. Collective.
@@ -100,8 +100,9 @@ class ForwardBackward:
         batch = shared_out(batch, plan)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else None
         scaled = weights if scale is None else weights * scale
-        value, scores, auxiliary = self.model(batch, self.objective(scaled))
+        value, scores, auxiliary = self.forward(batch, self.objective(scaled))
         phases.enter("backward")
+        assert value is not None
         value.backward()
         loss = negative_log_likelihood(scores, weights)
         value = value.detach() if scale is None else value.detach() / scale
@@ -116,7 +117,11 @@ class ForwardBackward:
         """
         for batch in step:
             before()
-            yield batch, self.model(batch).scores
+            yield batch, self.forward(batch).scores
+
+    def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
+        """Run the model on a micro-batch."""
+        return self.model(batch, objective)
 
     @property
     def decoder(self) -> Any:

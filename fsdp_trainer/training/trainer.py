@@ -95,6 +95,8 @@ class Trainer:
     """None: what is learnt from is no pairs."""
     reference: str | None = None
     """The digest of the weights of a stored reference."""
+    teacher: str | None = None
+    """The digest of a teacher's weights."""
 
     def fit(self) -> Outcome:
         """Train until the last step, or until all ranks agree to stop. Raises Rewind after a spike.
@@ -474,6 +476,7 @@ class Trainer:
             "data": self.data.fingerprint,
             "validation": self.validation_fingerprint,
             **({"reference": self.reference} if self.reference else {}),
+            **({"teacher": self.teacher} if self.teacher else {}),
         }
 
     @property

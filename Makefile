@@ -5,7 +5,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate
 
-.PHONY: help setup quickstart pull-the-plug test test-fast test-faults lint docs bench bench-gpu first-gpu clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults lint docs bench bench-gpu first-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -14,6 +14,9 @@ setup: $(VENV)/.for-users  ## a virtual environment that trains
 
 quickstart: setup  ## train a tiny model on a generated task, on 2 CPU ranks
 	$(BIN)/fsdp-trainer quickstart
+
+quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards, on 2 CPU ranks
+	$(BIN)/fsdp-trainer quickstart task=sums
 
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
 	$(BIN)/python tests/faults/pull_the_plug.py

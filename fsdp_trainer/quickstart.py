@@ -13,6 +13,7 @@ from fsdp_trainer.launch.start import start_ranks
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.quickstart_rl import quickstart_rl
 
 NEXT = """
 Where everything lies
@@ -31,6 +32,8 @@ data.validation=null batch.seq_len=2048
 
 def quickstart(cfg: QuickstartConfig) -> int:
     """Ask held-out questions, train, and ask them again of the exported model."""
+    if cfg.task == "sums":
+        return quickstart_rl(cfg)
     overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
     if cfg.steps:
         overrides.append(f"train.steps={cfg.steps}")

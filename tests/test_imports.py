@@ -37,7 +37,7 @@ LAYERS = [
     ("launch",),
     ("evaluation",),
     ("training",),
-    ("report", "generate", "quickstart", "new_tokenizer", "chat", "rewards.verb"),
+    ("report", "generate", "quickstart", "quickstart_rl", "new_tokenizer", "chat", "rewards.verb"),
     ("chain",),
     ("cli", "api"),
     ("__main__", "__init__"),

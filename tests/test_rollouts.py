@@ -2,7 +2,11 @@
 the papers write them, and a run that goes on in the middle."""
 
 import json
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +30,7 @@ from fsdp_trainer.training.policy_gradient import (
 )
 from fsdp_trainer.training.sampler import SampledAnswer
 
+REPO = Path(__file__).parent.parent
 ROWS = [
     ({"question": "1+1?", "solution": "one, two", "level": 3}, "1+1?", "one, two"),
     ({"messages": [{"role": "user", "content": "hi"}], "answer": 7, "id": "a"}, "hi", "7"),
@@ -254,3 +259,13 @@ def test_what_answers_cannot_do_is_refused_before_anything_starts(capsys):
 def test_keys_of_answers_count_only_with_them(capsys):
     assert main(["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.samples=4"]) == 2
     assert "objective=grpo" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(tmp_path):
+    command = [sys.executable, "-m", "fsdp_trainer", "quickstart", "task=sums", "steps=3"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "reward in the first third" in done.stdout
+    assert (tmp_path / "runs" / "sums-rewarded" / "hf" / "model.safetensors").is_file()

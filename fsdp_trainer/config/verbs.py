@@ -448,6 +448,11 @@ class ChainConfig:
 class QuickstartConfig:
     """Trains a small model on a generated task and shows that it learnt it."""
 
+    task: str = key(
+        "words",
+        "`words`: spells words backwards; `sums`: adds badly, then learns from rewards",
+        choices=("words", "sums"),
+    )
     steps: int | None = key(None, "optimizer steps; null: the recipe's", minimum=1)
     root: str = key("runs", "folder that holds the run")
     questions: int = key(100, "held-out questions to ask before and after", minimum=1)

@@ -34,6 +34,7 @@ OF_PHASE = (
         "evaluation": "validation",
     }
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
+    | dict.fromkeys(("rollouts", "rewards"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
 OUTSIDE = ("start", "rewind")  # phases that are no part of a step

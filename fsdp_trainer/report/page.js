@@ -7,6 +7,8 @@ const TITLES = {
   load_balancing_loss: "Load-balancing loss, weighted", router_z_loss: "Routers' z-loss, weighted", expert_load_max: "Largest load of an expert, over the even load",
   expert_load_entropy: "Entropy of the experts' load, 1: even", experts_unused: "Experts without a token",
   "loss_by_source/": "Loss by source", "validation_loss_by_source/": "Validation loss by source", "tasks/": "Tasks",
+  reward: "Reward", "reward/": "Each reward", answer_tokens: "Tokens of an answer", truncated_share: "Share of answers that were cut",
+  equal_groups: "Share of prompts with equal rewards", entropy: "Entropy, estimated", kl: "Divergence from the reference", sampler_difference: "Log-probabilities, sampling against training",
 };
 const SMOOTHED = ["loss", "objective", "loss_by_source/", "grad_norm", "tokens_per_second"], LOG = ["loss", "objective", "validation_loss", "grad_norm", "lr", "step_seconds"];
 const BAD = ["skipped", "spike", "rewind", "hang", "straggler", "corruption", "not_deterministic", "checkpoint_failed", "checkpoint_waited", "damaged", "out_of_memory", "signal"];

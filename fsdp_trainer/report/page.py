@@ -31,6 +31,13 @@ EVENTS, TEXT = 400, 2_000  # events shown of each run, characters of an answer
 LINES = (
     "loss",
     "objective",
+    "reward",
+    "answer_tokens",
+    "truncated_share",
+    "equal_groups",
+    "entropy",
+    "kl",
+    "sampler_difference",
     "validation_loss",
     "validation_bits_per_byte",
     "lr",
@@ -46,10 +53,11 @@ LINES = (
     "expert_load_entropy",
     "experts_unused",
 )
-GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/")
+GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/", "reward/")
 """Columns that share a chart, by the beginning of their names."""
 GROUPS = {  # phases in the order of a step, as they are stacked
     "data": ("data",),
+    "answers, rewards": ("rollouts", "rewards"),
     "forward": ("forward",),
     "backward": ("backward",),
     "clip, update": ("clip", "update"),

@@ -1,0 +1,72 @@
+"""The verb `quickstart` with task=sums: a model that adds badly learns to add from rewards."""
+
+import json
+from pathlib import Path
+
+from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.launch.start import start_ranks
+
+MODEL = (
+    "model=tiny", "model.hidden_size=64", "model.intermediate_size=256",
+    "model.num_hidden_layers=2", "model.head_dim=16", "precision=fp32",
+    "tokenizer.path=demo:bytes", "optim.weight_decay=0", "launch.nproc_per_node=2",
+)  # fmt: skip
+WRONG = (
+    "run.name=sums-half-wrong", "data.path=demo:sums/half-wrong", "batch.seq_len=128",
+    "batch.rows=2", "train.steps=800", "optim.lr=2e-3", "schedule=linear",
+    "schedule.warmup_steps=20", "logging.every=50",
+)  # fmt: skip
+"""The first run: sums of which every other answer is wrong."""
+REWARDED = (
+    "run.name=sums-rewarded", "data.path=demo:sums", "objective=grpo", "objective.rewards=[exact]",
+    "objective.max_new_tokens=4", "batch.seq_len=256", "batch.rows=16", "batch.micro_rows=4",
+    "train.steps=80", "optim.lr=1e-3", "schedule=constant", "checkpoint.export_hf=true",
+    "logging.every=5",
+)  # fmt: skip
+"""The second run: the first one's model answers, and is told which answers are right."""
+NEXT = """
+Where everything lies
+  {run}/metrics.jsonl                reward, answer_tokens, equal_groups … of every step
+  {run}/samples.jsonl                answers with their rewards, as the model learnt
+
+What to type next (your own prompts, first looked at, then answered and rewarded)
+  fsdp-trainer preview objective=grpo 'objective.rewards=[number]' data.path=questions.jsonl \
+model.init_from=FOLDER
+  fsdp-trainer rewards data.path=questions.jsonl 'objective.rewards=[number]'
+  fsdp-trainer objective=grpo 'objective.rewards=[number]' data.path=questions.jsonl \
+model.init_from=FOLDER
+"""
+
+
+def quickstart_rl(cfg: QuickstartConfig) -> int:
+    """Train on sums that are half wrong, then by rewards; compare the reward's first and last
+    third."""
+    steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
+    print("first a model that adds badly: half of the sums that it learns from are wrong\n")
+    if code := start([*MODEL, *WRONG, f"run.root={cfg.root}", *steps]):
+        return code
+    weak = Path(cfg.root) / "sums-half-wrong"
+    print("\nnow it answers itself, and is rewarded where the answer is right\n", flush=True)
+    own = [f"run.root={cfg.root}", f"model.init_from={weak}", *steps]
+    if code := start([*MODEL, *REWARDED, *own]):
+        return code
+    run = Path(cfg.root) / "sums-rewarded"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
+    first, last = thirds(rewards)
+    print(f"\nreward in the first third of the steps: {first:.2f}")
+    print(f"reward in the last third:               {last:.2f}")
+    print(NEXT.format(run=run), end="")
+    return 0
+
+
+def start(overrides: list[str]) -> int:
+    """Train with these overrides; return the exit code."""
+    return start_ranks(compose("train", overrides), overrides)
+
+
+def thirds(values: list[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last third."""
+    size = max(1, len(values) // 3)
+    return sum(values[:size]) / size, sum(values[-size:]) / size

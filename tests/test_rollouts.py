@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from recipe import planned
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
@@ -269,3 +270,16 @@ def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "reward in the first third" in done.stdout
     assert (tmp_path / "runs" / "sums-rewarded" / "hf" / "model.safetensors").is_file()
+
+
+def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
+    keys = ["model=qwen3_0_6b", "model.vocab_size=151936", "objective=grpo", "plan.world_size=8"]
+    keys += ["objective.rewards=[exact]", "objective.max_new_tokens=768", "plan.gpu=h100"]
+    plan = planned(*keys, "batch.rows=64", "batch.seq_len=2048", "tokenizer.path=demo:bytes")
+    made = plan.rollouts
+    assert (made.answers, made.at_once, plan.rows) == (512, 64, 256)
+    # 28 blocks × 8 kv heads × 128 channels × keys and values × 2 bytes, for 1,024 tokens
+    assert made.cache == 64 * 1024 * 28 * 8 * 128 * 2 * 2
+    assert made.weights == pytest.approx(2 * 596_049_920)
+    assert 0.5 < made.seconds[0] < made.seconds[1] < 10
+    assert planned(*keys[:2], "plan.world_size=8", "plan.gpu=h100").rollouts is None

@@ -10,6 +10,7 @@ from fsdp_trainer.models.adapters import fitted_adapter
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.plan.memory import GIB, Memory, memory
+from fsdp_trainer.plan.rollouts import Rollouts, rollouts, rows_of_answers
 from fsdp_trainer.plan.time import Times, Wire, times, wire
 from fsdp_trainer.plan.units import model_parts
 
@@ -39,6 +40,8 @@ class RunPlan:
     rows: int
     micro_rows: int
     batch_ranks: int
+    rollouts: Rollouts | None = None
+    """None where no answers are made; else rows are those that they fill."""
 
     @property
     def memory_bytes(self) -> float:
@@ -104,6 +107,8 @@ def make_plan(
     if cfg.sharding.tensor > 1:  # a rank's part of a matrix may be too narrow for their rank
         cfg = replace(cfg, adapter=fitted_adapter(cfg.adapter, config))
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
+    answers = rollouts(cfg, config, world, rated)
+    cfg = rows_of_answers(cfg)
     tokens = cfg.batch.rows * cfg.batch.seq_len
     parts = model_parts(config, cfg)
     return RunPlan(
@@ -120,4 +125,5 @@ def make_plan(
         rows=cfg.batch.rows,
         micro_rows=cfg.batch.micro_rows,
         batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),
+        rollouts=answers,
     )

@@ -13,6 +13,7 @@ from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.answer import Answer
 from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
+from fsdp_trainer.plan.rollouts import Rollouts
 from fsdp_trainer.plan.suggest import Suggestion
 
 BAR = 32  # characters for the whole of the device's memory
@@ -67,6 +68,7 @@ def one_world(
         "host_gib": round(plan.memory.host / GIB, 3),
         "host_gib_per_node": round(plan.host_bytes_per_node / GIB, 3),
         "host_fits": plan.host_fits,
+        "rollouts": rollouts_json(plan.rollouts),
         "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
         "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
@@ -88,6 +90,19 @@ def one_world(
         "checkpoint_seconds": round(plan.checkpoint_seconds, 2),
         "least_memory": suggestion_json(needs) if needs else None,
         "suggestions": [suggestion_json(s) | {"why": s.reason} for s in suggestions],
+    }
+
+
+def rollouts_json(made: Rollouts | None) -> dict[str, Any] | None:
+    """Return what the answers of a step take; None where none are made."""
+    if made is None:
+        return None
+    return {
+        "answers": made.answers,
+        "at_once": made.at_once,
+        "weights_gib": round(made.weights / GIB, 3),
+        "cache_gib": round(made.cache / GIB, 3),
+        "seconds": made.seconds,
     }
 
 
@@ -244,7 +259,9 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
-    if plan.empty_share:
+    if plan.rollouts:
+        rows.append(("answers", rollouts_line(cfg, plan, plan.rollouts)))
+    elif plan.empty_share:
         fills = f"batch.rows={plan.computed_rows} fills them, in the same time"
         rows.append(("empty", f"{plan.empty_share:.0%} of the rows that ranks compute: {fills}"))
     if timed := plan.step_seconds:
@@ -266,6 +283,17 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
     return table
+
+
+def rollouts_line(cfg: PlanConfig, plan: RunPlan, made: Rollouts) -> str:
+    """Return what the answers of a step take, and what is assumed of them."""
+    text = (
+        f"{made.answers:,} a step, {made.at_once:,} at once on a rank: "
+        f"{gib(made.weights)} of weights and {gib(made.cache)} of cache while they are made"
+    )
+    if plan.step_seconds:
+        text += f", {made.seconds[0]:.1f} – {made.seconds[1]:.1f} s besides the step below"
+    return f"{text} (all of {cfg.objective.max_new_tokens:,} tokens; then {plan.rows:,} rows)"
 
 
 def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:

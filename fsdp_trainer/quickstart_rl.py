@@ -21,7 +21,7 @@ WRONG = (
 REWARDED = (
     "run.name=sums-rewarded", "data.path=demo:sums", "objective=grpo", "objective.rewards=[exact]",
     "objective.max_new_tokens=4", "batch.seq_len=256", "batch.rows=16", "batch.micro_rows=4",
-    "train.steps=80", "optim.lr=1e-3", "schedule=constant", "checkpoint.export_hf=true",
+    "train.steps=100", "optim.lr=1e-3", "schedule=constant", "checkpoint.export_hf=true",
     "logging.every=5",
 )  # fmt: skip
 """The second run: the first one's model answers, and is told which answers are right."""

@@ -13,7 +13,7 @@ import fsdp_trainer
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
-    ("errors", "extensions", "folders", "phases", "process", "rounding", "slots", "version"),
+    ("errors", "extensions", "folders", "phases", "process", "rounding", "slots", "version", "web"),
     ("config",),
     ("devices", "hub", "distributed", "torch_private"),
     ("models", "rewards"),

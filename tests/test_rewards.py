@@ -306,7 +306,7 @@ def test_a_row_without_tests_is_refused():
 @pytest.fixture
 def scorer(monkeypatch):
     """A server that answers with what the test puts into `replies`, and keeps the requests."""
-    monkeypatch.setattr("fsdp_trainer.rewards.http.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("fsdp_trainer.web.PAUSE_SECONDS", 0.0)
     replies, requests = [], []
 
     class Handler(BaseHTTPRequestHandler):
@@ -351,7 +351,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
 @pytest.mark.parametrize(
     ("status", "content", "message", "requests"),
     [
-        (503, b"out of\nluck", "HTTP 503 Service Unavailable: out of$", 3),
+        (503, b"out of\nluck", r"HTTP 503 Service Unavailable: out of \(the last of 3 tries\)$", 3),
         (404, b"no such page", "HTTP 404 Not Found: no such page", 1),
         (200, b"<html>", "no JSON: <html>", 1),
         (200, b'{"score": 1}', "a list of numbers", 1),
@@ -370,7 +370,7 @@ def test_a_server_without_scores_ends_the_run_with_its_address(
 
 
 def test_a_server_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr("fsdp_trainer.rewards.http.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("fsdp_trainer.web.PAUSE_SECONDS", 0.0)
     with pytest.raises(RunFailed, match=r"http://127\.0\.0\.1:1/.*Connection refused"):
         scores_of({"name": "http", "url": "http://127.0.0.1:1/"}, ["a"], {})
 

@@ -32,6 +32,7 @@ from fsdp_trainer.config.rules_data import (
 from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference, teacher
 from fsdp_trainer.config.rules_rewards import rewards
 from fsdp_trainer.config.rules_rollouts import answers, prompts
+from fsdp_trainer.config.rules_server import server
 from fsdp_trainer.config.rules_training import (
     adapters,
     allowed_changes,
@@ -91,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     prompts,
     answers,
     teacher,
+    server,
     tracking_command,
     rewinding,
     export_dtype,
@@ -114,6 +116,7 @@ PATHS = (
     "adapter.init_from",
     "objective.reference",
     "objective.teacher",
+    "objective.server_folder",
     "checkpoint.resume",
     "evaluation.core_data",
     "core_data",

@@ -37,6 +37,9 @@ OBJECTIVE_KEYS = {
     "teacher": (DISTIL,),
     "share": (DISTIL,),
     "divergence": (DISTIL,),
+    "server": PROMPTED,
+    "server_folder": PROMPTED,
+    "max_staleness": PROMPTED,
 }
 """Objectives that read a key."""
 REFERENCES = ("start", "none")

@@ -724,6 +724,22 @@ class ObjectiveChoice:
         " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
         choices=("forward", "reverse"),
     )
+    server: str | None = key(
+        None,
+        "grpo: the address of a vLLM server that answers prompts, as http://localhost:8000; null:"
+        " the model answers on the training ranks",
+    )
+    server_folder: str | None = key(
+        None,
+        "the folder that the server reads weights from: with adapter=lora one for adapters, null:"
+        " the run's; else the model's own, that the server was started with",
+    )
+    max_staleness: int = key(
+        0,
+        "optimizer steps that the server's weights may be behind when it answers; more are sent"
+        " less often",
+        minimum=0,
+    )
 
 
 @dataclass

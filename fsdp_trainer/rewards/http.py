@@ -2,30 +2,15 @@
 
 import json
 import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from fsdp_trainer.config.schema import key
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.rewards.base import Attempt, Reward
-
-PAUSE_SECONDS = 1.0
-"""Wait before the second try; each later one is twice as long."""
-TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""Answers of a server after which it is asked again."""
-LARGEST = 1 << 24  # bytes of an answer
-SHOWN = 200
-"""Characters of an answer in a message."""
-
-
-class RequestFailed(Exception):
-    """A request failed; args: why, and whether it may succeed later."""
+from fsdp_trainer.web import RequestFailed, first_line, retried, send
 
 
 @dataclass(frozen=True)
@@ -63,34 +48,17 @@ class Http(Reward):
 
     def _scores(self, attempts: Sequence[Attempt]) -> list[float]:
         body = {"attempts": [asdict(attempt) for attempt in attempts]}
-        content = json.dumps(body, default=str).encode()
-        for attempt in range(self.retries + 1):
-            try:
-                return read_scores(self._post(content), len(attempts))
-            except RequestFailed as error:
-                reason, is_transient = error.args
-                if not is_transient or attempt == self.retries:
-                    tries = "" if attempt == 0 else f", the {attempt + 1} tries alike"
-                    text = f"the reward {self.title} gets no scores of {self.url}{tries}: {reason}"
-                    raise RunFailed(text) from None
-            time.sleep(PAUSE_SECONDS * 2**attempt)
-        raise AssertionError("the last try returns or raises")
+        token = os.environ.get(self.token_env, "") if self.token_env else ""
 
-    def _post(self, content: bytes) -> bytes:
-        """Return what the server answers. Raises RequestFailed."""
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self.token_env:
-            headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '')}"
-        request = urllib.request.Request(str(self.url), content, headers)
+        def ask() -> list[float]:
+            return read_scores(send(str(self.url), body, token, self.timeout), len(attempts))
+
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                return response.read(LARGEST)
-        except urllib.error.HTTPError as error:
-            body = first_line(error.read(LARGEST))
-            reason = f"HTTP {error.code} {error.reason}" + (f": {body}" if body else "")
-            raise RequestFailed(reason, error.code in TRANSIENT) from None
-        except (OSError, HTTPException) as error:
-            raise RequestFailed(str(getattr(error, "reason", error)) or repr(error), True) from None
+            return retried(ask, self.retries)
+        except RequestFailed as error:
+            reason = error.args[0]
+            text = f"the reward {self.title} gets no scores of {self.url}: {reason}"
+            raise RunFailed(text) from None
 
 
 def read_scores(content: bytes, count: int) -> list[float]:
@@ -110,10 +78,3 @@ def read_scores(content: bytes, count: int) -> list[float]:
     if len(value) != count:
         raise RequestFailed(f"{len(value)} numbers for {count} answers", False)
     return [float(one) for one in value]
-
-
-def first_line(content: bytes) -> str:
-    """Return the first line of an answer that says something, cut where it is long."""
-    lines = content.decode(errors="replace").strip().splitlines()
-    line = lines[0] if lines else ""
-    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

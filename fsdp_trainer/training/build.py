@@ -15,7 +15,7 @@ import yaml
 
 from fsdp_trainer import slots
 from fsdp_trainer.checkpoint.assets import write_hf_assets
-from fsdp_trainer.checkpoint.base import base_of_new_run, base_of_resumed_run
+from fsdp_trainer.checkpoint.base import Base, base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context import (
     attention_kernel,
@@ -101,9 +101,10 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.rollout_step import BaseTokens, RolloutForwardBackward
 from fsdp_trainer.training.rollouts import AnswerMaker, RolloutSource
-from fsdp_trainer.training.sampler import OwnSampler
+from fsdp_trainer.training.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.training.samples import Samples
 from fsdp_trainer.training.saving import CheckpointManager
+from fsdp_trainer.training.server_sampler import ServerSampler, server_sampler
 from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.stored_reference import ReferencePass
@@ -193,6 +194,7 @@ def build(
     attention = choose_attention(
         cfg, readers(config, teacher), share, device, compiled, context.method
     )
+    answers = answer_maker(cfg, model, inputs, dims, device, run)
     context_of_rows = SourceContext(
         cfg,
         {
@@ -213,7 +215,7 @@ def build(
         config.attention_cost,
         signals,
         observer,
-        answer_maker(cfg, model, inputs, dims, device),
+        answers,
     )
     data = data_source(cfg, order, start.progress, context_of_rows)
     validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
@@ -246,6 +248,7 @@ def build(
     else:
         dtypes = fill(model, cfg, inputs.init_from)
         base = base_of_new_run(model, cfg, inputs.init_from, adapters)
+    describe_weights(answers, base, dtypes)
     if cfg.sharding.tensor > 1:
         # else the first step would have a scale for each rank's part of a matrix
         precompute_float8_scales(model, cfg.precision)
@@ -253,9 +256,11 @@ def build(
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
     figures = figures_of(cfg.objective, dims)
-    answers = rollout_figures(cfg.objective)
+    answer_figures = rollout_figures(cfg.objective)
     names = whole.auxiliary_names
-    metrics = step_metrics(data.source_names, differs, names, device, balance, figures, answers)
+    metrics = step_metrics(
+        data.source_names, differs, names, device, balance, figures, answer_figures
+    )
     trainer = Trainer(
         cfg=cfg,
         model=model,
@@ -331,6 +336,7 @@ def build_step(
                 sync,
                 loss_scale,
                 choice=cfg.objective,
+                elsewhere=cfg.objective.server is not None,
                 reference=BaseTokens(model) if cfg.objective.kl else None,
             )
         parts = model, objective, metrics, dims, probe, sync, loss_scale
@@ -368,16 +374,38 @@ def temperature(cfg: TrainConfig) -> float:
 
 
 def answer_maker(
-    cfg: TrainConfig, model: Decoder, inputs: RunInputs, dims: Dims, device: torch.device
+    cfg: TrainConfig,
+    model: Decoder,
+    inputs: RunInputs,
+    dims: Dims,
+    device: torch.device,
+    run: Path,
 ) -> AnswerMaker | None:
-    """Return what answers prompts and judges the answers; None where nothing is answered."""
+    """Return what answers prompts and judges the answers; None where nothing is answered.
+
+    Collective. Raises UserError for a server that cannot be used.
+    """
     if cfg.objective.name not in PROMPTED:
         return None
     shares = sharded_shares(dims, device)
-    sampler = OwnSampler(cfg, model, inputs.tokenizer, shares, device)
     is_first = dims.coordinates["tensor"] == 0
+    sampler: AnswerSampler
+    if cfg.objective.server:
+        assets = partial(write_assets, cfg, inputs, model.config)
+        sampler = server_sampler(cfg, model, inputs.tokenizer, run, is_first, assets)
+    else:
+        sampler = OwnSampler(cfg, model, inputs.tokenizer, shares, device)
     rewards = make_rewards(cfg.objective.rewards)
     return AnswerMaker(sampler, rewards, inputs.tokenizer, shares.share, shares.shares, is_first)
+
+
+def describe_weights(
+    answers: AnswerMaker | None, base: Base | None, dtypes: dict[str, str]
+) -> None:
+    """Let what sends weights to a server know what they are: see PolicyWeights."""
+    sampler = answers.sampler if answers else None
+    if isinstance(sampler, ServerSampler):
+        sampler.weights.describe(base, dtypes)
 
 
 def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:

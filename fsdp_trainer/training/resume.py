@@ -48,6 +48,9 @@ FREE = {
     "model.attention",
     "model.attention_kernel",
     "objective.teacher",
+    "objective.answer_rows",
+    "objective.server",
+    "objective.server_folder",
     "optim.implementation",
     "tokenizer.path",
 }

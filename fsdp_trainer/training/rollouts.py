@@ -15,6 +15,7 @@ from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.distributed import gather
+from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.rewards.base import Attempt, Reward, totals
@@ -25,6 +26,7 @@ from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, Stor
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.sampler import AnswerSampler, Request, SampledAnswer
+from fsdp_trainer.training.stop import DataLost
 
 REMEMBERED_STEPS = 100
 """Steps whose prompts can still be named."""
@@ -69,9 +71,12 @@ class AnswerMaker:
             count * share // self.shares for share in (self.own_share, self.own_share + 1)
         )
         own = requests[first:stop]
-        answers = self.sampler.sample(own, step, check)
-        phases.enter("rewards")
-        rollouts = self._judge(own, answers, questions)
+        try:
+            answers = self.sampler.sample(own, step, check)
+            phases.enter("rewards")
+            rollouts = self._judge(own, answers, questions)
+        except (RunFailed, UserError) as error:  # a server or a reward: on all ranks alike
+            raise DataLost(error) from None
         made = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
         return [made[request.row, request.sample] for request in requests]
 

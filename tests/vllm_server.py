@@ -1,0 +1,138 @@
+"""A stand-in for a vLLM server, which speaks its interface and samples from folders of ours."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import torch
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.generation.generate import Continuation, Generation
+from fsdp_trainer.generation.ranks import OneRank
+from fsdp_trainer.generation.sampling import Sampling
+
+
+class Refused(Exception):
+    """args: status and message of an answer."""
+
+
+class VllmServer:
+    """Serves a model folder, and adapters beside it.
+
+    calls: the paths that were asked for with what was sent, in order. failures: by path how many
+    requests are to be refused with 503 first; None: all.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.calls, self.failures = Path(folder), [], {}
+        self.models = {self.name: load_model(folder)}
+        self.parents = {}
+        self.lock = threading.Lock()
+        handler = type("Handler", (Handler,), {"vllm": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
+        self.thread.start()
+
+    @property
+    def name(self):
+        return str(self.folder)
+
+    def close(self):
+        self.http.shutdown()
+        self.thread.join()
+        self.http.server_close()
+
+    def asked(self, path):
+        return [body for called, body in self.calls if called == path]
+
+    def answer(self, path, body):
+        with self.lock:
+            self.calls.append((path, body))
+            left = self.failures.get(path, 0)
+            if left is None or left > 0:
+                self.failures[path] = None if left is None else left - 1
+                raise Refused(503, "overloaded")
+            return getattr(self, path.strip("/").replace("/", "_"))(body)
+
+    def v1_models(self, body):
+        cards = [
+            {"id": name, "root": name, "parent": self.parents.get(name), "max_model_len": 64}
+            for name in self.models
+        ]
+        return {"object": "list", "data": cards}
+
+    def v1_load_lora_adapter(self, body):
+        name = body["lora_name"]
+        if name in self.models:
+            raise Refused(400, f"The lora adapter '{name}' has already been loaded.")
+        self.models[name] = load_model(body["lora_path"])
+        self.parents[name] = self.name
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    def v1_unload_lora_adapter(self, body):
+        if body["lora_name"] not in self.parents:
+            raise Refused(404, f"The lora adapter '{body['lora_name']}' cannot be found.")
+        del self.models[body["lora_name"]], self.parents[body["lora_name"]]
+        return "Success"
+
+    def collective_rpc(self, body):
+        assert body == {"method": "reload_weights"}
+        self.models[self.name] = load_model(self.folder)
+        return {"results": [None]}
+
+    def reset_prefix_cache(self, body):
+        return None
+
+    @torch.no_grad()
+    def v1_completions(self, body):
+        if body["model"] not in self.models:
+            raise Refused(404, f"The model `{body['model']}` does not exist.")
+        sampling = Sampling(
+            max_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            seed=body["seed"],
+            log_probabilities=True,
+        )
+        answer = Continuation(body["prompt"], sampling, 64 - len(body["prompt"]))
+        model = self.models[body["model"]]
+        for _ in Generation(model, sampling, torch.device("cpu")).run(
+            [answer], body["stop_token_ids"], OneRank()
+        ):
+            pass
+        tokens = answer.tokens + ([] if answer.stop is None else [answer.stop])
+        log_probabilities = answer.log_probabilities
+        given = {
+            "tokens": [f"token_id:{token}" for token in tokens],
+            "token_logprobs": log_probabilities,
+        }
+        reason = "length" if answer.stop is None else "stop"
+        return {"choices": [{"index": 0, "text": "", "logprobs": given, "finish_reason": reason}]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    vllm: VllmServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.reply(None)
+
+    def do_POST(self):
+        self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def reply(self, body):
+        try:
+            status, value = 200, self.vllm.answer(self.path, body)
+        except Refused as refused:
+            status, message = refused.args
+            value = {"error": {"message": message, "code": status}}
+        is_text = isinstance(value, str)
+        content = b"" if value is None else (value if is_text else json.dumps(value)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass

@@ -231,13 +231,14 @@ def test_only_a_merged_run_leaves_a_whole_model(train, world, tmp_path):
                 "rank_pattern": {"gate_up_proj": 2},
             },
         ),
-        (
+        pytest.param(
             "gpt_oss",
             {},
             {
                 "target_modules": ["q_proj"],
                 "target_parameters": ["experts.gate_up_proj", "layers.1.mlp.experts.down_proj"],
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,

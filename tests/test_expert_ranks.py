@@ -123,6 +123,7 @@ GPT_OSS = {
     "family": "gpt_oss", "attention_bias": True, "sliding_window": 6, "num_experts": 4,
     "norm_topk_prob": False,
 }  # fmt: skip
+GPT_OSS_LORA = {"adapter": LORA | {"rank_pattern": {}}}
 CASES = {
     "two": (2, {}, EXPERT),
     "shard": (4, {}, EXPERT),
@@ -173,8 +174,12 @@ CASES = {
         {"sharding": {"expert": 2, "tensor": 2}, "adapter": LORA},
     ),
     "gpt_oss": (2, GPT_OSS, EXPERT),
-    "gpt_oss, lora": (2, GPT_OSS, EXPERT | {"adapter": LORA | {"rank_pattern": {}}}),
-    "gpt_oss, compiled": (2, GPT_OSS, COMPILED | EXPERT | {"checkpoint": {"mode": "full"}}),
+    "gpt_oss, lora, one graph": (2, GPT_OSS, COMPILED | GPT_OSS_LORA),
+    "gpt_oss, lora, recomputed": (
+        2,
+        GPT_OSS,
+        COMPILED | EXPERT | GPT_OSS_LORA | {"checkpoint": {"mode": "full"}},
+    ),
     "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
     "gpt_oss, context": (2, GPT_OSS, {"sharding": {"expert": 2, "context": 2}}),
     "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),

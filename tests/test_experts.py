@@ -218,11 +218,6 @@ CASES = {
     "some recomputed": (2, {}, {"checkpoint": {"mode": "selective"}}),
     "lora on attention": (2, {}, {"adapter": {"name": "lora", "rank": 2}}),
     "compiled": (2, {}, {"compiled": True}),
-    "gpt_oss with adapters, compiled": (
-        2,
-        {"family": "gpt_oss", "attention_bias": True, "sliding_window": 6},
-        {"compiled": True, "adapter": {"name": "lora", "rank": 2, "targets": ["all", "experts"]}},
-    ),
 }
 
 

@@ -145,6 +145,7 @@ def test_mxfp4_is_read_as_transformers_decodes_it_and_exported_in_bfloat16(
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_expert_in_mxfp4_is_read_once_and_not_for_each_piece(tmp_path, monkeypatch):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     folder = make_folder(tmp_path, family="gpt_oss", dtype=torch.bfloat16, **sizes)

@@ -341,9 +341,10 @@ def test_balancing_does_not_depend_on_ranks_micro_batches_recomputation_or_a_res
         *SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01",
         "batch.rows=4", "checkpoint.every=2", "optim.lr=1e-2",
     ]  # fmt: skip
+    selective = "activation_checkpoint=selective"
     runs = [
         train("one", *how, "train.steps=4", "batch.micro_rows=4"),
-        train("two", *how, "train.steps=4", "batch.micro_rows=1", ranks=2),
+        train("two", *how, "train.steps=4", "batch.micro_rows=1", selective, ranks=2),
         train("again", *how, "train.steps=4", "activation_checkpoint=full", "batch.micro_rows=2"),
     ]
     train("parted", *how, "train.steps=2", "batch.micro_rows=2")

@@ -44,7 +44,8 @@ def block_figures(
     counts = counts.index_add(0, experts.flatten(), is_token.flatten())
     figures = {LOAD: counts}
     if given.load_balancing:
-        expected = share @ probabilities(logits)
+        # not share @ …, which changes its result in place: selective checkpointing refuses that
+        expected = probabilities(logits).T.mv(share)
         factor = given.load_balancing * len(given.load)
         figures[LOAD_BALANCING] = factor * (expected * given.load).sum()
     if given.z_loss:

@@ -46,7 +46,7 @@ VERBS = {
     "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
     "rewards": Verb("fsdp_trainer.rewards.verb:rewards"),
     "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
-    "chain": Verb("fsdp_trainer.chain.verb:chain", ("words of stages",)),
+    "chain": Verb("fsdp_trainer.chain.verb:chain", ("words of stages", "config_dir")),
     "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),
     "report": Verb("fsdp_trainer.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),

@@ -92,6 +92,22 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
         )
 
 
+@pytest.mark.slow
+def test_the_chain_on_eight_gpus_is_planned_for_about_100_dollars():
+    page = (CONF.parent / "docs" / "from-nothing-to-chat.md").read_text()
+    written = re.findall(r"\| ([\d.]+) – ([\d.]+) \| \$(\d+) – \$(\d+) \|", page)
+    sizes = {"chain_depth": [], "chain_mid": ["model.init_from=null", "model.depth=24"]}
+    total = [0.0, 0.0]
+    for (recipe, model), row in zip(sizes.items(), written, strict=True):
+        plan = planned(f"+recipe={recipe}", *model, "plan.gpu=h100", "plan.world_size=8")
+        steps = recipe_as_it_is(recipe).train.steps
+        hours = [steps * seconds / 3600 for seconds in plan.step_seconds]
+        dollars = [24 * each for each in hours]  # 8 GPUs at $3 an hour
+        assert [*map(float, row)] == pytest.approx([*hours, *dollars], rel=0.02)
+        total = [sum(pair) for pair in zip(total, dollars, strict=True)]
+    assert total[0] < 100 < total[1]
+
+
 def test_the_table_in_the_docs_is_the_recipes():
     page = (CONF.parent / "docs" / "recipes.md").read_text()
     assert page == recipes_page(page), "run  python -m fsdp_trainer.config.document"

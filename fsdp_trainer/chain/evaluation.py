@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.chain.stages import Chain, ChainStage, as_words
-from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.verb import evaluate
@@ -21,19 +21,18 @@ def run_tasks(planned: Chain, training: ChainStage) -> int:
     """Evaluate a training's model on the tasks, on the ranks that trained it. Returns the code."""
     out = planned.folder_of("evaluation") / f"{training.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    launch = [word for word in planned.words_of(training) if word.startswith("launch.")]
-    words = [
-        *as_words(
-            {
-                "source": str(planned.folder_of(training.name)),
-                "tasks": planned.cfg.tasks,
-                "limit": planned.cfg.limit,
-                "out": str(out),
-            }
-        ),
-        *launch,
+    launch = [
+        word for word in planned.words_of(training) if word.startswith(("launch.", "launch="))
     ]
-    cfg = compose("evaluate", words)
+    settings = {
+        "source": str(planned.folder_of(training.name)),
+        "tasks": planned.cfg.tasks,
+        "limit": planned.cfg.limit,
+        "out": str(out),
+    }
+    words = [*as_words(settings), *launch]
+    cfg = compose("evaluate", words, planned.config_dir, inputs=False)
+    words = [*config_flag(planned.config_dir), *words]
     if launcher(os.environ) is None:
         return start_ranks(cfg, words, verb="evaluate")
     return evaluate(cfg, words)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.chain.demo import ANIMALS
 from fsdp_trainer.config.check import as_value
+from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.verbs import ChainConfig
 
 ALL = "all"
@@ -45,11 +46,15 @@ HELD_OUT = 0.01
 
 @dataclass
 class Chain:
-    """A chain: what it was asked for, its folder, and the words for its stages by stage."""
+    """A chain: what it was asked for, its folder, and the words for its stages by stage.
+
+    config_dir: the user's own groups and recipes, for all stages.
+    """
 
     cfg: ChainConfig
     folder: Path
     words: dict[str, list[str]]
+    config_dir: str | None = None
 
     def folder_of(self, stage: str) -> Path:
         """Return the folder that a stage writes."""
@@ -67,9 +72,18 @@ class Chain:
 
     def words_of(self, stage: "ChainStage") -> list[str]:
         """Return the command line of a stage after its verb: later words win."""
-        of_all = self.words.get(ALL, []) if stage.verb == "train" else []
-        words = [*stage.words(self), *of_all, *self.words.get(stage.name, [])]
-        return without_earlier(words)
+        groups = (ALL, stage.name) if stage.verb == "train" else (stage.name,)
+        of_demo = [word for name in groups for word in TINY.get(name, []) if self.cfg.demo]
+        typed = [word for name in groups for word in self.words.get(name, [])]
+        return without_earlier([*stage.words(self), *of_demo, *typed])
+
+    def line_of(self, stage: "ChainStage") -> list[str]:
+        """Return `words_of` with the folder of the user's own recipes, for a process."""
+        return [*config_flag(self.config_dir), *self.words_of(stage)]
+
+    def compose(self, stage: "ChainStage", inputs: bool = True) -> Any:
+        """Return a stage's configuration. Raises UserError; inputs: see config.compose."""
+        return compose(stage.verb, self.words_of(stage), self.config_dir, inputs=inputs)
 
 
 class ChainStage(NamedTuple):

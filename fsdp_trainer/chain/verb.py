@@ -1,6 +1,7 @@
 """The verb `chain`: from text to a model that answers, stage by stage, and a report card."""
 
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -12,16 +13,13 @@ from typing import Any
 from fsdp_trainer.chain.demo import write_demo
 from fsdp_trainer.chain.record import ChainRecord, changes, settings_of
 from fsdp_trainer.chain.stages import (
-    ALL,
     DEMO_PROMPTS,
     STAGES,
-    TINY,
     TINY_SIZES,
     Chain,
     ChainStage,
     by_stage,
 )
-from fsdp_trainer.config.compose import compose
 from fsdp_trainer.config.verbs import ChainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import launcher, start_ranks
@@ -30,12 +28,14 @@ from fsdp_trainer.process import STOPPED
 POLL_SECONDS = 0.5
 
 
-def chain(cfg: ChainConfig, words: list[str]) -> int:
+def chain(cfg: ChainConfig, words: list[str], config_dir: str | None = None) -> int:
     """Do all stages that are not done yet, and write the card. Returns the exit code.
 
-    words: of stages, as `mid.optim.lr=1e-4`. Every rank of torchrun calls this.
+    words: of stages, as `mid.optim.lr=1e-4`; config_dir: the user's own groups and recipes. Every
+    rank of torchrun calls this.
     """
     planned = plan_chain(cfg, words)
+    planned.config_dir = config_dir
     record = ChainRecord(planned.folder)
     composed = compose_all(planned)
     if cfg.again:
@@ -62,8 +62,6 @@ def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
     of_stages = by_stage(words)
     if cfg.demo:
         cfg = as_demo(cfg, folder)
-        names = (*(stage.name for stage in STAGES), ALL)
-        of_stages = {name: [*TINY.get(name, []), *of_stages.get(name, [])] for name in names}
     if not cfg.good and of_stages.get("mid"):
         reason = "there is no mid-training without  good=PATH"
         raise UserError("a stage is left out", [Problem(f"mid.{of_stages['mid'][0]}", reason)])
@@ -97,7 +95,7 @@ def compose_all(planned: Chain) -> dict[str, Any]:
         if not stage.verb:
             continue
         try:
-            composed[stage.name] = compose(stage.verb, planned.words_of(stage), inputs=False)
+            composed[stage.name] = planned.compose(stage, inputs=False)
         except UserError as error:
             problems += [Problem(f"{stage.name}.{p.what}", p.why) for p in error.problems]
     several = [
@@ -156,7 +154,8 @@ def start_again(planned: Chain, record: ChainRecord) -> None:
 def do_stage(planned: Chain, stage: ChainStage, record: ChainRecord, cfg: Any) -> int:
     """Do a stage, and record how it ended. Returns its exit code."""
     settings = settings_of(cfg) if cfg else evaluation_settings(planned.cfg)
-    say(f"\n{stage.name}: {' '.join(planned.words_of(stage))}".rstrip(": "))
+    line = shlex.join(["fsdp-trainer", stage.verb, *planned.line_of(stage)]) if stage.verb else ""
+    say(f"\n{stage.name}: {line}".rstrip(": "))
     began = time.time()
     code = WORK[stage.verb](planned, stage, record)
     if is_first():
@@ -172,7 +171,7 @@ def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> in
     if is_first():
         # an earlier start may have stopped between the folder and its record
         shutil.rmtree(planned.folder_of(stage.name), ignore_errors=True)
-        return tokenizer(compose(stage.verb, planned.words_of(stage)))
+        return tokenizer(planned.compose(stage))
     while not record.finished(stage.name):
         time.sleep(POLL_SECONDS)
     return 0
@@ -180,8 +179,7 @@ def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> in
 
 def train_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
     """Train as a rank of torchrun, or start ranks."""
-    words = planned.words_of(stage)
-    cfg = compose("train", words)
+    cfg, words = planned.compose(stage), planned.line_of(stage)
     if launcher(os.environ) is None:
         return start_ranks(cfg, words)
     from fsdp_trainer.training.verb import train

@@ -3,7 +3,7 @@
     python -m benchmarks.ladder --data text.jsonl --tokenizer tokenizer/ [--depths 4,6,8] [--further "optim=adamw precision=fp32"]
 
 Each size is trained by the rules of model.depth on the same text, from its own tokens a parameter. A power of the compute, fitted to all but the
-largest, predicts the largest one's validation loss. Runs are kept in --root, and a second call takes those that are finished.
+largest, predicts the largest one's validation loss. --width: of a block, 64 by the rules; for models smaller than those. Runs are kept in --root, and a second call takes those that are finished.
 """
 
 import math
@@ -25,13 +25,16 @@ def main() -> None:
         data="",
         tokenizer="",
         depths="4,6,8",
+        width=0,
         root="runs/ladder",
         further="",
     )
     depths = [int(depth) for depth in given.depths.split(",")]
-    rungs = [
-        rung(depth, given.data, given.tokenizer, given.root, given.further) for depth in depths
-    ]
+    rungs = []
+    for depth in depths:
+        width = [f"model.hidden_size={given.width * depth}"] if given.width else []
+        further = [*width, *shlex.split(given.further)]
+        rungs.append(rung(depth, given.data, given.tokenizer, given.root, further))
     predicted = predict(rungs)
     measured = rungs[-1]["validation_loss"]
     result: dict[str, Any] = {
@@ -43,7 +46,7 @@ def main() -> None:
     finish("ladder", result, {"1 - |off by|": 1 - abs(predicted / measured - 1)}, given.check)
 
 
-def rung(depth: int, data: str, tokenizer: str, root: str, further: str) -> dict[str, Any]:
+def rung(depth: int, data: str, tokenizer: str, root: str, further: list[str]) -> dict[str, Any]:
     """Train one size, or go on with it; its parameters, tokens, compute and last validation loss."""
     words = [
         "+recipe=chain_depth",
@@ -53,7 +56,7 @@ def rung(depth: int, data: str, tokenizer: str, root: str, further: str) -> dict
         f"tokenizer.path={tokenizer}",
         f"run.root={root}",
         f"run.name=depth{depth}",
-        *shlex.split(further),
+        *further,
     ]
     cfg = compose("train", words)
     code = fsdp_trainer.train(words)

@@ -139,6 +139,8 @@ SETTINGS = {
     "report_read_bytes": ["fsdp_trainer.report.read:READ_BYTES"],
     "compile_backend": ["fsdp_trainer.parallel.compile:BACKEND"],
     "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],
+    "collective_sizes": ["fsdp_trainer.launch.speed:SIZES"],
+    "measure_seconds": ["fsdp_trainer.launch.speed:WINDOW_SECONDS"],
     "launch_grace_seconds": ["fsdp_trainer.launch.start:GRACE_SECONDS"],
     "node_answer_seconds": ["fsdp_trainer.launch.nodes:ANSWER_SECONDS"],
     "node_name_seconds": ["fsdp_trainer.launch.nodes:NAME_SECONDS"],

@@ -9,6 +9,15 @@ import torch
 import torch.distributed as dist
 from world import pack
 
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    Train,
+    TrainConfig,
+)
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.distributed import gather, local_part, local_slice
 from fsdp_trainer.optim.optimizers import build_optimizer
@@ -36,6 +45,21 @@ GROUPED = LATENT | {
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
 """The same with experts in all blocks but the first."""
+
+
+def configuration(settings, **groups):
+    """settings: the layout, and what else is not as usual. groups: others of the configuration."""
+    precision = {"param_dtype": "float32", "master_dtype": "float32"}
+    return TrainConfig(
+        sharding=Sharding(**settings.get("sharding", {})),
+        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
+        # with the usual eps the sign of a gradient that is only rounding would count
+        optim=Optim(**{"lr": 3e-3, "eps": 1e-3} | settings.get("optim", {})),
+        precision=Precision(**precision | settings.get("precision", {})),
+        adapter=Adapter(**settings.get("adapter", {})),
+        train=Train(freeze=settings.get("freeze", [])),
+        **groups,
+    )
 
 
 def packed_row(number, step):

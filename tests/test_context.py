@@ -12,6 +12,7 @@ from layouts import (
     VOCABULARY,
     assert_same,
     compiled_quickly,
+    configuration,
     take_steps_on_rows,
     whole,
 )
@@ -21,12 +22,7 @@ from world import read_lines, write_chats
 
 from fsdp_trainer.config.context import choose_context_method, context_method
 from fsdp_trainer.config.schema import (
-    ActivationCheckpoint,
-    Adapter,
-    Optim,
-    Precision,
     Sharding,
-    TrainConfig,
 )
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
@@ -46,18 +42,6 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
     "tie_word_embeddings": False, "family": "qwen3",
 }  # fmt: skip
-
-
-def configuration(settings):
-    """settings: the layout, and what else is not as usual."""
-    return TrainConfig(
-        sharding=Sharding(**settings.get("sharding", {})),
-        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
-        # with the usual eps the sign of a gradient that is only rounding would count
-        optim=Optim(lr=3e-3, eps=1e-3),
-        precision=Precision(param_dtype="float32", master_dtype="float32"),
-        adapter=Adapter(**settings.get("adapter", {})),
-    )
 
 
 def start(model):

@@ -18,6 +18,8 @@ from fsdp_trainer.launch import facts
 from fsdp_trainer.launch.machines import HostFacts, environment
 
 QUICK = ["doctor.measure=false"]
+SMALL_MESSAGES = inject.setting("collective_sizes", (2**20,))
+QUICKLY = inject.together(SMALL_MESSAGES, inject.setting("measure_seconds", 0.01))
 
 
 def rank():
@@ -134,7 +136,7 @@ def doctor(world, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
-    bare = doctor(ranks=ranks)
+    bare = doctor(ranks=ranks, seam=QUICKLY)
     assert not [what for mark, what in bare if mark == "problem"]
     assert "no model" in bare["note", "room"]["text"]
     assert ("note", "not looked at") in bare
@@ -232,7 +234,11 @@ def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doct
 
 @pytest.mark.slow
 def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
-    told = doctor("doctor.slow=0.1", ranks=4, seam=slow_device_link_and_disk())
+    told = doctor(
+        "doctor.slow=0.1",
+        ranks=4,
+        seam=inject.together(slow_device_link_and_disk(), SMALL_MESSAGES),
+    )
     assert told["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
     assert told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
     assert "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
@@ -253,7 +259,8 @@ def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doc
     run = train("run", "train.steps=1", *words, ranks=4, seam=two_nodes)
     assert "note   sharding.tensor=4: rank 0-1 (" in run.out
 
-    told = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=two_nodes)
+    on_two_nodes = inject.together(two_nodes, QUICKLY)
+    told = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=on_two_nodes)
     assert ("warning", "sharding.tensor=2") not in told
     assert told["ok", "layout"]["text"] == "context 2, tensor 2"
     assert {("ok", f"all-gather along {name}") for name in ("context", "tensor")} <= told.keys()

@@ -9,6 +9,7 @@ from layouts import (
     VOCABULARY,
     assert_same,
     compiled_quickly,
+    configuration,
     take_steps_on_rows,
     whole,
 )
@@ -16,14 +17,6 @@ from stored import checkpoint, newest, stored, tensors
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.context import context_method
-from fsdp_trainer.config.schema import (
-    ActivationCheckpoint,
-    Adapter,
-    Optim,
-    Precision,
-    Sharding,
-    TrainConfig,
-)
 from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
@@ -43,18 +36,6 @@ QWEN = {
     "initializer_range": 0.2, "tie_word_embeddings": False, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True,
 }  # fmt: skip
-
-
-def configuration(settings):
-    """settings: the layout, and what else is not as usual."""
-    return TrainConfig(
-        sharding=Sharding(**settings.get("sharding", {})),
-        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
-        # with the usual eps the sign of a gradient that is only rounding would count
-        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
-        precision=Precision(param_dtype="float32", master_dtype="float32"),
-        adapter=Adapter(**settings.get("adapter", {})),
-    )
 
 
 @torch.no_grad()

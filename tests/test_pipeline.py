@@ -8,6 +8,7 @@ from layouts import (
     VOCABULARY,
     assert_same,
     compiled_quickly,
+    configuration,
     of_all_stages,
     take_steps_on_rows,
 )
@@ -27,14 +28,8 @@ from fsdp_trainer.config.pipeline import (
     stages_of_rank,
 )
 from fsdp_trainer.config.schema import (
-    ActivationCheckpoint,
-    Adapter,
     Batch,
-    Optim,
-    Precision,
     Sharding,
-    Train,
-    TrainConfig,
 )
 from fsdp_trainer.models.adapters import (
     four_bit_weights,
@@ -62,18 +57,9 @@ SIZES = {
 ROWS = 8
 
 
-def configuration(settings):
-    """settings: the layout, and what else is not as usual."""
-    return TrainConfig(
-        batch=Batch(seq_len=ROW, rows=ROWS, micro_rows=1),
-        sharding=Sharding(**settings.get("sharding", {})),
-        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
-        # with the usual eps the sign of a gradient that is only rounding would count
-        optim=Optim(**{"lr": 3e-3, "eps": 1e-3, **settings.get("optim", {})}),
-        precision=Precision(param_dtype="float32", master_dtype="float32"),
-        adapter=Adapter(**settings.get("adapter", {})),
-        train=Train(freeze=settings.get("freeze", [])),
-    )
+def pipelined(settings):
+    """The configuration of so many micro-batches a step."""
+    return configuration(settings, batch=Batch(seq_len=ROW, rows=ROWS, micro_rows=1))
 
 
 def start(model):
@@ -88,7 +74,7 @@ def start(model):
 
 def plain(sizes, settings):
     """One process that has the whole model."""
-    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    cfg, config = pipelined(settings), ModelConfig(**{**SIZES, **sizes})
     model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
     quantize_linears(model, four_bit_weights(model, adapters), torch.float32)
@@ -101,7 +87,7 @@ def plain(sizes, settings):
 def staged(sizes, settings):
     """This rank's part."""
     dist.init_process_group("gloo")
-    cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
+    cfg, config = pipelined(settings), ModelConfig(**{**SIZES, **sizes})
     dims = Dims(cfg.sharding, "cpu", 60)
     adapters = resolve_adapters(cfg.adapter, config)
     compiled = settings.get("compiled", False)
@@ -332,7 +318,7 @@ def test_a_step_with_fewer_micro_batches_is_filled_up(train, tmp_path):
 def imported(folder):
     """The weights of a folder as two stages read them."""
     dist.init_process_group("gloo")
-    cfg = configuration(layout())
+    cfg = pipelined(layout())
     dims = Dims(cfg.sharding, "cpu", 60)
     model = parallelize(meta_decoder(ModelConfig.from_hf(folder)), dims, cfg)
     allocate(model, CPU)

@@ -7,22 +7,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import LATENT, assert_same, compiled_quickly, take_steps, whole, without_padding
+from layouts import (
+    LATENT,
+    assert_same,
+    compiled_quickly,
+    configuration,
+    take_steps,
+    whole,
+    without_padding,
+)
 from stored import checkpoint, newest, stored, tensors
 from torch import nn
 from torch.distributed.tensor import DTensor
 from world import read_lines
 
 from fsdp_trainer.checkpoint.huggingface import import_weights
-from fsdp_trainer.config.schema import (
-    ActivationCheckpoint,
-    Adapter,
-    Optim,
-    Precision,
-    Sharding,
-    Train,
-    TrainConfig,
-)
 from fsdp_trainer.models.adapters import (
     four_bit_weights,
     initialize_magnitudes,
@@ -46,21 +45,6 @@ SIZES = {
 }  # fmt: skip
 LENGTH = 32
 DOCUMENTS = ([20, 12], [7, 9, 11], [32], [5, 5, 5, 5, 5, 5])
-
-
-def configuration(settings):
-    """settings: the layout, and what else is not as usual."""
-    return TrainConfig(
-        sharding=Sharding(**settings.get("sharding", {})),
-        activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
-        # with the usual eps the sign of a gradient that is only rounding would count
-        optim=Optim(lr=3e-3, eps=1e-3, **settings.get("optim", {})),
-        precision=Precision(
-            **{"param_dtype": "float32", "master_dtype": "float32", **settings.get("precision", {})}
-        ),
-        adapter=Adapter(**settings.get("adapter", {})),
-        train=Train(freeze=settings.get("freeze", [])),
-    )
 
 
 def micro_batch(row, step, attention="documents"):

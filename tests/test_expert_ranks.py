@@ -218,7 +218,7 @@ def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tm
         "batch.rows=4",
         "batch.micro_rows=1",
     ]
-    how += ["checkpoint.every=1", "checkpoint.keep=9"]
+    how += ["checkpoint.keep=9"]
     how += ["train.sample_prompts=[a,bb]", "train.sample_tokens=3"]
     expected = train("whole", *how, "train.steps=6")
     for steps, (ranks, overrides) in LAYOUTS.items():

@@ -1,6 +1,6 @@
 """Tensor parallelism: every layout of ranks computes what one plain process does."""
 
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from unittest import mock
 
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from layouts import (
     LATENT,
     assert_same,
-    compiled_quickly,
     configuration,
     take_steps,
     whole,
@@ -103,9 +102,7 @@ def built(config, settings):
     config = config.with_equal_rows(cfg.sharding.tensor)
     model = meta_decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    compiled = settings.get("compiled")
-    with compiled_quickly() if compiled == "quickly" else nullcontext():
-        model = parallelize(model, dims, cfg, adapters, bool(compiled))
+    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, torch.device("cpu"))
     return model, dims
 
@@ -202,11 +199,6 @@ CASES = {
     "compiled": (
         2,
         {"family": "qwen3", "num_hidden_layers": 1},
-        TENSOR | {"compiled": "quickly", "attention": "mask"},
-    ),
-    "compiled to kernels": (
-        2,
-        {"num_hidden_layers": 1},
         TENSOR | {"compiled": True, "attention": "mask"},
     ),
 }
@@ -244,7 +236,7 @@ def test_in_fewer_bits_gradients_are_as_near_to_float32_as_without_tensor_groups
 
 
 BESIDE = [
-    "schedule=constant", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1",
+    "schedule=constant", "checkpoint.keep=9", "batch.micro_rows=1",
     "batch.rows=4", "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=3",
     "model.vocab_size=301", "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
 ]  # fmt: skip

@@ -69,6 +69,11 @@ class Stage(nn.Module):
         self.ends: Any = Ends(model) if self.is_last else None
 
     @property
+    def decoder(self) -> Decoder:
+        """This rank's part of the model, of which this stage is a part or all."""
+        return self.__dict__["decoder"]
+
+    @property
     def is_first(self) -> bool:
         """Return whether this stage has the embedding."""
         return self.number == 0
@@ -83,7 +88,7 @@ class Stage(nn.Module):
 
         Returns the stream; the last stage the objective's value, a scalar, 0 without an objective.
         """
-        decoder: Decoder = self.__dict__["decoder"]
+        decoder = self.decoder
         x = self.embed(x) if self.is_first else ContiguousGradient.apply(x)
         share = batch.token_share if objective else None  # a validation minimises nothing
         blocks = dict(self.layers.items())
@@ -101,21 +106,20 @@ class Stage(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the residual stream in front of the first block."""
-        decoder: Decoder = self.__dict__["decoder"]
         if self.embed_tokens is None:
-            ends: Any = stages_of(decoder)[-1].ends
-            ends.unshard()  # they are gathered already, but for a step's first micro-batch
-        return decoder.embed(tokens)
+            # the last stage gathers it, too late for a step's first micro-batch
+            stages_of(self.decoder)[-1].ends.unshard()
+        return self.decoder.embed(tokens)
 
     def minimise(self, x: Tensor, auxiliary: Auxiliary) -> Tensor:
         """Return the stream; its backward is also that of the blocks' losses. Keeps their values.
 
         They need no gradient from other stages: each is a part of the sum that is minimised.
         """
-        decoder: Decoder = self.__dict__["decoder"]
-        assert decoder.balance is not None
+        balance = self.decoder.balance
+        assert balance is not None
         numbers = [int(name) for name in self.layers]
-        self.auxiliary.append(decoder.balance.of_stage(auxiliary, numbers))
+        self.auxiliary.append(balance.of_stage(auxiliary, numbers))
         losses = [value for name, value in auxiliary.items() if name.endswith("_loss")]
         return WithLoss.apply(x, sum(losses[1:], start=losses[0])) if losses else x
 
@@ -131,7 +135,7 @@ class Stage(nn.Module):
 
         For inference. x: as in `forward`; the others: see Decoder.next_logits.
         """
-        decoder: Decoder = self.__dict__["decoder"]
+        decoder = self.decoder
         with decoder.inference():
             x = self.embed(x) if self.is_first else x
             x, _ = decoder.run_blocks(x, positions, layout, dict(self.layers.items()), caches)
@@ -325,15 +329,15 @@ class Pipeline:
             scale_grads=False,
         )
         self.run_schedule = runtime.run_schedule
-        self.ends = self._group_of_ends() if self.config.tie_word_embeddings else None
+        self.copies = self._group_of_copies()
 
-    def _group_of_ends(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that have the first and the last stage. Collective.
+    def _group_of_copies(self) -> dist.ProcessGroup | None:
+        """Return the group of the two ranks that have a copy of a tied embedding. Collective.
 
-        None: one rank has both.
+        None: it is not tied, or one rank has the first and the last stage.
         """
         last = rank_of_stage(self.sharding, self.stage_count - 1)
-        if last == 0:
+        if last == 0 or not self.config.tie_word_embeddings:
             return None
         members = [[group[0], group[last]] for group in self.dims.groups_along("pipeline")]
         return dist.new_subgroups_by_enumeration(members, self.dims.timeout)[0]
@@ -359,7 +363,7 @@ class Pipeline:
         values = self._run(batches, objectives, train=True)
         for stage in self.stages:
             stage.finish()
-        self._add_gradients_of_ends()
+        self._add_gradients_of_copies()
         scores = self._pop_scores()
         return [(value.detach(), each) for value, each in zip(values, scores, strict=True)]
 
@@ -395,13 +399,13 @@ class Pipeline:
         return scores
 
     @torch.no_grad()
-    def _add_gradients_of_ends(self) -> None:
+    def _add_gradients_of_copies(self) -> None:
         """Add up the gradients of a tied embedding's two copies, so that both stay alike."""
-        if self.ends is None or not {0, self.stage_count - 1} & self.own.keys():
+        if self.copies is None or not {0, self.stage_count - 1} & self.own.keys():
             return
         gradient = self.model.get_parameter(EMBEDDING).grad
         if gradient is not None:
-            dist.all_reduce(local_part(gradient), group=self.ends)
+            dist.all_reduce(local_part(gradient), group=self.copies)
 
     # --- inference
 

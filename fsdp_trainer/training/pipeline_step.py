@@ -41,9 +41,8 @@ class PipelineForwardBackward(ForwardBackward):
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """See ForwardBackward."""
-        batches = list(micro_batches)
-        filling = [step.empty() for _ in range(self.pipeline.count - len(batches))]
-        results = self._train(step.plan, batches + filling)[: step.count]
+        batches = self._filled_up(step, list(micro_batches))
+        results = self._train(step.plan, batches)[: step.count]
         phases.enter("backward")
         sums = self.metrics.zeros()
         losses = sums.new_zeros(step.count, 2)
@@ -55,6 +54,11 @@ class PipelineForwardBackward(ForwardBackward):
         for i in range(step.count):
             losses[i] += self.checks.get(i, 0.0)
         return self._together(step, sums, losses)
+
+    def _filled_up(self, step: StepBatches, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return as many micro-batches as the schedule takes: behind those given, empty ones."""
+        missing = self.pipeline.count - len(batches)
+        return batches + [step.empty() for _ in range(missing)]
 
     def _train(self, plan: StepPlan, batches: list[MicroBatch]) -> list[MicroBatchResult]:
         """Return the results of all batches on ranks with the last stage, elsewhere none."""
@@ -80,8 +84,7 @@ class PipelineForwardBackward(ForwardBackward):
         following = iter(step)
         while batches := list(islice(following, self.pipeline.count)):
             before()
-            filling = [step.empty() for _ in range(self.pipeline.count - len(batches))]
-            scores = self.pipeline.score(batches + filling)
+            scores = self.pipeline.score(self._filled_up(step, batches))
             yield from zip(batches, scores, strict=False)
 
     @property

@@ -7,11 +7,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+import inject
 import pytest
 import torch
 import torch.distributed as dist
 from layouts import ROW, compiled_quickly, packed_row, whole, without_padding
 from layouts import VOCABULARY as LAYOUT_VOCABULARY
+from memory_of_a_step import LiveBytes, whole_batch
 from stored import newest
 from textbook import TOKENS, VOCABULARY, make
 from torch.distributed.tensor import DTensor
@@ -34,10 +36,12 @@ from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.soft_targets import TeacherLogits
+from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.plan.memory import memory
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.distil_step import DistilForwardBackward
 from fsdp_trainer.training.distillation import Distillation
@@ -378,3 +382,55 @@ def test_every_gradient_is_that_of_whole_logits_on_any_ranks(world):
             for name, gradient in gradients.items():
                 error = (ours[name] - gradient).abs().max() / gradient.abs().max()
                 assert error < 1e-5, (ranks, settings, name, error)
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+PLANNED = ModelConfig(
+    vocab_size=8000,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+)
+
+
+def held(cfg, config, teacher_config):
+    """The most bytes of this rank's live storages in a micro-batch with a teacher."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dims = Dims(cfg.sharding, "cpu", 60)
+    teacher = share_teacher(cfg, Path(), teacher_config, config, dims, False)
+    model = parallelize(meta_decoder(config), dims, cfg)
+    optimizer = build_optimizer(model, cfg.optim)
+    for one in (teacher.model, model):
+        allocate(one, CPU)
+        initialize_weights(one, 0)
+    batch = whole_batch(cfg)
+    for measure in (nullcontext(), LiveBytes()):
+        with measure:
+            for parameter in [*teacher.model.parameters(), *model.parameters()]:
+                for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                    getattr(measure, "add", id)(tensor)
+            with teacher.reading(batch) as read:
+                value = model(read, Distillation(batch.weights, 0.5, 1.0)).value
+            value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return measure.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [{"num_hidden_layers": 6, "hidden_size": 512, "head_dim": 64}, {}])
+def test_the_plan_of_a_teacher_is_what_a_rank_holds(world, tmp_path, size):
+    teacher = replace(PLANNED, **size)
+    (tmp_path / "config.json").write_text(json.dumps(teacher.to_hf("float32")))
+    cfg = configuration({"checkpoint": "full"})
+    cfg.batch.seq_len, cfg.batch.rows = 512, 2
+    cfg.objective.teacher = str(tmp_path)
+    measured = max(world.call(2, held, cfg, PLANNED, teacher))
+    with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's copies are its own
+        peak = memory(cfg, PLANNED, 2, "cpu").peak
+    assert peak.total - peak.bytes["allowance"] == pytest.approx(measured, rel=0.02)

@@ -177,6 +177,7 @@ class Head(nn.Module):
             compared = compare(soft, self, product, targets[tokens], tokens) if soft else None
             scores = self.score_logits(product, logits, targets[tokens], with_mean)[0]
             parts.append(with_teacher(scores, compared))
+            compared = None  # its slopes are as large as the next chunk's logits
         return _concatenate(parts)
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -268,6 +269,7 @@ class FusedLinearLoss(torch.autograd.Function):
                     *others, of_divergence, _ = derivatives
                     head.write_gradient(product, logits, *rest, others)
                     add_slopes(product, logits, compared.slopes, of_divergence)
+            compared = None  # its slopes are as large as the next chunk's logits
             if grad_hidden is not None:
                 torch.mm(product, vocabulary, out=grad_hidden[tokens])
             if add is not None:

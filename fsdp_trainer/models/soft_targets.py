@@ -134,7 +134,9 @@ def joint_logsumexp(head: Any, logits: Tensor) -> Tensor:
     """Return the logsumexp over the columns of all ranks, [rows]."""
     if not logits.shape[1]:  # padding alone
         return head.joint_logsumexp(logits.new_full((len(logits),), -torch.inf))
-    return head.joint_logsumexp(logits.logsumexp(-1))
+    largest = logits.amax(-1, keepdim=True)
+    total = (logits - largest).exp_().sum(-1)  # torch.logsumexp makes two temporaries of them
+    return head.joint_logsumexp(largest[:, 0] + total.log())
 
 
 def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:

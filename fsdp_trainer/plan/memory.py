@@ -51,6 +51,7 @@ from fsdp_trainer.plan.stages import (
     stage_shares,
     units_of,
 )
+from fsdp_trainer.plan.teacher import COMPARED_BYTES, hidden_bytes, teacher_of, teacher_units
 from fsdp_trainer.plan.units import (
     BlockKind,
     FsdpUnit,
@@ -224,9 +225,24 @@ class Step:
         # gradient
         self.reduced = 0.0
         self.most_fetched = 0.0
+        self._add_teacher(offload)
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
         """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
         what is added to all moments: the largest message of parameters."""
+
+    def _add_teacher(self, offload: bool) -> None:
+        """Add the shards of a teacher, and what it always has gathered. offload: of states."""
+        self.teacher = teacher_of(self.cfg)
+        self.of_teacher = {"gathered": 0.0, "activations": 0.0}
+        """What a teacher holds at this moment besides its shards."""
+        if self.teacher is None:
+            return
+        units = self.teacher_units = teacher_units(self.teacher, self.group)
+        self.of_teacher["gathered"] = units.gathered * units.stays
+        if offload:
+            self.host += units.states
+        else:
+            self.always["parameters"] += units.states
 
     def _waiting(self, share: StageShare, shared: float) -> float:
         """Return the activations of a pipeline's forwards that wait for their backward.
@@ -256,9 +272,9 @@ class Step:
         """
         held = {
             "gradients": self.gradients,
-            "gathered": self.gathered + self.waiting + gathered,
+            "gathered": self.gathered + self.waiting + gathered + self.of_teacher["gathered"],
             "communication": fetched + sent + sum(self.flying) + self.reduced,
-            "activations": activations + self.crossing,
+            "activations": activations + self.crossing + self.of_teacher["activations"],
             "logits": logits,
         }
         self.most_fetched = max(self.most_fetched, fetched)
@@ -298,6 +314,7 @@ class Step:
 
         FSDP2's `wait_for_unshard` keeps the one before by a local variable until it returns.
         """
+        self.teach()
         mine = self.first.gathered
         self.at("forward", "embedding", self.kept + self.stream, mine, self.message(self.first))
         if self.tied or not self.reshard:
@@ -328,6 +345,29 @@ class Step:
                 done += 1
             self.gathered += 0 if self.reshard else mine
 
+    def teach(self) -> None:
+        """The teacher's forward, which leaves its head gathered, and hidden states."""
+        if self.teacher is None:
+            return
+        config, cfg = self.teacher.config, self.teacher.cfg
+        units, hidden = self.teacher_units, hidden_bytes(self.teacher)
+        [*_, block], shared = trace_blocks(
+            cfg, share_of_rank(config, cfg.sharding.tensor), self.device
+        )
+        is_freed = not units.stays
+        message = self.message(units.block)
+        self.at(
+            "forward",
+            "the teacher's forward",
+            self.kept + shared + block.forward,
+            is_freed * (units.block.gathered + units.first.gathered * config.tie_word_embeddings),
+            is_freed * 2 * message,
+            is_freed * self.copy(message),
+        )
+        self.of_teacher["gathered"] += is_freed * units.last.gathered
+        self.of_teacher["activations"] = hidden
+        self.at("forward", "the end of the teacher's forward", self.kept + shared + 2 * hidden)
+
     def head(self) -> None:
         """Final norm, head and loss, forward and backward.
 
@@ -350,6 +390,10 @@ class Step:
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
         whole = trained * self.compute
         copied = whole if half else 0
+        if self.teacher is not None:  # its head is freed when the student's forward ends
+            is_freed = not self.teacher_units.stays
+            self.of_teacher["gathered"] -= is_freed * self.teacher_units.last.gathered
+            self.of_teacher["activations"] = 0.0
         self.at(phase, "backward of the head", before, mine + copied, fetched, logits=slopes)
         if self.tied:
             self.waiting = whole
@@ -368,7 +412,8 @@ class Step:
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
         copy = trained * self.compute if half and self.device == "cpu" else 0
-        return rows * config.vocab_size * each + copy
+        compared = COMPARED_BYTES if self.teacher is not None else 0
+        return rows * config.vocab_size * (each + compared) + copy
 
     def backward(self) -> None:
         """Backward of the blocks, last ones first, and of the embedding."""

@@ -39,6 +39,7 @@ from fsdp_trainer.plan.stages import (
     stays_gathered,
     units_of,
 )
+from fsdp_trainer.plan.teacher import SOFT_BYTES, teacher_of, teacher_units
 from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -313,6 +314,7 @@ def _wire_of(
         gathered += units.last.gathered
     experts = gathers * (units.all.experts + freed.experts)
     gathered -= experts
+    gathered += count * teacher_message(cfg, shard.ranks)
     trained = units.all.trained_padded - units.all.trained_experts
     reductions = 1 if reduces_once(cfg) else count
     reduced = trained * reduce * reductions
@@ -355,6 +357,15 @@ def _wire_of(
         across = (on + back) * passed.leaves
         ways["pipeline"] = Wire(cfg.sharding.pipeline, on, back, across)
     return ways
+
+
+def teacher_message(cfg: TrainConfig, group: int) -> float:
+    """Return the bytes of a teacher's weights that are gathered in a micro-batch."""
+    teacher = teacher_of(cfg)
+    if teacher is None:
+        return 0.0
+    units = teacher_units(teacher, group)
+    return 0.0 if units.stays else units.gathered
 
 
 def _expert_ways(
@@ -458,6 +469,7 @@ def _times_of(
     forward, backward, head = slowest * forward, slowest * backward, share.is_last * head
     gathers = 1 if stays_gathered(cfg) else count
 
+    of_teacher = teacher_seconds(cfg, shard, device, best)
     moving = moving_seconds(cfg, config, device, links)
     exposed = count * (max(0.0, moving - forward) + max(0.0, moving - backward))
     exposed += gathers * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
@@ -487,8 +499,9 @@ def _times_of(
         waited += count * own * exchange.seconds(device, links)
     rows = expert_exchange(cfg, config, experts, share)
     waited += count * rows.seconds(device, links, load)
+    waited += count * of_teacher.exposed
     exposed, total = exposed + waited, total + waited
-    compute = count * (forward + backward + head)
+    compute = count * (forward + backward + head + of_teacher.compute)
     return Times(
         compute,
         total,
@@ -496,6 +509,35 @@ def _times_of(
         _optimizer_seconds(cfg, units.all.own, device) + of_owners,
         idle_micro_batches(cfg.sharding) * (compute + exposed) / count,
     )
+
+
+class TeacherSeconds(NamedTuple):
+    """A teacher's work of a micro-batch, and the messages that it does not hide."""
+
+    compute: float = 0.0
+    exposed: float = 0.0
+
+
+def teacher_seconds(cfg: TrainConfig, shard: Group, device: Device, best: bool) -> TeacherSeconds:
+    """Return the seconds of a teacher's forward, of its logits, and of comparing both models'.
+
+    Its messages within a tensor group are not counted.
+    """
+    teacher = teacher_of(cfg)
+    if teacher is None:
+        return TeacherSeconds()
+    ranks = cfg.sharding.tensor
+    forward, _, head = compute_seconds(
+        teacher.cfg, share_of_rank(teacher.config, ranks), device, best
+    )
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    logits = tokens * teacher.config.vocab_size / ranks * SOFT_BYTES
+    compared = logits / (device.memory_rate * MEMORY)
+    units, links = teacher_units(teacher, shard.ranks), LINKS[best]
+    ends = units.first.gathered + units.last.gathered * (not teacher.config.tie_word_embeddings)
+    first, blocks = (shard.seconds(size, device, links) for size in (ends, units.gathered - ends))
+    exposed = 0.0 if units.stays else first + max(0.0, blocks - forward)
+    return TeacherSeconds(forward + head / 3 + compared, exposed)
 
 
 def moving_seconds(

@@ -25,8 +25,10 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.plan.inputs import architecture, each_gpu
     from fsdp_trainer.plan.show import as_json, show
     from fsdp_trainer.plan.show_gpus import show_gpus
+    from fsdp_trainer.plan.teacher import assumed_of
 
     config, assumed = architecture(cfg)
+    assumed += assumed_of(cfg)
     if cfg.plan.search:
         return search(cfg, config, assumed)
     answers = [answer_for(one, config, assumed) for one in each_gpu(cfg)]

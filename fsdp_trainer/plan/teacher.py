@@ -1,0 +1,91 @@
+"""What a teacher adds to a plan: its weights, its forward in front of the student's, its logits."""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.plan.inputs import architecture
+from fsdp_trainer.plan.share import share_of_rank
+from fsdp_trainer.plan.units import FsdpUnit, model_parts
+
+COMPARED_BYTES = 12
+"""Float32 bytes of a logit while both models' are compared: the student's log-probabilities, the
+teacher's, and a temporary of as many numbers."""
+SOFT_BYTES = 60
+"""Bytes of memory traffic of a logit for that, in about fifteen passes that are not fused."""
+
+
+class PlannedTeacher(NamedTuple):
+    """A teacher as a rank of a student's run has it. cfg: of a run of its own."""
+
+    config: ModelConfig
+    cfg: TrainConfig
+
+
+class TeacherUnits(NamedTuple):
+    """states: bytes of a rank's shards. first, last, block: units that are gathered, the largest
+    of the blocks; gathered: bytes of all units. stays: they are gathered all the time."""
+
+    states: float
+    first: FsdpUnit
+    last: FsdpUnit
+    block: FsdpUnit
+    gathered: float
+    stays: bool
+
+
+def teacher_of(cfg: TrainConfig) -> PlannedTeacher | None:
+    """Return the teacher of a run; None: it has none. Raises UserError as `architecture` does."""
+    named = cfg.objective.teacher
+    if cfg.objective.name != DISTIL or named is None:
+        return None
+    precision = replace(cfg.precision, master_dtype=cfg.precision.param_dtype, float8=None)
+    own = replace(
+        cfg,
+        model=replace(Model(), attention=cfg.model.attention, init_from=named),
+        adapter=Adapter(),
+        train=replace(cfg.train, freeze=[]),
+        precision=precision,
+        activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps nothing but inputs
+        objective=replace(cfg.objective, name="sft", teacher=None),
+    )
+    return PlannedTeacher(_architecture(named), own)
+
+
+@lru_cache
+def _architecture(named: str) -> ModelConfig:
+    """Return the architecture of a teacher: a plan asks for it hundreds of times."""
+    return architecture(replace(TrainConfig(), model=Model(init_from=named)))[0]
+
+
+def assumed_of(cfg: TrainConfig) -> list[str]:
+    """Return a sentence for each thing that was assumed about a run's teacher."""
+    teacher = teacher_of(cfg)
+    return [] if teacher is None else architecture(teacher.cfg)[1]
+
+
+def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:
+    """Return what a rank holds and gathers. group: ranks that share each parameter out."""
+    config, cfg = share_of_rank(teacher.config, teacher.cfg.sharding.tensor), teacher.cfg
+    units = model_parts(config, cfg).units(cfg, group)
+    size = getattr(torch, cfg.precision.param_dtype).itemsize
+    block = max(units.blocks, key=lambda unit: unit.gathered)
+    gathered = units.all.gathered
+    stays = keeps_gathered(cfg.sharding) or group == 1
+    return TeacherUnits(
+        units.all.own * size, units.first, units.last, block, gathered, stays and group > 1
+    )
+
+
+def hidden_bytes(teacher: PlannedTeacher) -> float:
+    """Return the bytes of the hidden states of all tokens of a micro-batch."""
+    cfg = teacher.cfg
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    size = getattr(torch, cfg.precision.param_dtype).itemsize
+    return tokens * teacher.config.hidden_size * size

@@ -156,7 +156,7 @@ class World:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(PRELOAD)
         self.workers: list = []
-        self.worn_out: list = []
+        self.worn_out: list[int] = []
 
     def call(
         self,
@@ -172,13 +172,9 @@ class World:
 
         patience: seconds for the others to find out that one has failed.
         """
-        self.end_worn_out()
+        self.replace_worn_out()
         while len(self.workers) < ranks:
-            ours, theirs = self.context.Pipe()
-            process = self.context.Process(target=work, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self.workers.append((process, ours))
+            self.workers.append(self.new_worker())
         workers = self.workers[:ranks]
         port = str(free_port())
         for rank, (_, pipe) in enumerate(workers):
@@ -209,7 +205,7 @@ class World:
                 for r in range(ranks)
             ]
             raise RankFailed("\n".join(told))
-        self.worn_out = [workers[rank] for rank in range(ranks) if answers[rank][2]]
+        self.worn_out = [rank for rank in range(ranks) if answers[rank][2]]
         return [answers[rank][1] for rank in range(ranks)]
 
     def command(
@@ -244,10 +240,22 @@ class World:
         )
         return Run(folder, told)
 
-    def end_worn_out(self) -> None:
-        """End the workers whose last job left them with too many threads."""
-        end_workers(self.worn_out)
-        self.workers = [worker for worker in self.workers if worker not in self.worn_out]
+    def new_worker(self) -> tuple:
+        """Start a process that waits for jobs; return it and our end of its pipe."""
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=work, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def replace_worn_out(self) -> None:
+        """Replace the workers whose last job left them with too many threads.
+
+        All others keep their rank: what torch has cached in them is of that rank.
+        """
+        for rank in self.worn_out:
+            end_workers([self.workers[rank]])
+            self.workers[rank] = self.new_worker()
         self.worn_out = []
 
     def close(self) -> None:

@@ -48,9 +48,6 @@ class SampledAnswer:
 class AnswerSampler(Protocol):
     """A maker of answers."""
 
-    is_elsewhere: bool
-    """True where it computes by other numerics than training: by a server."""
-
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
@@ -66,8 +63,6 @@ class OwnSampler:
 
     What is drawn depends on run.seed, the prompt and its row, and the sample: not on the ranks.
     """
-
-    is_elsewhere = False
 
     def __init__(
         self,

@@ -32,8 +32,6 @@ class ServerSampler:
     run.seed, the prompt and the sample, as far as the server honours seeds.
     """
 
-    is_elsewhere = True
-
     def __init__(
         self,
         cfg: TrainConfig,

@@ -64,7 +64,7 @@ METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
-    "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "grpo", "distil"),
+    "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "grpo", "distil"),
     "metric": ("loss", "objective", "loss_by_source", "pairs", "rollouts"),
     "reward": ("exact", "number", "regex", "length", "code", "http"),
 }

@@ -99,6 +99,11 @@ def folder(world, tmp_path_factory):
     (here / "broken.jsonl").write_text(
         '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n'
     )
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "%s"}\n'
+    (here / "pairs.jsonl").write_text(pair % "c" + pair % "d")
+    (here / "wrong_pairs.jsonl").write_text(pair % "c" + pair % "b" + pair % "")
+    label = '{"prompt": "a", "completion": "b", "label": %s}\n'
+    (here / "labelled.jsonl").write_text(label % "true" + label % "false")
     own = {
         "good": "optim: {lr: 1e-4}",
         "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",

@@ -9,7 +9,7 @@ from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import recipe_heads
 from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
-from fsdp_trainer.config.schema import SELECTORS, TrainConfig
+from fsdp_trainer.config.schema import PAIRED, SCORED, SELECTORS, UNPAIRED, TrainConfig
 from fsdp_trainer.errors import UserError
 
 ONE_RANK = ["sharding.tensor=1", "sharding.pipeline=1"]
@@ -135,6 +135,10 @@ def test_every_option_sets_its_groups_selector():
             chosen["compile"] = "enabled"  # one needs the other
         if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
             chosen["adapter"] = "none"  # one refuses the other
+        if chosen["objective"] in (*PAIRED, *UNPAIRED):
+            chosen["data"] = "sft"  # another packing parts what is compared
+        if chosen["objective"] in SCORED:
+            chosen["adapter"] = "none"
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         for group, name in chosen.items():
             selector = SELECTORS.get(group)

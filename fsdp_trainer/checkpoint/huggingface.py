@@ -41,6 +41,9 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 # a folder for text and images has more than a language model, which it keeps under another name
+SCORE = "score.weight"
+"""The head of a reward model, which is drawn where a run begins with a language model."""
+
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
 BLOCK = re.compile(r"model\.layers\.(\d+)\.")
@@ -216,7 +219,7 @@ def check_tensors(
     missing = {
         name: f"is missing; the model has it with shape {list(shape)}"
         for name, shape in shapes.items()
-        if name not in stored
+        if name not in stored and name != SCORE
     }
     others = {
         name: _misfit(tensor, shapes.get(name))
@@ -251,7 +254,7 @@ def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> lis
 
     Every rank reads both whole, a piece at a time.
     """
-    if HEAD not in stored or HEAD in dict(model.named_parameters()):
+    if HEAD not in stored or not model.config.tie_word_embeddings:
         return []
     head = stored[HEAD]
     embedding = stored[EMBEDDING]
@@ -289,6 +292,8 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     parts: dict[str, list[TensorOnDisk]] = {}
     whole: dict[str, TensorOnDisk] = {}
     for part in tensor_parts(model, vocab_size):
+        if part.tensor == SCORE and SCORE not in stored:
+            continue
         if part.is_stack:
             whole[part.parameter] = stored[part.tensor]
             continue

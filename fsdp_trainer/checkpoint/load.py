@@ -14,7 +14,7 @@ from fsdp_trainer.checkpoint.base import (
 from fsdp_trainer.checkpoint.files import require_undamaged
 from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
-from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 
 
@@ -23,16 +23,25 @@ def load_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     merge_into: str = "trained",
+    scores: bool = False,
 ) -> Decoder:
     """Return a decoder from a Hugging Face folder, a checkpoint or a run, ready for `logits`.
 
     Of a run with an adapter, or a PEFT folder, the adapter is merged into its base model; where
-    that was kept in 4 bits, into what it was trained beside, or into the `original`.
-    Raises UserError and RunFailed.
+    that was kept in 4 bits, into what it was trained beside, or into the `original`. scores: True
+    for a reward model, whose only logit is a score.
+    Raises UserError, also for a model of the other kind, and RunFailed.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint:
         require_undamaged(checkpoint)
+    config = model_config(Path(path).expanduser())
+    if config.scalar_head != scores:
+        kind = "a reward model, which writes no text" if config.scalar_head else "a language model"
+        use = "one trained with  objective=reward" if scores else "the model that it began with"
+        raise UserError(
+            "the model has another head", [Problem(str(path), f"is {kind}.\nUse  {use}")]
+        )
     return read_model(path, device, dtype, merge_into)
 
 

@@ -29,7 +29,13 @@ from fsdp_trainer.config.rules_data import (
     streaming,
     users_of_validation,
 )
-from fsdp_trainer.config.rules_objective import objective_keys, preferences, reference, teacher
+from fsdp_trainer.config.rules_objective import (
+    objective_keys,
+    preferences,
+    reference,
+    reward_model,
+    teacher,
+)
 from fsdp_trainer.config.rules_rewards import rewards
 from fsdp_trainer.config.rules_rollouts import answers, prompts
 from fsdp_trainer.config.rules_server import server
@@ -88,6 +94,7 @@ RULES: tuple[Rule, ...] = (
     objective_keys,
     preferences,
     reference,
+    reward_model,
     rewards,
     prompts,
     answers,

@@ -10,15 +10,20 @@ from fsdp_trainer.config.schema import (
     PAIRED,
     PROMPTED,
     REFERENCED,
+    SCORED,
     UNPAIRED,
+    ObjectiveChoice,
     TrainConfig,
 )
 
 Broken = Iterator[tuple[str, str]]
+LIKELIHOODS = tuple(name for name in PAIRED if name not in SCORED)
+"""Objectives on pairs that read log-probabilities."""
 OBJECTIVE_KEYS = {
-    "beta": (*PAIRED, *UNPAIRED),
+    "beta": (*LIKELIHOODS, *UNPAIRED),
     "label_smoothing": ("dpo", "simpo"),
-    "sft_weight": PAIRED,
+    "sft_weight": LIKELIHOODS,
+    "center_weight": SCORED,
     "gamma": ("simpo",),
     "desirable_weight": UNPAIRED,
     "undesirable_weight": UNPAIRED,
@@ -79,6 +84,24 @@ def preferences(cfg: TrainConfig, report: Report) -> Broken:
         yield "loss.z_loss", "only counts with  objective=sft"
 
 
+def reward_model(cfg: TrainConfig, report: Report) -> Broken:
+    """A reward model writes no text, and its head is neither cut nor beside adapters."""
+    if cfg.objective.name not in SCORED:
+        return
+    name = f"objective={cfg.objective.name}"
+    if cfg.sharding.tensor > 1:
+        reason = f"together with {name} is not in this version.\nUse  sharding.tensor=1"
+        yield "sharding.tensor", reason
+    if cfg.adapter.name != "none":
+        reason = f"together with {name} is not in this version: the head is trained whole.\n"
+        yield "adapter", reason + "Use  adapter=none"
+    if cfg.train.sample_prompts:
+        yield "train.sample_prompts", f"{name} trains a model that writes no text: leave it out"
+    if cfg.train.evaluate_every:
+        reason = f"{name} trains a model that answers no tasks.\nUse  train.evaluate_every=null"
+        yield "train.evaluate_every", reason
+
+
 def reference(cfg: TrainConfig, report: Report) -> Broken:
     """A reference that is a path is a model on disk."""
     given = cfg.objective.reference
@@ -115,6 +138,23 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
     for key in ("label_smoothing", "z_loss"):
         if getattr(cfg.loss, key):
             yield f"loss.{key}", "only counts with  objective=sft"
+
+
+def has_reference(cfg: ObjectiveChoice) -> bool:
+    """Return True where the loss compares the model with a reference."""
+    return cfg.name in REFERENCED and cfg.reference != "none"
+
+
+def stores_reference(cfg: TrainConfig) -> bool:
+    """Return True where a reference reads all rows once, before the first step."""
+    return has_reference(cfg.objective) and not base_is_reference(cfg)
+
+
+def further_forwards(cfg: TrainConfig) -> int:
+    """Return how often a step's rows are computed without gradients: by the base of adapters as
+    reference, and for the baseline of good and bad answers."""
+    of_base = has_reference(cfg.objective) and base_is_reference(cfg)
+    return of_base + (cfg.objective.name in UNPAIRED)
 
 
 def base_is_reference(cfg: TrainConfig) -> bool:

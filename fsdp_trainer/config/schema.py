@@ -613,8 +613,10 @@ class Adapter:
     )
 
 
-PAIRED = ("dpo", "ipo", "simpo", "orpo")
+PAIRED = ("dpo", "ipo", "simpo", "orpo", "reward")
 """Objectives that compare the two answers of a preference pair."""
+SCORED = ("reward",)
+"""Those of them that train a model which scores an answer by one number."""
 UNPAIRED = ("kto",)
 """Objectives that learn from answers that are good or bad."""
 REFERENCED = ("dpo", "ipo", "kto")
@@ -632,9 +634,9 @@ class ObjectiveChoice:
     name: str = key(
         "sft",
         "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
-        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `grpo`: the model's"
-        " own answers to prompts, by their rewards; `distil`: of a teacher's probabilities; or one"
-        " that your own code registers (--import)",
+        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `reward`: a reward"
+        " model, of pairs; `grpo`: the model's own answers to prompts, by their rewards; `distil`:"
+        " of a teacher's probabilities; or one that your own code registers (--import)",
     )
     beta: float = key(
         0.1,
@@ -654,6 +656,12 @@ class ObjectiveChoice:
         minimum=0,
     )
     gamma: float = key(0.0, "simpo: by how much the chosen answer is to be ahead", minimum=0)
+    center_weight: float = key(
+        0.0,
+        "reward: adds so many times the square of the sum of a pair's scores, which draws scores"
+        " to 0",
+        minimum=0,
+    )
     desirable_weight: float = key(1.0, "kto: the weight of good answers", minimum=0)
     undesirable_weight: float = key(1.0, "kto: the weight of bad answers", minimum=0)
     reference: str = key(

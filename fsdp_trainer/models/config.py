@@ -45,6 +45,8 @@ ROPE_OPTIONS = (
     "truncate",
     "factor",
 )
+LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
+"""Ends of the names of transformers' classes; a reward model is a classifier with one label."""
 DENSE = "gated"
 EXPERTS = "experts"
 """Feed-forwards: names of `decoder.FEED_FORWARDS`."""
@@ -179,6 +181,8 @@ class ModelConfig:
     vocab_multiple: int = 1
     """The embedding has rows up to the next multiple; those beyond vocab_size are padding."""
     initializer: str = "plain"
+    scalar_head: bool = False
+    """The head gives one number a token, a score, in place of logits: a reward model."""
     source: Json = field(default_factory=dict, compare=False)
     """config.json as it was read, for the export."""
 
@@ -191,6 +195,16 @@ class ModelConfig:
     def embedding_rows(self) -> int:
         """Rows of the embedding and the head, padding included."""
         return round_up(self.vocab_size, self.vocab_multiple)
+
+    def as_reward_model(self) -> "ModelConfig":
+        """Return it with a head that gives a score in place of logits."""
+        return replace(self, scalar_head=True, tie_word_embeddings=False)
+
+    @property
+    def architecture(self) -> str:
+        """The name of transformers' class."""
+        name = self.family_spec.architecture
+        return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scalar_head else name
 
     def with_equal_rows(self, ranks: int) -> "ModelConfig":
         """Return it with a vocabulary that is padded until `ranks` ranks share its rows evenly."""
@@ -293,6 +307,8 @@ class ModelConfig:
         """
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
+        if self.scalar_head:
+            embeddings = (self.vocab_size + 1) * hidden
         mixers = self.num_hidden_layers * (self._mixer_parameters() + self._norm_parameters())
         fed = sum(self._feed_forward_parameters(kind, active) for kind in self.feed_forwards)
         return mixers + fed + embeddings + hidden
@@ -371,7 +387,8 @@ class ModelConfig:
         if FAMILIES[family].mixer == LATENT:
             values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
-        return cls(**values, family=family, source=raw)
+        config = cls(**values, family=family, source=raw)
+        return config.as_reward_model() if _is_classifier(raw) else config
 
     def to_hf(
         self, dtype: str, bos_id: int | None = None, eos_ids: list[int] | None = None
@@ -382,7 +399,7 @@ class ModelConfig:
         """
         exported: Json = {
             **self.source,
-            "architectures": [self.family_spec.architecture],
+            "architectures": [self.architecture],
             "model_type": self.family,
         }
         options = filter(self._is_exported, self.family_spec.options)
@@ -394,6 +411,8 @@ class ModelConfig:
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
         exported.pop("quantization_config", None)  # what is exported is decoded
+        if self.scalar_head:
+            exported |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         if self.family_spec.further_blocks:
             exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
@@ -563,6 +582,11 @@ def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _is_classifier(raw: Json) -> bool:
+    """Return True for a model that gives scores in place of logits."""
+    return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
+
+
 # --- checking config.json -------------------------------------------------------------------------
 
 
@@ -593,8 +617,13 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
 def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     """Yield what the decoder does not compute, where the form is right."""
     architectures = raw.get("architectures") or [spec.architecture]
-    if architectures != [spec.architecture]:
+    classifier = spec.architecture.replace(LANGUAGE_MODEL, CLASSIFIER)
+    if architectures not in ([spec.architecture], [classifier]):
         yield Problem(f"architectures={architectures}", f"only {spec.architecture} is trained")
+    labels = raw.get("num_labels", len(raw.get("id2label") or "--"))
+    if architectures == [classifier] and labels != 1:
+        reason = "a reward model has one: other classifiers are not trained"
+        yield Problem(f"num_labels={labels}", reason)
     yield from _refused_keys(raw, spec)
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:

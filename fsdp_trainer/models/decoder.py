@@ -15,7 +15,7 @@ from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import LATENT
 from fsdp_trainer.models.feed_forward import MLP
-from fsdp_trainer.models.head import Head, Objective, Scores
+from fsdp_trainer.models.head import Head, Objective, ScoreHead, Scores
 from fsdp_trainer.models.latent_attention import CosSin, LatentAttention
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.norm import RMSNorm
@@ -225,7 +225,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.model = Backbone(config)
-        self.lm_head: Any = Head(config)
+        self.lm_head: Any
+        if config.scalar_head:
+            self.score = ScoreHead(config)
+            self.__dict__["lm_head"] = self.score  # one module, by transformers' name
+        else:
+            self.lm_head = Head(config)
         """None, as embedding and norm, in a part that a pipeline has left without it."""
         self.tie_weights()
         # by whether they are local; made at the first forward, and not buffers: to_empty would

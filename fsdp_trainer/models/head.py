@@ -227,6 +227,40 @@ class Head(nn.Module):
         self.differentiate = compiled(self.differentiate)
 
 
+class ScoreHead(Head):
+    """`score`: weight [1, hidden], one number of each hidden state, in place of logits.
+
+    It gives the numbers as `log_probability`, so that objectives of whole answers take them.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
+        self.columns = 1
+
+    @record_function("loss")
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        objective: Objective | None = None,
+        soft: SoftTargets | None = None,
+    ) -> Tensor | tuple[Tensor | None, Scores]:
+        """Return what `Head` does; without targets the numbers, [..., 1].
+
+        targets, soft: not read.
+        """
+        numbers = F.linear(hidden, self.weight)
+        if targets is None:
+            return numbers
+        scores = numbers[:, 0].float()
+        detached = Scores(scores.detach(), torch.zeros_like(scores))
+        if objective is None:
+            return None, detached
+        value = objective(detached._replace(log_probability=scores), slice(0, len(scores)))
+        return value, detached
+
+
 class FusedLinearLoss(torch.autograd.Function):
     """An objective's value and the scores, as a function of hidden states and the head's weight.
 

@@ -77,6 +77,7 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
     """Return how the keys that are set contradict init_from's config.json."""
     is_named = model.name != "auto"
     free = {*OURS, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
+    free |= {"tie_word_embeddings"} if stored.scalar_head else set()
     different = {
         name: getattr(stored, name)
         for name, value in keys.items()

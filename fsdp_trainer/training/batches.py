@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Assembler:
     stages: how many times that is so, in a pipeline.
     context: the ranks that share this rank's rows; None: it has whole rows.
     attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
-    single tokens, see MicroBatch.documents. mark_tokens: see MicroBatch.token_share.
+    single tokens, see MicroBatch.documents. last_tokens: the last token of each document is what
+    counts, of a model that scores documents. mark_tokens: see MicroBatch.token_share.
     """
 
     seq_len: int
@@ -68,6 +69,7 @@ class Assembler:
     pad_to_multiple: int | None = None
     attention: str = "documents"
     number_documents: bool = False
+    last_tokens: bool = False
     mark_tokens: bool = False
     same_rows: int = 1
     stages: int = 1
@@ -108,6 +110,8 @@ class Assembler:
         if len(rows.documents) < self.micro_rows:
             given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
             rows.put(range(len(given.documents)), given)
+        if self.last_tokens:
+            rows = at_last_tokens(rows)
         length = self.length(rows)
         layout = self.layout(rows.documents, length)
         own = layout.own_positions()
@@ -222,6 +226,15 @@ class Batches(Assembler):
         rows = self.assign_rows_to_ranks(plan)
         own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
         return [where for row in own if row >= 0 for where in self.order.where(int(row))]
+
+
+def at_last_tokens(rows: Rows) -> Rows:
+    """Return rows whose targets are at the last token of each document, which is scored."""
+    labels, weights = np.full_like(rows.labels, -100), np.zeros_like(rows.weights)
+    for row, documents in enumerate(rows.documents):
+        ends = np.cumsum(documents, dtype=np.int64) - 1
+        labels[row, ends], weights[row, ends] = 0, 1.0
+    return replace(rows, labels=labels, weights=weights)
 
 
 def tokens_of_documents(documents: Lengths, length: int) -> np.ndarray:

@@ -26,11 +26,12 @@ from fsdp_trainer.config.context import (
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
-from fsdp_trainer.config.rules_objective import base_is_reference
+from fsdp_trainer.config.rules_objective import base_is_reference, has_reference
 from fsdp_trainer.config.schema import (
     DISTIL,
     PAIRED,
     PROMPTED,
+    SCORED,
     UNPAIRED,
     Adapter,
     Model,
@@ -43,7 +44,7 @@ from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.stream import StreamedData
 from fsdp_trainer.data.token_bytes import token_bytes
 from fsdp_trainer.data.workers import cores
-from fsdp_trainer.errors import UserError
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_shares
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters import as_configured, resolve_adapters
@@ -96,7 +97,7 @@ from fsdp_trainer.training.pair_step import (
 )
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
 from fsdp_trainer.training.policy_gradient import rollout_figures
-from fsdp_trainer.training.preferences import PairFigures, chosen_watch, has_reference
+from fsdp_trainer.training.preferences import PairFigures, chosen_watch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.rollout_step import BaseTokens, RolloutForwardBackward
@@ -208,6 +209,7 @@ def build(
             "pad_to_multiple": cfg.data.pad_to_multiple,
             "context": context_ranks(dims, context.method, config.windows),
             "attention": attention.layout,
+            "last_tokens": cfg.objective.name in SCORED,
             "number_documents": cfg.objective.name in (*PAIRED, *UNPAIRED),
         },
         dims,
@@ -273,7 +275,7 @@ def build(
         ),
         data=data,
         validation=validation,
-        token_bytes=torch.from_numpy(token_bytes(inputs.tokenizer, config.vocab_size)).to(device),
+        token_bytes=bytes_of_targets(cfg, inputs, config).to(device),
         samples=Samples(
             cfg, inputs.tokenizer, inputs.template, device, config.max_position_embeddings
         ),
@@ -408,6 +410,12 @@ def describe_weights(
         sampler.weights.describe(base, dtypes)
 
 
+def bytes_of_targets(cfg: TrainConfig, inputs: RunInputs, config: ModelConfig) -> torch.Tensor:
+    """Return the bytes of each token, [vocabulary]; 0 where no text is predicted."""
+    sizes = torch.from_numpy(token_bytes(inputs.tokenizer, config.vocab_size))
+    return torch.zeros_like(sizes) if cfg.objective.name in SCORED else sizes
+
+
 def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:
     """Return the orders of stored rows that a run reads, each with the rows of one of its steps."""
     orders = [(one, rows) for one in order.orders] if isinstance(order, Mixture) else []
@@ -473,9 +481,21 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+    config = with_head(config, cfg)
     if inputs.teacher:
         return with_teacher(config, inputs.teacher, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
+
+
+def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
+    """Return the architecture with the head that the objective trains. Raises UserError."""
+    if cfg.objective.name in SCORED:
+        return config.as_reward_model()
+    if config.scalar_head:
+        what = f"model.init_from={cfg.model.init_from}"
+        reason = "is a reward model, which has a head for scores alone.\nUse  objective=reward"
+        raise UserError("the model writes no text", [Problem(what, reason)])
+    return config
 
 
 def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:

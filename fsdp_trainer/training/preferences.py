@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_trainer.config.schema import PAIRED, REFERENCED, ObjectiveChoice
+from fsdp_trainer.config.rules_objective import has_reference
+from fsdp_trainer.config.schema import PAIRED, SCORED, ObjectiveChoice
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.observer import Observer
@@ -130,6 +131,20 @@ def orpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
     return cfg.beta * preferred(advantage(log_odds), 0.0)
 
 
+def bradley_terry(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
+    """The chosen answer's score is the higher one (Ouyang et al. 2022, eq. 1).
+
+    With center_weight scores are drawn to 0 (Eisenstein et al. 2023, §2).
+    """
+    losses = preferred(advantage(pairs.policy), 0.0)
+    return losses + cfg.center_weight * pairs.policy.sum(1).square()
+
+
+def score(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
+    """Return the score of each answer, [pairs, 2]: the only number that a reward model gives."""
+    return pairs.policy
+
+
 def advantage(values: Tensor) -> Tensor:
     """Return by how much the chosen answer is ahead, [pairs]. values: [pairs, 2]."""
     return values[:, 0] - values[:, 1]
@@ -162,6 +177,7 @@ LOSSES: dict[str, tuple[Formula, Formula]] = {
     "ipo": (ipo, mean_against_reference),
     "simpo": (simpo, mean_alone),
     "orpo": (orpo, mean_alone),
+    "reward": (bradley_terry, score),
 }
 """The loss of each objective, [pairs], and the reward of an answer that it implies, [pairs, 2]."""
 
@@ -191,11 +207,6 @@ class PairObjective:
 
 
 # --- what is reported -----------------------------------------------------------------------------
-
-
-def has_reference(cfg: ObjectiveChoice) -> bool:
-    """Return True where the loss compares the model with a reference."""
-    return cfg.name in REFERENCED and cfg.reference != "none"
 
 
 class PairFigures:
@@ -230,6 +241,8 @@ class PairFigures:
         means = {key: total / count for key, total in zip(self.means, totals, strict=True)}
         margin = means["reward_chosen"] - means["reward_rejected"]
         figures = {"reward_margin": margin, "reward_accuracy": right / count, **means}
+        if self.cfg.name in SCORED:
+            figures = {key: value for key, value in figures.items() if key.startswith("reward")}
         return {key: finite_or_none(value) for key, value in figures.items()}
 
 
@@ -283,4 +296,5 @@ class ChosenWatch:
 
 def chosen_watch(cfg: ObjectiveChoice) -> ChosenWatch | None:
     """Return the watch over an objective's chosen answers; None for one without pairs."""
-    return ChosenWatch(has_reference(cfg)) if cfg.name in PAIRED else None
+    watched = cfg.name in PAIRED and cfg.name not in SCORED
+    return ChosenWatch(has_reference(cfg)) if watched else None

@@ -24,7 +24,7 @@ from torch import Tensor
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.base import digests
 from fsdp_trainer.checkpoint.store import read_progress
-from fsdp_trainer.config.rules_objective import base_is_reference
+from fsdp_trainer.config.rules_objective import stores_reference
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.order import RowOrder
@@ -36,7 +36,7 @@ from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.batches import Batches
-from fsdp_trainer.training.preferences import has_reference, sums_by_document
+from fsdp_trainer.training.preferences import sums_by_document
 from fsdp_trainer.training.weights import fill
 
 FOLDER = "reference"
@@ -66,7 +66,7 @@ class ReferencePass:
         run goes on. It may leave other weights in the model than those of the start.
         """
         choice = self.cfg.objective
-        if not has_reference(choice) or base_is_reference(self.cfg):
+        if not stores_reference(self.cfg):
             return None
         known = read_progress(checkpoint).get(FOLDER) if checkpoint else None
         if known and self._are_stored(known):

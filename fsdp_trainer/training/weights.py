@@ -1,5 +1,6 @@
 """The weights and optimizer state that a run begins with, or goes on from."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from fsdp_trainer.checkpoint.base import (
     weights_on_disk,
     with_default,
 )
-from fsdp_trainer.checkpoint.huggingface import import_weights, read_parameters
+from fsdp_trainer.checkpoint.huggingface import SCORE, import_weights, read_parameters
 from fsdp_trainer.checkpoint.state import (
     WEIGHTS,
     optimizer_state,
@@ -58,7 +59,8 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
         buffers = dict.fromkeys(dict(model.whole.named_buffers()), "float32")
         formats = {"default": cfg.precision.param_dtype} | buffers
     else:
-        initialize_weights(model, cfg.run.seed, adapter_parameters(model))
+        drawn = {name: p for name, p in model.named_parameters() if name == SCORE}
+        initialize_weights(model, cfg.run.seed, adapter_parameters(model) | drawn)
         formats = read_weights(model, init_from)
     if cfg.adapter.init_from:
         read_adapter(model, Path(cfg.adapter.init_from), cfg.adapter.base)
@@ -94,16 +96,23 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
     checkpoint = find_checkpoint(init_from)
     if checkpoint:
         require_whole(checkpoint)
-    if checkpoint and not is_adapted(model) and not read_base(checkpoint).adapters:
+    has_other_head = model.config.scalar_head != stored_config(init_from).scalar_head
+    is_whole = not is_adapted(model) and not has_other_head
+    if checkpoint and is_whole and not read_base(checkpoint).adapters:
         load_weights(model, checkpoint, {})
         formats = read_progress(checkpoint)["dtypes"]
     else:
         formats = read_merged(model, checkpoint or init_from)
-    known = ModelConfig.from_hf(model_folder(init_from)).vocab_size
+    known = stored_config(init_from).vocab_size
     require_trained_rows(model, known)
     if model.config.embedding_rows > known:
         grow_vocabulary(model, known)
     return formats
+
+
+def stored_config(source: Path) -> ModelConfig:
+    """Return the architecture of a Hugging Face folder, a run or a checkpoint."""
+    return ModelConfig.from_hf(model_folder(source))
 
 
 def read_merged(model: Decoder, source: Path) -> dict[str, str]:
@@ -112,12 +121,16 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     Collective. Returns what `fill` does.
     """
     formats: dict[str, str] = {}
+    config, stored = model.config, stored_config(source)
+    if config.scalar_head and not stored.scalar_head:
+        tied = stored.tie_word_embeddings
+        config = replace(config, scalar_head=False, tie_word_embeddings=tied)
 
     def read() -> None:
         if is_adapter(source) or find_checkpoint(source):
-            require_unchanged(model.config, source)
-            formats.update(number_formats(model.config, source))
-            read_parameters(model, weights_on_disk(model.config, source))
+            require_unchanged(config, source)
+            formats.update(number_formats(config, source))
+            read_parameters(model, weights_on_disk(config, source))
         else:
             formats.update(with_default(import_weights(model, source)))
 

@@ -610,3 +610,18 @@ def test_devices_are_known_by_the_drivers_names():
         < 40
         < named_by_driver("NVIDIA A100-SXM4-80GB").memory_gib
     )
+
+
+def test_a_plan_counts_what_a_reference_computes(capsys):
+    ours = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=1"]
+    plain, base = (planned(*ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))
+    assert base.compute == plain.compute
+    assert base.step == pytest.approx(plain.step + base.forwards)
+    assert base.compute / 4 < base.forwards < base.compute / 2
+    assert planned(*ours, "objective=dpo").slow.forwards == 0
+    assert planned(*ours, "objective=dpo").slow.reading > 0
+    assert main(["plan", *ours, "objective=dpo", "plan.format=json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reference"] == "stored"
+    assert main(["plan", *ours, "objective=dpo"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reads all rows of an epoch once, before step 1" in said

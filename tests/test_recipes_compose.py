@@ -135,6 +135,8 @@ def test_every_option_sets_its_groups_selector():
             chosen["compile"] = "enabled"  # one needs the other
         if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
             chosen["adapter"] = "none"  # one refuses the other
+        if chosen["objective"] in ("distil", "grpo"):
+            chosen["objective"] = "sft"  # they need a teacher, or rewards
         if chosen["objective"] in (*PAIRED, *UNPAIRED):
             chosen["data"] = "sft"  # another packing parts what is compared
         if chosen["objective"] in SCORED:

@@ -6,9 +6,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from pairs import write_pairs
 from recipe import RECIPES, recipe_as_it_is
 
 import fsdp_trainer
+from fsdp_trainer.config.schema import PAIRED
 
 SMALLER = [
     "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
@@ -50,9 +52,11 @@ def text(tmp_path):
     ],
 )
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
-    data = (
-        f"data.path={text if recipe_as_it_is(recipe).data.format == 'text' else 'demo:backwards'}"
-    )
+    cfg = recipe_as_it_is(recipe)
+    path = text if cfg.data.format == "text" else "demo:backwards"
+    if cfg.objective.name in PAIRED:
+        path = write_pairs(tmp_path / "pairs.jsonl")
+    data = f"data.path={path}"
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",

@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_trainer.config.rules_objective import has_reference, stores_reference
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -15,6 +16,7 @@ from fsdp_trainer.plan.answer import Answer
 from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
 from fsdp_trainer.plan.rollouts import Rollouts
 from fsdp_trainer.plan.suggest import Suggestion
+from fsdp_trainer.plan.time import Times
 
 BAR = 32  # characters for the whole of the device's memory
 NARROW = 110  # characters
@@ -77,6 +79,7 @@ def one_world(
         },
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
+        "reference": reference_of(cfg),
         "slowest_step": plan.slow._asdict() if timed else None,
         "fastest_step": plan.fast._asdict() if timed else None,
         "tokens_per_second": plan.tokens / plan.seconds if timed else None,
@@ -104,6 +107,14 @@ def rollouts_json(made: Rollouts | None) -> dict[str, Any] | None:
         "cache_gib": round(made.cache / GIB, 3),
         "seconds": made.seconds,
     }
+
+
+def reference_of(cfg: PlanConfig) -> str | None:
+    """Return where the objective's reference is: the `base` of adapters, or `stored`; None: there
+    is none."""
+    if stores_reference(cfg):
+        return "stored"
+    return "base" if has_reference(cfg.objective) else None
 
 
 def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | None:
@@ -272,8 +283,13 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
         )
         text = "compute {}, communication {} (exposed {})".format(*parts)
         if plan.slow.idle:
-            text += f", idle {parts[-1]}"
+            text += f", idle {parts[Times._fields.index('idle')]}"
+        if plan.slow.forwards:
+            text += f", forwards without gradients {parts[Times._fields.index('forwards')]}"
         rows.append(("step", f"{whole} {unit}: {text}, optimizer {size * plan.slow.optimizer:.2f}"))
+        if stores_reference(cfg):
+            read = f"{parts[Times._fields.index('reading')]} {unit} for as many rows as a step has"
+            rows.append(("reference", f"{read}: it reads all rows of an epoch once, before step 1"))
         rows += [("speed", speed(plan, *timed)), ("run", length(cfg, plan))]
     else:
         rows.append(("step", UNTIMED + COMPARED * compares))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from fsdp_trainer.config.dimensions import dimension_sizes, expert_sizes, fsdp_ranks, own_length
 from fsdp_trainer.config.pipeline import idle_micro_batches, micro_batches, schedule_of
+from fsdp_trainer.config.rules_objective import further_forwards
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
@@ -97,6 +98,8 @@ class Times(NamedTuple):
     """Seconds of one step. exposed: of the communication that no computation hides.
 
     idle: those in which a rank of a pipeline waits for its first micro-batch or for others' last.
+    forwards: those of further forwards without gradients, as of a reference. reading: of one such
+    forward over a step's rows, which is no part of the step.
     """
 
     compute: float
@@ -104,11 +107,13 @@ class Times(NamedTuple):
     exposed: float
     optimizer: float
     idle: float = 0.0
+    forwards: float = 0.0
+    reading: float = 0.0
 
     @property
     def step(self) -> float:
         """Seconds from one step to the next."""
-        return self.compute + self.exposed + self.optimizer + self.idle
+        return self.compute + self.exposed + self.optimizer + self.idle + self.forwards
 
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
@@ -502,12 +507,17 @@ def _times_of(
     waited += count * of_teacher.exposed
     exposed, total = exposed + waited, total + waited
     compute = count * (forward + backward + head + of_teacher.compute)
+    # of three passes over the blocks one, and of three products of the head
+    reading = count * (forward + head / 3) + waited / 3
+    reading += gathers * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
     return Times(
         compute,
         total,
         exposed,
         _optimizer_seconds(cfg, units.all.own, device) + of_owners,
         idle_micro_batches(cfg.sharding) * (compute + exposed) / count,
+        further_forwards(cfg) * reading,
+        reading,
     )
 
 

@@ -96,7 +96,7 @@ ABSENT = {
     "optimizer=shampoo": "Muon with AdamW beside it",
     "model=mixtral": "model=qwen3_30b_a3b",
     "callbacks=mine.py": "--import my_module",
-    "objective=bco": "objective=kto",
+    "objective=bco": "orpo and kto",
     "distillation=true": "Did you mean  objective=distil ?",
     "teacher_model=m": "Did you mean  objective.teacher=m ?",
     "gkd=true": "a teacher's probabilities",

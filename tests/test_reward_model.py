@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.evaluation.reward_scores import open_reward_model
+from fsdp_trainer.training.reward_scores import open_reward_model
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ class RewardModel:
     def scores(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text, whose special tokens are read as such.
 
-        text: prompt and answer as the chat template writes them, the end of the turn included.
+        texts: prompt and answer as the chat template writes them, the end of the turn included.
         """
         return self.scores_of_tokens([self.tokenizer.encode(text) for text in texts])
 
@@ -44,8 +44,8 @@ class RewardModel:
                 length, 1, 1, 0, 1, self.device, number_documents=True, last_tokens=True
             )
             batch = assembler.assemble(rows)
-            found = self.model(batch).scores.log_probability[: len(numbers)]
-            scores[numbers] = found.float().cpu()
+            by_text = self.model(batch).scores.log_probability[: len(numbers)]
+            scores[numbers] = by_text.float().cpu()
         return scores.tolist()
 
 

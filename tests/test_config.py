@@ -250,7 +250,7 @@ MISTAKES = [
         "sharding.replicas=2": "sharding=hsdp",
         "tokenizer.path=Qwen/Qwen3-0.6B": "model.init_from",
         "model.init_from=nowhere/": "no such folder",
-        "data.path=demo:sums": "demo:backwards",
+        "data.path=demo:forwards": "demo:backwards",
         "data.template=mine.jinja": "no such file",
         "checkpoint.resume=runs/none": "neither auto nor never",
     },

@@ -154,7 +154,7 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
 @pytest.mark.slow
 def test_the_demo_is_learnable_and_held_out(tmp_path):
     train, heldout = (
-        {row["messages"][0]["content"] for row in demo.rows(name)} for name in demo.TASKS
+        {row["messages"][0]["content"] for row in demo.rows(name)} for name in demo.BACKWARDS
     )
     assert (len(train), len(heldout), len(train & heldout)) == (4000, 200, 0)
     cfg = TrainConfig()

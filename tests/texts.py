@@ -39,7 +39,7 @@ class Texts(Lengths):
     """A store of texts in which every token is another number; all but the first of a text are
     learnt."""
 
-    tokens = None
+    tokens = kinds = None
 
     def __init__(self, lengths):
         self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]

@@ -150,7 +150,7 @@ def packed_text(rollouts: Sequence[Rollout]) -> str:
         "sampled": np.array([p for r in rollouts for p in r.answer.log_probabilities], np.float32),
     }
     file = io.BytesIO()
-    np.savez(file, allow_pickle=True, **arrays)
+    np.savez(file, allow_pickle=False, **arrays)
     return base64.b64encode(zlib.compress(file.getvalue())).decode()
 
 

@@ -35,7 +35,6 @@ WINDOW, MOSTLY_EQUAL = 20, 0.9
 SHOWN = 2
 """Answers of a step that are recorded: the best and the worst to its first prompt."""
 
-
 Questions = dict[int, dict[str, Any]]
 """By the row of a prompt: what its answers are judged by."""
 
@@ -104,7 +103,7 @@ class AnswerMaker:
             self.tokenizer.decode(answer.tokens),
             question["row"],
             question["reference"],
-            len(answer.tokens),
+            len(answer.tokens) - answer.finished,  # without the one that ended it
             answer.finished,
         )
 

@@ -7,20 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.check import show
+from fsdp_trainer.config.schema import COMPARED_GROUPS
 
 FILE = "chain.jsonl"
-LEARNT = (
-    "model",
-    "adapter",
-    "data",
-    "tokenizer",
-    "batch",
-    "loss",
-    "objective",
-    "optim",
-    "schedule",
-)
-"""Groups of keys that decide what a training learns."""
 LENGTH = ("train.steps", "train.epochs", "train.freeze")
 FREE = (
     "data.cache", "data.max_lost", "data.workers", "data.prefetch", "data.pad_to_multiple",
@@ -81,7 +70,7 @@ def settings_of(cfg: Any) -> dict[str, Any]:
     """Return the keys of a stage's configuration that decide what comes of it."""
     settings: dict[str, Any] = {}
     for group, values in asdict(cfg).items():
-        if isinstance(values, dict) and group in (*LEARNT, "train", "run"):
+        if isinstance(values, dict) and group in (*COMPARED_GROUPS, "train", "run"):
             settings |= {f"{group}.{name}": value for name, value in values.items()}
         elif not isinstance(values, dict):
             settings[group] = values

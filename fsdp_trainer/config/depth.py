@@ -8,6 +8,7 @@ import math
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.schema import Model, TrainConfig
+from fsdp_trainer.rounding import round_up
 
 WIDTH_PER_BLOCK = 64
 HEAD_DIM = 128
@@ -79,12 +80,12 @@ def sizes(model: Model, depth: int) -> dict[str, int | float | bool]:
     weights as nanochat's two of four times the width.
     """
     head_dim = model.head_dim or HEAD_DIM
-    width = model.hidden_size or up_to_multiple(WIDTH_PER_BLOCK * depth, HEAD_DIM)
+    width = model.hidden_size or round_up(WIDTH_PER_BLOCK * depth, HEAD_DIM)
     heads = model.num_attention_heads or max(1, width // head_dim)
     return {
         "num_hidden_layers": depth,
         "hidden_size": width,
-        "intermediate_size": up_to_multiple(8 * width // 3, HEAD_DIM),
+        "intermediate_size": round_up(8 * width // 3, HEAD_DIM),
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "head_dim": head_dim,
@@ -92,11 +93,6 @@ def sizes(model: Model, depth: int) -> dict[str, int | float | bool]:
         "max_position_embeddings": MAX_POSITIONS,
         "rope_theta": ROPE_THETA,
     }
-
-
-def up_to_multiple(number: int, of: int) -> int:
-    """Return the smallest multiple of `of` that is no smaller than `number`."""
-    return math.ceil(number / of) * of
 
 
 def scaling_parameters(model: Model) -> int:

@@ -613,6 +613,18 @@ class Adapter:
     )
 
 
+COMPARED_GROUPS = (
+    "model",
+    "adapter",
+    "data",
+    "tokenizer",
+    "batch",
+    "loss",
+    "objective",
+    "optim",
+    "schedule",
+)
+"""Groups of keys that say what is trained: they may change only where allow_changes names them."""
 PAIRED = ("dpo", "ipo", "simpo", "orpo", "reward")
 """Objectives that compare the two answers of a preference pair."""
 SCORED = ("reward",)

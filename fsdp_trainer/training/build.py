@@ -315,33 +315,17 @@ def build_step(
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
         sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
+        parts = model, objective, metrics, dims, probe, sync, loss_scale
         if cfg.objective.name in PREFERENCE_STEPS:
             return PREFERENCE_STEPS[cfg.objective.name](
-                model,
-                objective,
-                metrics,
-                dims,
-                probe,
-                sync,
-                loss_scale,
+                *parts,
                 figures_of(cfg.objective, dims),
                 choice=cfg.objective,
                 reference=reference_of(cfg, model, dims),
             )
         if cfg.objective.name in PROMPTED:
-            return RolloutForwardBackward(
-                model,
-                objective,
-                metrics,
-                dims,
-                probe,
-                sync,
-                loss_scale,
-                choice=cfg.objective,
-                elsewhere=cfg.objective.server is not None,
-                reference=BaseTokens(model) if cfg.objective.kl else None,
-            )
-        parts = model, objective, metrics, dims, probe, sync, loss_scale
+            reference = BaseTokens(model) if cfg.objective.kl else None
+            return RolloutForwardBackward(*parts, choice=cfg.objective, reference=reference)
         if teacher:
             return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=teacher)
         return ForwardBackward(*parts)

@@ -13,7 +13,7 @@ from fsdp_trainer.checkpoint.files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
 from fsdp_trainer.config.check import show
 from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.file_changes import describe_changed_files
 from fsdp_trainer.data.mixture import Component, Mixture
 from fsdp_trainer.data.stream import StreamedData
@@ -23,18 +23,6 @@ from fsdp_trainer.training.progress import Progress
 
 Order = Mixture | StreamedData
 """The rows of training, in their order."""
-COMPARED_GROUPS = (
-    "model",
-    "adapter",
-    "data",
-    "tokenizer",
-    "batch",
-    "loss",
-    "objective",
-    "optim",
-    "schedule",
-)
-"""Groups of keys that say what is trained: they may change only where allow_changes names them."""
 FREE = {
     "adapter.init_from",
     "data.cache",

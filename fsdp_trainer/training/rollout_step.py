@@ -34,11 +34,10 @@ class BaseTokens:
 class RolloutForwardBackward(ForwardBackward):
     """Runs micro-batches of answers. The loss is that of the objective.
 
-    elsewhere: see PolicyGradient. reference: None without objective.kl.
+    reference: None without objective.kl.
     """
 
     choice: ObjectiveChoice
-    elsewhere: bool = False
     reference: Callable[[MicroBatch], Tensor] | None = None
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
@@ -50,7 +49,8 @@ class RolloutForwardBackward(ForwardBackward):
             batch = replace(batch, columns=columns)
         weights = batch.weights / (plan.weight or 1.0)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else 1.0
-        objective = PolicyGradient(weights, columns_of(batch), self.choice, self.elsewhere)
+        elsewhere = self.choice.server is not None
+        objective = PolicyGradient(weights, columns_of(batch), self.choice, elsewhere)
         value, scores, auxiliary = self.model(batch, replace(objective, weights=weights * scale))
         phases.enter("backward")
         value.backward()

@@ -51,19 +51,19 @@ def peft_adapter(
             problems.append(Problem(first, text))
     if problems:
         raise UserError(f"the adapter in {folder} cannot be read", problems)
-    kept = LastRead(KEPT)
-    sources = {name: part_of(stored, source, kept) for name, source in resolved.sources.items()}
+    cache = LastRead(KEPT)
+    sources = {name: part_of(stored, source, cache) for name, source in resolved.sources.items()}
     return resolved.spec, sources
 
 
-def part_of(stored: dict[str, HuggingFaceTensor], source: Source, kept: LastRead) -> TensorOnDisk:
-    """Return numbers of PEFT's tensors as a parameter of ours. kept: of B of all experts."""
+def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRead) -> TensorOnDisk:
+    """Return numbers of PEFT's tensors as a parameter of ours. cache: of B of all experts."""
     if isinstance(source, SeparateTensors):
         matrices = [stored[f"{name}.weight"] for name in source.tensors]
         return stacked(source.tensors[0], list(matrices))
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
     if isinstance(source, StackedTensor):
-        return own_matrices(whole, source, kept)
+        return own_matrices(whole, source, cache)
     if isinstance(source, StackedRows):
         count, height, _ = whole.shape
         matrix = whole.as_matrix()
@@ -76,14 +76,14 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source, kept: LastRead
     return Columns(rows.dtype, (source.rows, last - first), [], rows, first)
 
 
-def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, kept: LastRead) -> TensorOnDisk:
+def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, cache: LastRead) -> TensorOnDisk:
     """Return A or B of all experts, stacked, of PEFT's tensor of them."""
     if not source.is_b:
         starts = [expert * source.whole + source.first for expert in range(source.experts)]
         return stacked(source.tensor, [whole.whole_rows(start, source.rank) for start in starts])
     shape = (source.experts * source.rows, source.rank)
     span = (source.experts, source.row, source.first, source.whole)
-    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span, kept)
+    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span, cache)
     return Stacked(whole.dtype, (source.experts, source.rows, source.rank), whole.chunks, matrix)
 
 

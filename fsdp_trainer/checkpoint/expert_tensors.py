@@ -13,7 +13,7 @@ class OwnB(TensorOnDisk):
     """Our B [experts, out, rank] of PEFT's [out, ranks · experts], as a matrix of all rows.
 
     source: the file's tensor. row: where our rows begin in it. first, whole: of how many ranks
-    ours begin where. kept: whole tensors of all sources.
+    ours begin where. cache: whole tensors of all sources.
     """
 
     source: TensorOnDisk
@@ -21,7 +21,7 @@ class OwnB(TensorOnDisk):
     row: int
     first: int
     whole: int
-    kept: LastRead
+    cache: LastRead
 
     def as_matrix(self) -> TensorOnDisk:
         """See TensorOnDisk: it is one already."""
@@ -32,7 +32,7 @@ class OwnB(TensorOnDisk):
         rank = self.shape[1]
         rows = self.shape[0] // self.experts
         out = self.source.shape[0]
-        whole = self.kept.rows(self.source, 0, out)
+        whole = self.cache.rows(self.source, 0, out)
         by_expert = whole.view(out, self.whole, self.experts).permute(2, 0, 1)
         own = by_expert[:, self.row : self.row + rows, self.first : self.first + rank].flatten(0, 1)
         return as_tensor(buffer, self.dtype, (last - first, rank)).copy_(own[first:last])

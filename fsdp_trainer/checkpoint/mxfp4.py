@@ -28,13 +28,13 @@ BIAS = 127
 class Mxfp4Tensor(HuggingFaceTensor):
     """Matrices of experts, [experts, in, out], of which the file has each transposed.
 
-    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8. kept: the
+    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8. cache: the
     experts that several threads decode pieces of.
     """
 
     blocks: TensorOnDisk
     scales: TensorOnDisk
-    kept: LastRead
+    cache: LastRead
 
     def as_matrix(self) -> "Mxfp4Tensor":
         """See TensorOnDisk."""
@@ -57,7 +57,7 @@ class Mxfp4Tensor(HuggingFaceTensor):
         """Return rows of one expert's matrix. The whole of it is read, once: its columns are rows
         of the file, of which each holds a part of these."""
         blocks, scales = (
-            self.kept.rows(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
+            self.cache.rows(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
         )
         first, last = start // NUMBERS, -(-stop // NUMBERS)
         columns = decode(blocks[:, first:last], scales[:, first:last])
@@ -79,7 +79,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
     """Return the tensors of a folder; blocks and scales that belong together as one tensor."""
     joined = dict(tensors)
-    kept = LastRead(KEPT)
+    cache = LastRead(KEPT)
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
         scales = tensors.get(f"{whole}{SCALES}")
@@ -88,7 +88,7 @@ def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTe
         del joined[name], joined[f"{whole}{SCALES}"]
         experts, columns, count = scales.shape
         shape = experts, NUMBERS * count, columns
-        codes = blocks, scales, kept
+        codes = blocks, scales, cache
         joined[whole] = Mxfp4Tensor(torch.bfloat16, shape, blocks.chunks, "BF16", *codes)
     return joined
 

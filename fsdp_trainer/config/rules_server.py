@@ -38,18 +38,18 @@ def server(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
 def _folder_problems(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with the folder that is replaced by new weights."""
     given = cfg.objective.server_folder
-    why = "whole weights are sent as a folder that the server reads again"
+    rule = "whole weights are sent as a folder that the server reads again"
     if given is None:
         use = "Use  objective.server_folder=FOLDER , a copy of the model, and  vllm serve FOLDER"
         lora = "  or  adapter=lora , whose adapters are small" if cfg.adapter.name == "none" else ""
-        yield "objective.server_folder", f"{why}.\n{use}{lora}"
+        yield "objective.server_folder", f"{rule}.\n{use}{lora}"
         return
     folder = Path(given)
     if cfg.model.init_from and folder.resolve() == Path(cfg.model.init_from).resolve():
-        reason = f"is what the run begins with, and {why}: it would be overwritten.\n"
+        reason = f"is what the run begins with, and {rule}: it would be overwritten.\n"
         yield "objective.server_folder", reason + "Use a copy of it"
     elif not is_replaceable(folder):
-        reason = f"holds something else than a model, and {why}: all of it would be replaced.\n"
+        reason = f"holds something else than a model, and {rule}: all of it would be replaced.\n"
         yield "objective.server_folder", reason + "Use a copy of the model in a folder of its own"
 
 

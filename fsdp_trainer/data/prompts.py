@@ -41,8 +41,8 @@ class DataQuestion:
     @property
     def as_json(self) -> str:
         """Return what a store keeps of it: what answers are judged by."""
-        kept = {"prompt": self.prompt, "reference": self.reference, "row": self.columns}
-        return json.dumps(kept, default=str)
+        stored = {"prompt": self.prompt, "reference": self.reference, "row": self.columns}
+        return json.dumps(stored, default=str)
 
 
 def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:

@@ -96,16 +96,16 @@ def one_world(
     }
 
 
-def rollouts_json(made: Rollouts | None) -> dict[str, Any] | None:
+def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
     """Return what the answers of a step take; None where none are made."""
-    if made is None:
+    if rollouts is None:
         return None
     return {
-        "answers": made.answers,
-        "at_once": made.at_once,
-        "weights_gib": round(made.weights / GIB, 3),
-        "cache_gib": round(made.cache / GIB, 3),
-        "seconds": made.seconds,
+        "answers": rollouts.answers,
+        "at_once": rollouts.at_once,
+        "weights_gib": round(rollouts.weights / GIB, 3),
+        "cache_gib": round(rollouts.cache / GIB, 3),
+        "seconds": rollouts.seconds,
     }
 
 
@@ -301,14 +301,14 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     return table
 
 
-def rollouts_line(cfg: PlanConfig, plan: RunPlan, made: Rollouts) -> str:
+def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     """Return what the answers of a step take, and what is assumed of them."""
     text = (
-        f"{made.answers:,} a step, {made.at_once:,} at once on a rank: "
-        f"{gib(made.weights)} of weights and {gib(made.cache)} of cache while they are made"
+        f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on a rank: "
+        f"{gib(rollouts.weights)} of weights and {gib(rollouts.cache)} of cache while they are made"
     )
     if plan.step_seconds:
-        text += f", {made.seconds[0]:.1f} – {made.seconds[1]:.1f} s besides the step below"
+        text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s besides the step below"
     return f"{text} (all of {cfg.objective.max_new_tokens:,} tokens; then {plan.rows:,} rows)"
 
 

@@ -151,13 +151,13 @@ class Corruption:
         if not odd:
             return
         mine = {hash(ranks): {n: by_name[n] for n in group} for ranks, group in shared.items()}
-        kept = gather({key: values for key, values in mine.items() if key in odd})
+        odd_values = gather({key: values for key, values in mine.items() if key in odd})
         key = next(iter(odd))
-        holders = [rank for rank, groups in enumerate(kept) if key in groups]
+        holders = [rank for rank, groups in enumerate(odd_values) if key in groups]
         first, *others = [
             name
-            for name in kept[holders[0]][key]
-            if len({kept[rank][key][name] for rank in holders}) > 1
+            for name in odd_values[holders[0]][key]
+            if len({odd_values[rank][key][name] for rank in holders}) > 1
         ]
         more = f" and {len(others)} more" if others else ""
         how = (

@@ -76,8 +76,8 @@ class AnswerMaker:
             rollouts = self._judge(own, answers, questions)
         except (RunFailed, UserError) as error:  # a server or a reward: on all ranks alike
             raise DataLost(error) from None
-        made = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
-        return [made[request.row, request.sample] for request in requests]
+        by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
+        return [by_request[request.row, request.sample] for request in requests]
 
     def _judge(
         self,
@@ -189,11 +189,11 @@ class RolloutSource:
         requests = [Request(prompts[row][0], row, i) for row in rows for i in samples]
         questions = {row: each for row, (_, each) in prompts.items()}
         phases.enter("rollouts")
-        made = self.maker.make(requests, questions, block[0].step - 1, check)
+        rollouts = self.maker.make(requests, questions, block[0].step - 1, check)
         phases.enter("data")
         sizes = [(plan.stop - plan.start) * len(samples) for plan in block]
         ends = np.cumsum(sizes).tolist()
-        return [made[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [rollouts[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
         """Return the tokens of a prompt, and what answers to it are judged by."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from fsdp_trainer.config.context import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.paths import is_adapter
+from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.pipeline import idle_share, micro_batches
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
@@ -59,6 +59,7 @@ def describe(
         *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
+        *teacher_line(cfg, inputs.teacher),
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
@@ -142,6 +143,18 @@ def not_followed(init_from: str | None) -> list[str]:
     if not init_from or not is_adapter(folder):
         return []
     return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
+
+
+def teacher_line(cfg: TrainConfig, teacher: Path | None) -> list[str]:
+    """Return the line on the model that is learnt from. teacher: its folder; None: no model."""
+    if teacher is None:
+        return []
+    choice, config = cfg.objective, ModelConfig.from_hf(model_folder(teacher))
+    return [
+        f"teach  {config.family}, {short(config.parameters())} parameters, from {choice.teacher}; "
+        f"share {choice.share:g} of the loss, temperature {choice.temperature:g}, "
+        f"{choice.divergence} divergence"
+    ]
 
 
 def one_or_range(values: list[float]) -> str:

@@ -8,12 +8,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the machine's cores are for
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # of processes that tests start; see below
 
-import parsed_yaml
+import composing
 import pytest
 from world import Run, World, write_chats
 
 sys.dont_write_bytecode = False  # else each worker compiles every module of tests anew
-parsed_yaml.keep()
+composing.keep()
 internal_errors: list[str] = []
 
 

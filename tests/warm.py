@@ -9,9 +9,9 @@ import fsdp_trainer.cli
 import fsdp_trainer.data.preview
 import fsdp_trainer.training.run  # noqa: F401
 from fsdp_trainer.config.compose import compose
-from tests import parsed_yaml
+from tests import composing
 
-parsed_yaml.keep()
+composing.keep()
 compose("train", ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
 gc.collect()
 gc.freeze()  # pages that no collection touches stay shared

@@ -1,0 +1,100 @@
+"""Composing a configuration for a fifth of the processor's time: tests do it some thousand times.
+
+Hydra parses about forty files twice for each composition, and merges them one by one. What it
+reads and merges depends on the chosen groups only, so it is kept for each choice of groups.
+Overrides of single values are applied by Hydra each time.
+"""
+
+import pickle
+from typing import Any
+
+import yaml
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList
+from hydra.core.override_parser.types import Override
+
+from fsdp_trainer.config.compose import CONF
+from fsdp_trainer.config.recipe_files import OWN
+
+
+def keep() -> None:
+    """From now on, in this process and in those that are forked from it."""
+    keep_parsed_yaml()
+    keep_defaults_lists()
+    keep_merged_files()
+
+
+def keep_parsed_yaml() -> None:
+    parse = yaml.load
+    kept: dict[tuple[str | bytes, str], bytes] = {}
+
+    def load(stream: Any, Loader: type) -> Any:
+        if not hasattr(stream, "read"):
+            return parse(stream, Loader)
+        key = stream.read(), Loader.__qualname__
+        if key not in kept:
+            stream.seek(0)  # an error names the file
+            kept[key] = pickle.dumps(parse(stream, Loader))
+        return pickle.loads(kept[key])
+
+    yaml.load = load
+
+
+def keep_defaults_lists() -> None:
+    create = config_loader_impl.create_defaults_list
+    kept: dict[tuple, DefaultsList] = {}
+
+    def create_once(
+        repo: IConfigRepository,
+        config_name: str | None,
+        overrides_list: list[Override],
+        prepend_hydra: bool,
+        skip_missing: bool,
+    ) -> DefaultsList:
+        settings = config_name, prepend_hydra, skip_missing
+        if not never_changes(repo):
+            return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
+        groups = [word for word in overrides_list if chooses_option(word, repo)]
+        key = settings, tuple(word.input_line for word in groups)
+        if key not in kept:
+            kept[key] = create(repo, config_name, groups, prepend_hydra, skip_missing)
+        return DefaultsList(
+            defaults=kept[key].defaults,
+            config_overrides=[word for word in overrides_list if word not in groups],
+            defaults_tree=kept[key].defaults_tree,
+            overrides=kept[key].overrides,
+        )
+
+    config_loader_impl.create_defaults_list = create_once
+
+
+def keep_merged_files() -> None:
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    kept: dict[tuple, bytes] = {}
+
+    def merge_once(self: ConfigLoaderImpl, defaults: list, repo: IConfigRepository) -> Any:
+        if not never_changes(repo):
+            return merge(self, defaults, repo)
+        key = tuple((file.config_path, file.package, file.is_self) for file in defaults)
+        if key not in kept:
+            kept[key] = pickle.dumps(merge(self, defaults, repo))
+        return pickle.loads(kept[key])
+
+    ConfigLoaderImpl._compose_config_from_defaults_list = merge_once
+
+
+def never_changes(repo: IConfigRepository) -> bool:
+    """True if all files are the project's or Hydra's; those that tests write may change."""
+    if OWN:
+        return False
+    own = {str(CONF.resolve()), "hydra.conf", "structured://", None, ""}
+    return all(source.path in own for source in repo.get_sources())
+
+
+def chooses_option(override: Override, repo: IConfigRepository) -> bool:
+    """True for `model=tiny`; False for `train.steps=3` and for a group that is given as a map."""
+    if override.is_sweep_override() or isinstance(override.value(), dict):
+        return False
+    return repo.group_exists(override.key_or_group)

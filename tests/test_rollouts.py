@@ -235,6 +235,44 @@ def test_the_base_of_adapters_is_what_the_divergence_is_from(world, tmp_path):
     assert run.column("sampler_difference") == pytest.approx([0, 0, 0], abs=1e-5)
 
 
+@pytest.fixture(scope="module")
+def model(world, tmp_path_factory):
+    """A folder of a small model with random weights."""
+    folder = tmp_path_factory.mktemp("model")
+    words = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "train.steps=1"]
+    world.train(folder / "run", *words, "checkpoint.export_hf=true")
+    return folder / "run/hf"
+
+
+@pytest.mark.slow
+def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
+    world, model, tmp_path
+):
+    keys = [*GRPO, "objective.kl=0.1", f"data.cache={tmp_path / 'c'}", "optim.lr=0.05"]
+    keys += [f"model.init_from={model}", "checkpoint.every=2", "checkpoint.keep=9"]
+    start = world.train(tmp_path / "start", *keys)
+    assert "from start; kl 0.1" in start.out
+    assert start.column("kl")[0] == 0
+    assert start.column("kl")[-1] > 0
+    shared = world.train(tmp_path / "shared", *keys, "sharding.tensor=2", ranks=2)
+    assert shared.column("kl") == pytest.approx(start.column("kl"), rel=2e-3, abs=1e-6)
+
+    lora = [*keys, "adapter=lora", "train.steps=2"]  # whose base is the same
+    based = world.train(tmp_path / "based", *lora)
+    beside = world.train(tmp_path / "beside", *lora, f"objective.reference={model}", ranks=2)
+    for name in ("kl", "loss"):
+        expected = based.column(name)
+        assert beside.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+
+    resumed = [*keys, f"checkpoint.resume={start.folder / 'checkpoints' / 'step-00000002'}"]
+    rest = world.train(tmp_path / "rest", *resumed)
+    for name in ("kl", *FIGURES):
+        assert rest.column(name) == start.column(name)[2:]
+    resumed += [f"model.init_from={start.folder}", "checkpoint.allow_changes=[model.init_from]"]
+    said = world.train(tmp_path / "other", *resumed, code=2).err
+    assert "the reference is another one" in said
+
+
 REFUSED = {
     "objective.rewards=[]": "objective.rewards=[exact]",
     "sharding.pipeline=2": "sharding.pipeline=1",
@@ -244,7 +282,8 @@ REFUSED = {
     "data.validation=demo:backwards/heldout": "data.validation=null",
     "batch.seq_len=200": "batch.seq_len=512",
     "loss.z_loss=0.1": "objective=sft",
-    "objective.kl=0.1": "adapter=lora",
+    "sharding.expert=2": "sharding.expert=1",
+    "objective.kl=0.1": "",
     "objective.beta=0.2": "objective=dpo",
 }
 
@@ -257,9 +296,19 @@ def test_what_answers_cannot_do_is_refused_before_anything_starts(capsys):
         assert named in told
 
 
-def test_keys_of_answers_count_only_with_them(capsys):
-    assert main(["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.samples=4"]) == 2
-    assert "objective=grpo" in capsys.readouterr().err
+MISUSED = [
+    (["objective.samples=4"], "objective=grpo"),
+    (["objective=grpo", "objective.kl=0.1", "objective.reference=none"], "objective.kl=0"),
+    (["objective=grpo", "objective.reference=nowhere"], "objective.kl=0.01"),
+    (["objective=grpo", "objective.kl=1", "objective.reference=nowhere"], "there is no such"),
+]
+
+
+@pytest.mark.parametrize(("typed", "named"), MISUSED, ids=lambda x: None)
+def test_keys_of_answers_count_only_with_what_they_are_for(capsys, typed, named):
+    keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.rewards=[exact]"]
+    assert main([*keys, *typed]) == 2
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -283,3 +332,9 @@ def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
     assert made.weights == pytest.approx(2 * 596_049_920)
     assert 0.5 < made.seconds[0] < made.seconds[1] < 10
     assert planned(*keys[:2], "plan.world_size=8", "plan.gpu=h100").rollouts is None
+
+    near = planned(*keys, "batch.rows=64", "batch.seq_len=2048", "objective.kl=0.01")
+    more = near.memory.peak.total - plan.memory.peak.total
+    assert more == pytest.approx(2 * 596_049_920 / 8, rel=0.05), "a shard of a second model"
+    assert near.fast.compute > 1.2 * plan.fast.compute
+    assert planned(*keys, "objective.kl=0.01", "adapter=lora").fast.forwards > 0

@@ -24,7 +24,8 @@ from fsdp_trainer.config.paths import (
     run_folder,
     tokenizer_folder,
 )
-from fsdp_trainer.config.schema import DISTIL, TrainConfig
+from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
     ChainConfig,
     ChatConfig,
@@ -161,7 +162,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_init_from(cfg, report)
-    _check_teacher(cfg, report)
+    _check_model_beside(cfg, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
@@ -203,11 +204,12 @@ def _check_init_from(cfg: TrainConfig, report: Report) -> None:
         _check_weights("model.init_from", path, report)
 
 
-def _check_teacher(cfg: TrainConfig, report: Report) -> None:
-    """Check objective.teacher. What it is needed for is not on record, so also in a resume."""
-    path = cfg.objective.teacher
-    if path and cfg.objective.name == DISTIL and not is_hub_id(path):
-        _check_weights("objective.teacher", path, report)
+def _check_model_beside(cfg: TrainConfig, report: Report) -> None:
+    """Check a teacher, or a reference in memory. Its weights are not on record, so also in a
+    resume."""
+    named = model_beside(cfg)
+    if named and named[1] not in REFERENCES and not is_hub_id(named[1]):
+        _check_weights(*named, report)
 
 
 def _check_weights(key: str, path: str, report: Report) -> None:

@@ -37,7 +37,7 @@ from fsdp_trainer.config.rules_objective import (
     teacher,
 )
 from fsdp_trainer.config.rules_rewards import rewards
-from fsdp_trainer.config.rules_rollouts import answers, prompts
+from fsdp_trainer.config.rules_rollouts import answers, divergence, prompts
 from fsdp_trainer.config.rules_server import server
 from fsdp_trainer.config.rules_training import (
     adapters,
@@ -98,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     rewards,
     prompts,
     answers,
+    divergence,
     teacher,
     server,
     tracking_command,

@@ -142,12 +142,31 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
 
 def has_reference(cfg: ObjectiveChoice) -> bool:
     """Return True where the loss compares the model with a reference."""
+    if cfg.name in PROMPTED:
+        return cfg.kl > 0
     return cfg.name in REFERENCED and cfg.reference != "none"
 
 
 def stores_reference(cfg: TrainConfig) -> bool:
     """Return True where a reference reads all rows once, before the first step."""
-    return has_reference(cfg.objective) and not base_is_reference(cfg)
+    is_stored = cfg.objective.name in REFERENCED and not base_is_reference(cfg)
+    return is_stored and has_reference(cfg.objective)
+
+
+def loads_reference(cfg: TrainConfig) -> bool:
+    """Return True where a reference is a second model in memory: it reads new answers."""
+    is_loaded = cfg.objective.name in PROMPTED and not base_is_reference(cfg)
+    return is_loaded and has_reference(cfg.objective)
+
+
+def model_beside(cfg: TrainConfig) -> tuple[str, str] | None:
+    """Return key and value of the frozen model in memory beside the one in training; None: there
+    is none."""
+    if cfg.objective.name == DISTIL and cfg.objective.teacher:
+        return "objective.teacher", cfg.objective.teacher
+    if loads_reference(cfg):
+        return "objective.reference", cfg.objective.reference
+    return None
 
 
 def further_forwards(cfg: TrainConfig) -> int:

@@ -1,7 +1,7 @@
 """Rules of objectives that learn from the model's own answers. See config/rules.py."""
 
 from fsdp_trainer.config.check import Report
-from fsdp_trainer.config.rules_objective import Broken, base_is_reference
+from fsdp_trainer.config.rules_objective import Broken, loads_reference
 from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 
 
@@ -39,9 +39,20 @@ def answers(cfg: TrainConfig, report: Report) -> Broken:
     for name in ("label_smoothing", "z_loss"):
         if getattr(cfg.loss, name):
             yield f"loss.{name}", "only counts with  objective=sft"
-    if cfg.objective.kl and not base_is_reference(cfg):
-        reason = (
-            "the model to stay near to is the base of new adapters; a second model in memory is not"
-            " in this version.\n"
-        )
-        yield "objective.kl", reason + "Use  adapter=lora  or  objective.kl=0"
+
+
+def divergence(cfg: TrainConfig, report: Report) -> Broken:
+    """The divergence from a reference is one from a model, which is computed as the trained one."""
+    choice = cfg.objective
+    if choice.name not in PROMPTED:
+        return
+    if choice.kl and choice.reference == "none":
+        reason = "weighs the divergence from objective.reference, which is none.\n"
+        yield "objective.kl", reason + "Use  objective.reference=start  or  objective.kl=0"
+        return
+    if "objective.reference" in report.typed and choice.reference != "none" and not choice.kl:
+        reason = "only counts with a weight of the divergence from it.\nUse  objective.kl=0.01"
+        yield "objective.reference", reason
+    if loads_reference(cfg) and cfg.sharding.expert > 1:
+        reason = "the experts of a reference are not divided in this version.\n"
+        yield "sharding.expert", reason + "Use  sharding.expert=1  or  objective.kl=0"

@@ -678,8 +678,9 @@ class ObjectiveChoice:
     undesirable_weight: float = key(1.0, "kto: the weight of bad answers", minimum=0)
     reference: str = key(
         "start",
-        "dpo, ipo, kto: the model to stay near to. `start`: the one that the run begins with; a run"
-        " or a Hugging Face folder of the same shape; `none`: none",
+        "dpo, ipo, kto, grpo with kl: the model to stay near to. `start`: the one that the run"
+        " begins with; a run or a Hugging Face folder, for grpo of any size and family with the"
+        " same vocabulary, else of the same shape; `none`: none",
     )
     rewards: list[str | dict[str, Any]] = key(
         [],

@@ -51,7 +51,13 @@ from fsdp_trainer.plan.stages import (
     stage_shares,
     units_of,
 )
-from fsdp_trainer.plan.teacher import COMPARED_BYTES, hidden_bytes, teacher_of, teacher_units
+from fsdp_trainer.plan.teacher import (
+    COMPARED_BYTES,
+    PlannedTeacher,
+    hidden_bytes,
+    teacher_of,
+    teacher_units,
+)
 from fsdp_trainer.plan.units import (
     BlockKind,
     FsdpUnit,
@@ -170,6 +176,8 @@ class Step:
         self.group = fsdp_ranks(sizes)
         self.expert_shards = expert_sizes(sharding, world)["eshard"]
         self.ranks, self.matrices = stage_ranks(cfg, world), matrix_numbers(share, cfg, config)
+        self.teacher = teacher_of(cfg, config)
+        """Also a reference in memory."""
         config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.share = not keeps_gathered(sharding), share
         self.parts = model_parts(config, cfg)
@@ -232,7 +240,6 @@ class Step:
 
     def _add_teacher(self, offload: bool) -> None:
         """Add the shards of a teacher, and what it always has gathered. offload: of states."""
-        self.teacher = teacher_of(self.cfg)
         self.of_teacher = {"gathered": 0.0, "activations": 0.0}
         """What a teacher holds at this moment besides its shards."""
         if self.teacher is None:
@@ -346,7 +353,10 @@ class Step:
             self.gathered += 0 if self.reshard else mine
 
     def teach(self) -> None:
-        """The teacher's forward, which leaves its head gathered, and hidden states."""
+        """The teacher's forward, which leaves its head gathered, and hidden states.
+
+        A reference has a head of its own, and leaves nothing.
+        """
         if self.teacher is None:
             return
         config, cfg = self.teacher.config, self.teacher.cfg
@@ -358,15 +368,21 @@ class Step:
         message = self.message(units.block)
         self.at(
             "forward",
-            "the teacher's forward",
+            f"the {self.teacher.name}'s forward",
             self.kept + shared + block.forward,
             is_freed * (units.block.gathered + units.first.gathered * config.tie_word_embeddings),
             is_freed * 2 * message,
             is_freed * self.copy(message),
         )
+        end, before = f"the end of the {self.teacher.name}'s forward", self.kept + shared
+        if not self.teacher.compares:
+            logits = self._logits_of(self.teacher)
+            mine = is_freed * units.last.gathered
+            self.at("forward", end, before + 2 * hidden, mine, logits=logits)
+            return
         self.of_teacher["gathered"] += is_freed * units.last.gathered
         self.of_teacher["activations"] = hidden
-        self.at("forward", "the end of the teacher's forward", self.kept + shared + 2 * hidden)
+        self.at("forward", end, before + 2 * hidden)
 
     def head(self) -> None:
         """Final norm, head and loss, forward and backward.
@@ -390,7 +406,7 @@ class Step:
         fetched = self.message(self.units[-1]) if self.reshard else 0.0
         whole = trained * self.compute
         copied = whole if half else 0
-        if self.teacher is not None:  # its head is freed when the student's forward ends
+        if self._compares:  # the teacher's head is freed when the student's forward ends
             is_freed = not self.teacher_units.stays
             self.of_teacher["gathered"] -= is_freed * self.teacher_units.last.gathered
             self.of_teacher["activations"] = 0.0
@@ -412,8 +428,20 @@ class Step:
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
         copy = trained * self.compute if half and self.device == "cpu" else 0
-        compared = COMPARED_BYTES if self.teacher is not None else 0
+        compared = COMPARED_BYTES if self._compares else 0
         return rows * config.vocab_size * (each + compared) + copy
+
+    @property
+    def _compares(self) -> bool:
+        """Return True where a chunk's logits are compared with a teacher's."""
+        return self.teacher is not None and self.teacher.compares
+
+    def _logits_of(self, reference: PlannedTeacher) -> float:
+        """Return the bytes of a chunk's logits in a reference's head, which has no gradients."""
+        config, half = reference.config, self.compute < 4
+        rows = rows_at_once(self.cfg, config, self.tokens, self.device)
+        each = self.compute + (4 if half else 0) + (4 if config.final_logit_softcapping else 0)
+        return rows * config.vocab_size * each / self.cfg.sharding.tensor
 
     def backward(self) -> None:
         """Backward of the blocks, last ones first, and of the embedding."""

@@ -1,4 +1,5 @@
-"""What a teacher adds to a plan: its weights, its forward in front of the student's, its logits."""
+"""What a teacher, or a reference in memory, adds to a plan: its weights, its forward in front of
+the trained model's, its logits."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.memory_check import keeps_gathered
@@ -22,10 +24,15 @@ SOFT_BYTES = 60
 
 
 class PlannedTeacher(NamedTuple):
-    """A teacher as a rank of a student's run has it. cfg: of a run of its own."""
+    """A teacher, or a reference in memory, as a rank of a run has it. cfg: of a run of its own.
+
+    compares: all its logits are compared with the student's, in whose head they are made.
+    """
 
     config: ModelConfig
     cfg: TrainConfig
+    name: str
+    compares: bool
 
 
 class TeacherUnits(NamedTuple):
@@ -40,22 +47,30 @@ class TeacherUnits(NamedTuple):
     stays: bool
 
 
-def teacher_of(cfg: TrainConfig) -> PlannedTeacher | None:
-    """Return the teacher of a run; None: it has none. Raises UserError as `architecture` does."""
-    named = cfg.objective.teacher
-    if cfg.objective.name != DISTIL or named is None:
+def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
+    """Return the teacher of a run, or its reference in memory; None: it has neither.
+
+    Raises UserError as `architecture` does.
+    """
+    beside = model_beside(cfg)
+    if beside is None:
         return None
+    key, source = beside
+    is_start = source in REFERENCES
     precision = replace(cfg.precision, master_dtype=cfg.precision.param_dtype, float8=None)
     own = replace(
         cfg,
-        model=replace(Model(), attention=cfg.model.attention, init_from=named),
+        model=cfg.model
+        if is_start
+        else replace(Model(), attention=cfg.model.attention, init_from=source),
         adapter=Adapter(),
         train=replace(cfg.train, freeze=[]),
         precision=precision,
         activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps nothing but inputs
         objective=replace(cfg.objective, name="sft", teacher=None),
     )
-    return PlannedTeacher(_architecture(named), own)
+    config = student if is_start else _architecture(source)
+    return PlannedTeacher(config, own, key.removeprefix("objective."), cfg.objective.name == DISTIL)
 
 
 @lru_cache
@@ -65,9 +80,11 @@ def _architecture(named: str) -> ModelConfig:
 
 
 def assumed_of(cfg: TrainConfig) -> list[str]:
-    """Return a sentence for each thing that was assumed about a run's teacher."""
-    teacher = teacher_of(cfg)
-    return [] if teacher is None else architecture(teacher.cfg)[1]
+    """Return a sentence for each thing that was assumed about a run's teacher or reference."""
+    beside = model_beside(cfg)
+    if beside is None or beside[1] in REFERENCES:
+        return []
+    return architecture(replace(TrainConfig(), model=Model(init_from=beside[1])))[1]
 
 
 def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:

@@ -304,6 +304,7 @@ def _wire_of(
     tensor = tensor_group(cfg.sharding, device.per_node)
     traffic = tensor_traffic(cfg, config, share)
     owners = owner_traffic(share, cfg, config, world, device.per_node)
+    of_teacher = teacher_message(cfg, config, shard.ranks)
     config = share_of_rank(config, tensor.ranks)
     count = micro_batches(cfg, world)
     units = units_of(share, cfg, config, shard.ranks)
@@ -319,7 +320,7 @@ def _wire_of(
         gathered += units.last.gathered
     experts = gathers * (units.all.experts + freed.experts)
     gathered -= experts
-    gathered += count * teacher_message(cfg, shard.ranks)
+    gathered += count * of_teacher
     trained = units.all.trained_padded - units.all.trained_experts
     reductions = 1 if reduces_once(cfg) else count
     reduced = trained * reduce * reductions
@@ -364,9 +365,12 @@ def _wire_of(
     return ways
 
 
-def teacher_message(cfg: TrainConfig, group: int) -> float:
-    """Return the bytes of a teacher's weights that are gathered in a micro-batch."""
-    teacher = teacher_of(cfg)
+def teacher_message(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
+    """Return the bytes of a teacher's weights that are gathered in a micro-batch.
+
+    config: the whole model in training.
+    """
+    teacher = teacher_of(cfg, config)
     if teacher is None:
         return 0.0
     units = teacher_units(teacher, group)
@@ -440,6 +444,7 @@ def _times_of(
     traffic = tensor_traffic(cfg, config, share)
     passed = hops(cfg, config, world, device, share)
     of_owners = owners_seconds(share, cfg, config, world, device, best)
+    of_teacher = teacher_seconds(cfg, config, shard, device, best)
     config = share_of_rank(config, tensor.ranks)
     units = units_of(share, cfg, config, shard.ranks)
     count, links = micro_batches(cfg, world), LINKS[best]
@@ -474,7 +479,6 @@ def _times_of(
     forward, backward, head = slowest * forward, slowest * backward, share.is_last * head
     gathers = 1 if stays_gathered(cfg) else count
 
-    of_teacher = teacher_seconds(cfg, shard, device, best)
     moving = moving_seconds(cfg, config, device, links)
     exposed = count * (max(0.0, moving - forward) + max(0.0, moving - backward))
     exposed += gathers * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
@@ -528,12 +532,14 @@ class TeacherSeconds(NamedTuple):
     exposed: float = 0.0
 
 
-def teacher_seconds(cfg: TrainConfig, shard: Group, device: Device, best: bool) -> TeacherSeconds:
+def teacher_seconds(
+    cfg: TrainConfig, config: ModelConfig, shard: Group, device: Device, best: bool
+) -> TeacherSeconds:
     """Return the seconds of a teacher's forward, of its logits, and of comparing both models'.
 
-    Its messages within a tensor group are not counted.
+    Its messages within a tensor group are not counted. config: the whole model in training.
     """
-    teacher = teacher_of(cfg)
+    teacher = teacher_of(cfg, config)
     if teacher is None:
         return TeacherSeconds()
     ranks = cfg.sharding.tensor
@@ -542,7 +548,7 @@ def teacher_seconds(cfg: TrainConfig, shard: Group, device: Device, best: bool) 
     )
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     logits = tokens * teacher.config.vocab_size / ranks * SOFT_BYTES
-    compared = logits / (device.memory_rate * MEMORY)
+    compared = teacher.compares * logits / (device.memory_rate * MEMORY)
     units, links = teacher_units(teacher, shard.ranks), LINKS[best]
     ends = units.first.gathered + units.last.gathered * (not teacher.config.tie_word_embeddings)
     first, blocks = (shard.seconds(size, device, links) for size in (ends, units.gathered - ends))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from fsdp_trainer import slots
 from fsdp_trainer.checkpoint.assets import write_hf_assets
@@ -26,7 +27,7 @@ from fsdp_trainer.config.context import (
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
-from fsdp_trainer.config.rules_objective import base_is_reference, has_reference
+from fsdp_trainer.config.rules_objective import base_is_reference, has_reference, model_beside
 from fsdp_trainer.config.schema import (
     DISTIL,
     PAIRED,
@@ -47,6 +48,7 @@ from fsdp_trainer.data.workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_shares
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import as_configured, resolve_adapters
 from fsdp_trainer.models.attention_choice import AttentionChoice, choose
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
@@ -99,6 +101,7 @@ from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
 from fsdp_trainer.training.policy_gradient import rollout_figures
 from fsdp_trainer.training.preferences import PairFigures, chosen_watch
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.reference_model import ReferenceModel, build_reference
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.rollout_step import BaseTokens, RolloutForwardBackward
 from fsdp_trainer.training.rollouts import AnswerMaker, RolloutSource
@@ -112,9 +115,10 @@ from fsdp_trainer.training.stored_reference import ReferencePass
 from fsdp_trainer.training.streaming import StreamedRows
 from fsdp_trainer.training.tasks import TrainingTasks
 from fsdp_trainer.training.teacher import (
+    FrozenModel,
     Teacher,
     build_teacher,
-    fill_teacher,
+    fill_frozen,
     readers,
     require_fitting,
     with_teacher,
@@ -165,12 +169,12 @@ def build(
     timeout = parse_duration(cfg.launch.timeout)
     dims = Dims(cfg.sharding, device.type, timeout)
     compiled, why_uncompiled = can_compile(cfg, device)
-    teacher = build_teacher(cfg, inputs.teacher, config, dims, compiled)
+    adapters = resolve_adapters(cfg.adapter, config)
+    beside = build_beside(cfg, inputs, config, adapters, dims, compiled)
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = temperature(cfg)
-    adapters = resolve_adapters(cfg.adapter, config)
     model = parallelize(model, dims, cfg, adapters, compiled)
     slots.show_coordinates(dims.place)
     slots.count_collectives(dims.collective_counter())  # of all groups that there are now
@@ -193,7 +197,7 @@ def build(
     heads = config.num_attention_heads // cfg.sharding.tensor
     context = context_method(cfg, replace(config, num_attention_heads=heads))
     attention = choose_attention(
-        cfg, readers(config, teacher), share, device, compiled, context.method
+        cfg, readers(config, beside), share, device, compiled, context.method
     )
     answers = answer_maker(cfg, model, inputs, dims, device, run)
     context_of_rows = SourceContext(
@@ -228,7 +232,7 @@ def build(
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
-    digest_of_teacher = fill_teacher(teacher, cfg, start.checkpoint, model_device, device)
+    digests = fill_frozen(beside, cfg, start.checkpoint, model_device, device)
     allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
@@ -268,7 +272,7 @@ def build(
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, teacher),
+        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, beside),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
             cfg.train.check_every, observer.event, partial(ranks_with_copies, model, dims)
@@ -295,8 +299,7 @@ def build(
         signals=signals,
         compilations=CompilationLog(observer, compiled),
         chosen_watch=chosen_watch(cfg.objective),
-        reference=reference,
-        teacher=digest_of_teacher,
+        digests={"reference": reference, **digests},
     )
     return trainer, start
 
@@ -308,7 +311,7 @@ def build_step(
     dims: Dims,
     world: World,
     loss_scale: LossScale | None,
-    teacher: Teacher | None = None,
+    beside: FrozenModel | None = None,
 ) -> ForwardBackward:
     """Return what runs a step's micro-batches. Collective."""
     objective = build_objective(cfg.objective, cfg.loss)
@@ -324,10 +327,10 @@ def build_step(
                 reference=reference_of(cfg, model, dims),
             )
         if cfg.objective.name in PROMPTED:
-            reference = BaseTokens(model) if cfg.objective.kl else None
-            return RolloutForwardBackward(*parts, choice=cfg.objective, reference=reference)
-        if teacher:
-            return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=teacher)
+            of_tokens = reference_of_tokens(cfg, model, beside)
+            return RolloutForwardBackward(*parts, choice=cfg.objective, reference=of_tokens)
+        if isinstance(beside, Teacher):
+            return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=beside)
         return ForwardBackward(*parts)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(
@@ -417,13 +420,40 @@ def reference_of(
     return BaseReference(model, dims) if base_is_reference(cfg) else stored_reference
 
 
+def reference_of_tokens(
+    cfg: TrainConfig, model: Decoder, beside: FrozenModel | None
+) -> Callable[[MicroBatch], Tensor] | None:
+    """Return what computes the reference's log-probabilities of answers; None: there is none."""
+    if isinstance(beside, ReferenceModel):
+        return beside
+    return BaseTokens(model) if has_reference(cfg.objective) else None
+
+
+def build_beside(
+    cfg: TrainConfig,
+    inputs: RunInputs,
+    config: ModelConfig,
+    adapters: AdapterSpec | None,
+    dims: Dims,
+    compiled: bool,
+) -> FrozenModel | None:
+    """Return the frozen model beside the one in training, without weights; None: there is none.
+
+    Collective.
+    """
+    reference = build_reference(
+        cfg, inputs.beside, inputs.init_from, config, adapters, dims, compiled
+    )
+    return reference or build_teacher(cfg, inputs.beside, config, dims, compiled)
+
+
 def check_room(
-    cfg: TrainConfig, init_from: Path | None, world: World, teacher: Path | None = None
+    cfg: TrainConfig, init_from: Path | None, world: World, beside: Path | None = None
 ) -> None:
     """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
     whose states cannot fit.
 
-    teacher: its folder. Before data or weights are read. Raises UserError.
+    beside: folder of a frozen model beside it. Before data or weights are read. Raises UserError.
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])
@@ -437,8 +467,8 @@ def check_room(
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
-    if teacher:
-        require_fitting(cfg, *with_teacher(config, teacher, cfg.sharding.tensor))
+    if model_beside(cfg):
+        require_fitting(cfg, *with_teacher(config, beside, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
         model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
@@ -461,13 +491,14 @@ def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError.
 
-    The ranks of a tensor group have equally many rows of the vocabulary, as of a teacher's.
+    The ranks of a tensor group have equally many rows of the vocabulary, as of that of a frozen
+    model beside it.
     """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
     config = with_head(config, cfg)
-    if inputs.teacher:
-        return with_teacher(config, inputs.teacher, cfg.sharding.tensor)[0]
+    if inputs.beside:
+        return with_teacher(config, inputs.beside, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
 
 

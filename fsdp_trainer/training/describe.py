@@ -8,6 +8,7 @@ from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.pipeline import idle_share, micro_batches
+from fsdp_trainer.config.rules_objective import loads_reference, model_beside
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
@@ -59,7 +60,7 @@ def describe(
         *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
-        *teacher_line(cfg, inputs.teacher),
+        *line_on_model_beside(cfg, config, inputs.beside),
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
@@ -145,13 +146,20 @@ def not_followed(init_from: str | None) -> list[str]:
     return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
 
 
-def teacher_line(cfg: TrainConfig, teacher: Path | None) -> list[str]:
-    """Return the line on the model that is learnt from. teacher: its folder; None: no model."""
-    if teacher is None:
+def line_on_model_beside(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
+    """Return the line on a teacher, or on a reference in memory, if there is one.
+
+    folder: its own; None: it is as the trained one.
+    """
+    beside = model_beside(cfg)
+    if beside is None:
         return []
-    choice, config = cfg.objective, ModelConfig.from_hf(model_folder(teacher))
+    choice, config = cfg.objective, ModelConfig.from_hf(model_folder(folder)) if folder else trained
+    size = f"{config.family}, {short(config.parameters())} parameters, from {beside[1]}"
+    if loads_reference(cfg):
+        return [f"refer  {size}; kl {choice.kl:g}"]
     return [
-        f"teach  {config.family}, {short(config.parameters())} parameters, from {choice.teacher}; "
+        f"teach  {size}; "
         f"share {choice.share:g} of the loss, temperature {choice.temperature:g}, "
         f"{choice.divergence} divergence"
     ]

@@ -12,11 +12,12 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 class RunInputs:
     """Tokenizer, template, data and the model's folder.
 
-    init_from, teacher: model.init_from and objective.teacher, fetched.
+    init_from: model.init_from, fetched. beside: the folder of a frozen model beside it; None: there
+    is none, or it is the model that the run begins with.
     """
 
     tokenizer: TextTokenizer
     template: Template
     data: Prepared
     init_from: Path | None
-    teacher: Path | None = None
+    beside: Path | None = None

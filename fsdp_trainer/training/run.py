@@ -58,7 +58,7 @@ from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.run_lock import RunLock, clear_unused
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
-from fsdp_trainer.training.teacher import fetch_teacher, require_same_vocabulary
+from fsdp_trainer.training.teacher import fetch_model_beside, require_same_vocabulary
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
 BEAT_SECONDS = 1.0
@@ -192,13 +192,13 @@ class Rank:
             )
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-        teacher = fetch_teacher(cfg)
+        beside = fetch_model_beside(cfg)
         if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
-            check_room(cfg, init_from, world, teacher)
+            check_room(cfg, init_from, world, beside)
         report = Reporter(beating(self.console, world), self.console.say)
-        inputs = RunInputs(*build_data(cfg, report), init_from, teacher)
-        if teacher and world.local_rank == 0:
-            require_same_vocabulary(cfg, inputs.tokenizer, teacher)
+        inputs = RunInputs(*build_data(cfg, report), init_from, beside)
+        if beside and world.local_rank == 0:
+            require_same_vocabulary(cfg, inputs.tokenizer, beside)
         require_most_tokens(cfg.data, inputs.data)
         return inputs
 

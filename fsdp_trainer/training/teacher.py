@@ -1,10 +1,12 @@
-"""A teacher in memory: a frozen model beside the student, shared by the same ranks."""
+"""A frozen model in memory beside the one in training, shared by the same ranks: a teacher, which
+is most of this file, or a reference (reference_model.py)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType, MethodType
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +14,12 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.context import context_method, context_problems
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.schema import (
-    DISTIL,
-    ActivationCheckpoint,
-    Adapter,
-    ObjectiveChoice,
-    Train,
-    TrainConfig,
-)
+from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
+from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.hub import fetch
+from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.resolve import tensor_problems
@@ -34,23 +31,36 @@ from fsdp_trainer.parallel.parallelize import parallelize, reshard
 from fsdp_trainer.training.stored_reference import digest_of_weights
 from fsdp_trainer.training.weights import fill
 
-RECORD = "teacher"
-"""Key of a checkpoint's state."""
+
+@dataclass
+class FrozenModel:
+    """A model that only computes forward, beside the one in training.
+
+    source: its folder; None: random weights. cfg: its own, see `frozen`. stays_gathered: each rank
+    keeps all weights, as of the model in training.
+    """
+
+    name: ClassVar[str]
+    """What messages call it; also the key of its digest in a checkpoint's state."""
+    advice: ClassVar[str]
+    """What to type if it is another one than before."""
+
+    model: Decoder
+    source: Path | None
+    cfg: TrainConfig
+    stays_gathered: bool
 
 
 @dataclass
-class Teacher:
+class Teacher(FrozenModel):
     """A frozen model whose probabilities a student learns from.
 
-    source: its folder. vocabulary: tokens that both know. stays_gathered: each rank keeps all
-    weights, as the student's.
+    vocabulary: tokens that both know.
     """
 
-    model: Decoder
-    source: Path
-    choice: ObjectiveChoice
+    name = "teacher"
+    advice = "Give that one"
     vocabulary: int
-    stays_gathered: bool
 
     @contextmanager
     def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
@@ -65,8 +75,9 @@ class Teacher:
     def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
         """Return the hidden states of the targets and the head, which the forward has gathered."""
         hidden: Tensor = self.model(replace(batch, token_share=None)).scores
-        temperature, kl = self.choice.temperature, self.choice.divergence
-        return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, temperature, kl)
+        choice = self.cfg.objective
+        heat, kl = choice.temperature, choice.divergence
+        return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)
 
 
 def build_teacher(
@@ -94,46 +105,62 @@ def share_teacher(
     """Return what build_teacher does, of a teacher with this architecture."""
     model = meta_decoder(config)
     model.lm_head.forward = lambda hidden, *_: (None, hidden)  # the student's head makes the logits
-    give_own_graphs(model)
-    model = parallelize(model, dims, frozen(cfg), None, compiled)
-    model.requires_grad_(False)
+    own = frozen(cfg)
+    model = share_frozen(model, own, dims, compiled)
     known = min(config.vocab_size, student.vocab_size)
-    return Teacher(model, source, cfg.objective, known, keeps_gathered(cfg.sharding))
+    return Teacher(model, source, own, keeps_gathered(cfg.sharding), known)
 
 
-def fill_teacher(
-    teacher: Teacher | None,
+def share_frozen(
+    model: Decoder,
+    cfg: TrainConfig,
+    dims: Dims,
+    compiled: bool,
+    adapters: AdapterSpec | None = None,
+) -> Decoder:
+    """Turn a meta-device model into this rank's share of one that nothing trains.
+
+    cfg: see `frozen`.
+    """
+    give_own_graphs(model)
+    model = parallelize(model, dims, cfg, adapters, compiled)
+    model.requires_grad_(False)
+    return model
+
+
+def fill_frozen(
+    beside: FrozenModel | None,
     cfg: TrainConfig,
     checkpoint: Path | None,
     device: torch.device,
     computing: torch.device,
-) -> str | None:
-    """Read a teacher's weights; return their digest, behind the format in which they are kept.
+) -> dict[str, str]:
+    """Read a frozen model's weights; return their digest under its name, behind the format in which
+    they are kept.
 
     Collective. device: where they are kept; computing: where they are computed with. Raises
     UserError unless `checkpoint`, from which the run goes on, was trained with them, as far as
     that can be compared: not in another format.
     """
-    if teacher is None:
-        return None
-    allocate(teacher.model, device, computing)
-    fill(teacher.model, frozen(cfg), teacher.source)
+    if beside is None:
+        return {}
+    allocate(beside.model, device, computing)
+    fill(beside.model, beside.cfg, beside.source)
     format = f"{cfg.precision.param_dtype}:"
-    digest = format + digest_of_weights(teacher.model)
-    known = (read_progress(checkpoint).get(RECORD) if checkpoint else None) or ""
+    digest = format + digest_of_weights(beside.model)
+    known = (read_progress(checkpoint).get(beside.name) if checkpoint else None) or ""
     if known.startswith(format) and known != digest:
         text = (
-            f"holds other weights than the teacher that {checkpoint} was trained with.\n"
-            "Give that one, or begin a new run:  run.name=NEW"
+            f"holds other weights than the {beside.name} that {checkpoint} was trained with.\n"
+            f"{beside.advice}, or begin a new run:  run.name=NEW"
         )
-        what = f"objective.teacher={cfg.objective.teacher}"
-        raise UserError("the teacher is another one", [Problem(what, text)])
-    return digest
+        raise UserError(f"the {beside.name} is another one", [Problem(named(cfg), text)])
+    return {beside.name: digest}
 
 
-def readers(student: ModelConfig, teacher: Teacher | None) -> list[ModelConfig]:
-    """Return the architectures that read a run's rows, the student's first."""
-    return [student] if teacher is None else [student, teacher.model.config]
+def readers(trained: ModelConfig, beside: FrozenModel | None) -> list[ModelConfig]:
+    """Return the architectures that read a run's rows, that of the model in training first."""
+    return [trained] if beside is None else [trained, beside.model.config]
 
 
 def give_own_graphs(model: Decoder) -> None:
@@ -149,15 +176,16 @@ def give_own_graphs(model: Decoder) -> None:
         block.forward = MethodType(own, block)
 
 
-def frozen(cfg: TrainConfig) -> TrainConfig:
+def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
     """Return the configuration of the same layout for a model that only computes forward.
 
-    Its weights are kept in the number format in which they are computed with.
+    Its weights are kept in the number format in which they are computed with. adapter: None: it has
+    none.
     """
     dtype = cfg.precision.param_dtype
     return replace(
         cfg,
-        adapter=Adapter(),
+        adapter=adapter or Adapter(),
         train=Train(),
         activation_checkpoint=ActivationCheckpoint(mode="none"),
         precision=replace(cfg.precision, master_dtype=dtype, float8=None),
@@ -168,20 +196,34 @@ def frozen(cfg: TrainConfig) -> TrainConfig:
 # --- what it is, and whether it fits --------------------------------------------------------------
 
 
-def fetch_teacher(cfg: TrainConfig) -> Path | None:
-    """Return the folder of objective.teacher, fetched if it is on the hub; None: there is none."""
-    named = cfg.objective.teacher
-    if cfg.objective.name != DISTIL or named is None:
-        return None
-    return fetch(named, key="objective.teacher")
+def named(cfg: TrainConfig) -> str:
+    """Return the setting that names the frozen model."""
+    return "=".join(model_beside(cfg) or ())
 
 
-def with_teacher(student: ModelConfig, source: Path, ranks: int) -> tuple[ModelConfig, ModelConfig]:
+def kind(cfg: TrainConfig) -> str:
+    """Return what messages call the frozen model: teacher or reference."""
+    return named(cfg).partition("=")[0].removeprefix("objective.")
+
+
+def fetch_model_beside(cfg: TrainConfig) -> Path | None:
+    """Return the folder of a teacher or of a reference in memory, fetched if it is on the hub.
+
+    None: there is none, or it is the model that the run begins with.
+    """
+    key, value = model_beside(cfg) or ("", REFERENCES[0])
+    return None if value in REFERENCES else fetch(value, key=key)
+
+
+def with_teacher(
+    student: ModelConfig, source: Path | None, ranks: int
+) -> tuple[ModelConfig, ModelConfig]:
     """Return student and teacher with a vocabulary that `ranks` ranks share alike.
 
-    source: the teacher's folder. Raises UserError for an architecture that is not supported.
+    source: the teacher's folder; None: it has the student's architecture. Raises UserError for an
+    architecture that is not supported.
     """
-    teacher = ModelConfig.from_hf(model_folder(source))
+    teacher = ModelConfig.from_hf(model_folder(source)) if source else student
     if ranks == 1:
         return student, teacher
     rows = max(one.with_equal_rows(ranks).embedding_rows for one in (student, teacher))
@@ -189,9 +231,11 @@ def with_teacher(student: ModelConfig, source: Path, ranks: int) -> tuple[ModelC
 
 
 def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise UserError for a teacher that cannot read the student's rows on the student's ranks."""
-    named = cfg.objective.teacher
-    what = f"objective.teacher={named}"
+    """Raise UserError for a frozen model that cannot read the rows on the ranks of the run.
+
+    teacher: its architecture; student: that of the model in training.
+    """
+    what = named(cfg)
     problems = [
         Problem(what, f"{problem.what} {problem.why}")
         for problem in (*tensor_problems(cfg, teacher), *context_problems(cfg, teacher))
@@ -206,7 +250,7 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     if cfg.sharding.context > 1:
         problems += _other_methods(cfg, what, student, teacher)
     if problems:
-        raise UserError("the teacher cannot read what the student reads", problems)
+        raise UserError(f"the {kind(cfg)} cannot read what the trained model reads", problems)
 
 
 def _other_methods(
@@ -220,25 +264,24 @@ def _other_methods(
     ]
     if methods[0].method != methods[1].method:
         reason = (
-            f"shares rows by {methods[1].method}, the student by {methods[0].method}.\n"
+            f"shares rows by {methods[1].method}, the trained model by {methods[0].method}.\n"
             "Use  sharding.context_method=gathered"
         )
         yield Problem(what, reason)
 
 
 def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: Path) -> None:
-    """Raise UserError unless every ordinary token of the run has the same number in the teacher.
+    """Raise UserError unless every ordinary token of the run has the same number in a frozen model.
 
-    source: the teacher's folder. One without a tokenizer can be compared by its size alone.
+    source: its folder. One without a tokenizer can be compared by its size alone.
     """
-    what = f"objective.teacher={cfg.objective.teacher}"
     rows = ModelConfig.from_hf(model_folder(source)).vocab_size
     if tokenizer.vocab_size > rows:
         reason = (
             f"knows {rows:,} tokens, and the run's tokenizer has {tokenizer.vocab_size:,}"
             f"{_first_beyond(tokenizer, rows)}"
         )
-        raise _other_vocabulary(what, reason)
+        raise _other_vocabulary(cfg, reason)
     try:
         other = load_tokenizer(str(tokenizer_folder(source)))
     except UserError:
@@ -258,7 +301,7 @@ def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: 
             f"{tokenizer.vocab_size:,}. The first that differs is {id:,}: {text!r} here, {there} "
             "there"
         )
-        raise _other_vocabulary(what, reason)
+        raise _other_vocabulary(cfg, reason)
 
 
 def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
@@ -266,6 +309,7 @@ def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
     return f".\nThe first that differs is {rows:,}: {text!r} here, no token there"
 
 
-def _other_vocabulary(what: str, reason: str) -> UserError:
-    instead = "\nUse a teacher of the student's vocabulary: its probabilities are of its own tokens"
-    return UserError("teacher and student know other tokens", [Problem(what, reason + instead)])
+def _other_vocabulary(cfg: TrainConfig, reason: str) -> UserError:
+    instead = "\nUse one of the same vocabulary: its probabilities are of its own tokens"
+    problem = Problem(named(cfg), reason + instead)
+    return UserError(f"the {kind(cfg)} knows other tokens than the trained model", [problem])

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -93,10 +93,8 @@ class Trainer:
     compilations: CompilationLog
     chosen_watch: ChosenWatch | None = None
     """None: what is learnt from is no pairs."""
-    reference: str | None = None
-    """The digest of the weights of a stored reference."""
-    teacher: str | None = None
-    """The digest of a teacher's weights."""
+    digests: dict[str, str | None] = field(default_factory=dict)
+    """Digests of the weights of a reference or a teacher, by what it is."""
 
     def fit(self) -> Outcome:
         """Train until the last step, or until all ranks agree to stop. Raises Rewind after a spike.
@@ -475,8 +473,7 @@ class Trainer:
             "frozen": asdict(self.base) if self.base else None,
             "data": self.data.fingerprint,
             "validation": self.validation_fingerprint,
-            **({"reference": self.reference} if self.reference else {}),
-            **({"teacher": self.teacher} if self.teacher else {}),
+            **{name: digest for name, digest in self.digests.items() if digest},
         }
 
     @property

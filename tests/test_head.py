@@ -129,6 +129,20 @@ def test_an_objective_of_all_tokens_has_the_textbooks_gradients_for_every_chunk_
     assert not scores.log_probability.requires_grad
 
 
+@pytest.mark.parametrize(("chunk_mib", "times"), [(64, 1), (1, 2)])
+def test_an_objective_of_all_tokens_makes_logits_once_where_all_are_one_chunk(chunk_mib, times):
+    head, hidden, targets, weights = make(chunk_mib)
+    scored, score = [], head.score
+
+    def counted(product, *args):
+        scored.append(len(product))
+        return score(product, *args)
+
+    head.score = counted
+    head(hidden, targets, Preference(weights))
+    assert sum(scored) == times * len(targets)
+
+
 @pytest.mark.parametrize("objective", [CrossEntropy, Preference])
 def test_without_supervised_tokens_value_and_gradients_are_those_of_weight_zero(objective):
     head, hidden, targets, weights = make()

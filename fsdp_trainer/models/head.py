@@ -48,7 +48,8 @@ class Objective(Protocol):
     def needs_all_tokens(self) -> bool:
         """False for a sum over tokens, each of which adds by its own scores alone: the objective
         is called once per chunk and the logits are made once. True (such as DPO): it is called
-        once, with all tokens of the micro-batch, and the logits are made twice."""
+        once, with all tokens of the micro-batch, and the logits are made twice, or once where all
+        tokens are one chunk."""
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
         """Return what these tokens add, a scalar that is differentiable in the scores."""
@@ -109,7 +110,7 @@ class Head(nn.Module):
             hidden = hidden / self.temperature
         if objective is None:
             return None, self.scores(hidden, targets, soft=soft)
-        if objective.needs_all_tokens:
+        if objective.needs_all_tokens and not self.is_one_chunk(hidden):
             return self._all_tokens(hidden, targets, objective, soft)
         value, *scores = FusedLinearLoss.apply(hidden, self.rows(), targets, objective, self, soft)
         return value, Scores(*scores)
@@ -195,6 +196,10 @@ class Head(nn.Module):
             count = tokens.stop - start
             product = torch.mm(hidden[tokens], weight.T, out=products[:count])
             yield tokens, product, product if buffers is products else buffers[:count]
+
+    def is_one_chunk(self, hidden: Tensor) -> bool:
+        """Return True if the logits of all tokens are made at once. hidden: [tokens, hidden]."""
+        return self.rows_at_once(len(hidden), hidden.device.type) >= len(hidden)
 
     def rows_at_once(self, tokens: int, device: str) -> int:
         """Return the tokens in a chunk: as few chunks as the budget allows, of equal size.

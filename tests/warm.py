@@ -3,15 +3,18 @@ when it first trains."""
 
 import gc
 
-import torch._dynamo  # noqa: F401 - as training.verb does before a training
+import torch
+import torch._dynamo
 
 import fsdp_trainer.cli
 import fsdp_trainer.data.preview
 import fsdp_trainer.training.run  # noqa: F401
 from fsdp_trainer.config.compose import compose
+from fsdp_trainer.launch.facts import versions
 from tests import composing
 
 composing.keep()
 compose("train", ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
+versions(torch.device("cpu"))
 gc.collect()
 gc.freeze()  # pages that no collection touches stay shared

@@ -42,6 +42,7 @@ from fsdp_trainer.config.recipe_files import (
 from fsdp_trainer.config.rules import check_rules
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.errors import Problem, UserError
 
 PACKAGE = Path(__file__).parents[1]
@@ -136,7 +137,7 @@ def composable(verb: str, overrides: list[str], config_dir: str | None = None) -
 
 def as_yaml(cfg: Any) -> str:
     """A configuration as YAML, every key in the schema's order."""
-    return yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True, width=140)
+    return dump_yaml(asdict(cfg), width=140)
 
 
 @contextmanager

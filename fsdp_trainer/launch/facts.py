@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median_high
@@ -118,6 +119,7 @@ def facts_of(
     return facts
 
 
+@cache
 def versions(device: torch.device) -> dict[str, str]:
     """Versions of everything that computes, down to the driver."""
     names = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from fsdp_trainer import slots
@@ -40,6 +39,7 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.data.mixture import Mixture, build_order, validation_order
 from fsdp_trainer.data.order import RowOrder
 from fsdp_trainer.data.stream import StreamedData
@@ -590,7 +590,7 @@ def write_assets(
     cfg: TrainConfig, inputs: RunInputs, config: ModelConfig, folder: Path, state: dict[str, Any]
 ) -> None:
     """Write the configuration, and a Hugging Face folder without weights, into a checkpoint."""
-    (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg), sort_keys=False))
+    (folder / "config.yaml").write_text(dump_yaml(asdict(cfg)))
     source = model_folder(inputs.init_from) if inputs.init_from else None
     chosen = cfg.data.template or cfg.data.template_args
     as_it_came = inputs.tokenizer.chat_templates and not chosen

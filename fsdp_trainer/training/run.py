@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
-import yaml
 
 from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.adapter_export import export_adapter
@@ -29,6 +28,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.data.build import build_data, require_most_tokens
 from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.distributed import gather, run_on_rank_0
@@ -403,7 +403,7 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     store.clear_up(step)
     resolved, file = asdict(cfg), store.run / "config.yaml"
     try:
-        file.write_text(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True))
+        file.write_text(dump_yaml(resolved))
     except OSError as error:  # each checkpoint has its own
         observer.say(f"{file} cannot be written: {error}; training goes on")
     observer.open_trackers(cfg.logging, store.run, resolved, step)

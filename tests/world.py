@@ -26,8 +26,7 @@ from fsdp_trainer.launch.nodes import free_port
 PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
 MOST_THREADS = 40
-"""Threads with which a worker gets no further job: each of gloo wakes a hundred times a second, and
-torch's cache of DTensor operators keeps the groups of runs that are over."""
+"""Threads with which a worker gets no further job: each of gloo wakes a hundred times a second."""
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48",
     "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
@@ -276,6 +275,7 @@ def work(pipe) -> None:
     """A worker's life: one job after the other."""
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     await_stores()
@@ -302,6 +302,9 @@ def work(pipe) -> None:
         os.environ.update(before)
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
+        # torch's cache of DTensor operators keeps the groups of a run that is over, and hands them
+        # to a later one whose mesh has the same shape
+        _clear_sharding_prop_cache()
         pipe.send_bytes(pack((*answer, is_worn_out())))
         del answer
         collect_garbage()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from layouts import (
     LATENT,
     assert_same,
+    compiled_quickly,
     configuration,
     take_steps,
     whole,
@@ -102,7 +103,8 @@ def built(config, settings):
     config = config.with_equal_rows(cfg.sharding.tensor)
     model = meta_decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    with compiled_quickly():
+        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, torch.device("cpu"))
     return model, dims
 
@@ -132,6 +134,7 @@ def compare(world, ranks, sizes, settings):
         assert got[1] == pytest.approx(expected[1], rel=1e-5)
 
 
+ONE_BLOCK = {"num_hidden_layers": 1}
 OLMO2 = {"family": "olmo2"}
 GEMMA2 = {
     "family": "gemma2", "attn_logit_softcapping": 20.0, "final_logit_softcapping": 5.0,
@@ -145,19 +148,12 @@ BLOCKS_OF_64 = {"head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 1
 """Half of each row of o and down is whole blocks."""
 CASES = {
     "tensor": (2, {}, TENSOR),
-    "tied": (2, {"tie_word_embeddings": True}, TENSOR),
-    "padding alone on the last": (2, {"vocab_multiple": 200}, TENSOR),
-    "olmo2": (2, OLMO2, TENSOR),
+    "padding alone on the last": (2, ONE_BLOCK | {"vocab_multiple": 200}, TENSOR),
+    "olmo2": (2, ONE_BLOCK | OLMO2, TENSOR),
     "gemma2": (2, GEMMA2, TENSOR),
-    "gemma3": (
-        2,
-        {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True},
-        TENSOR,
-    ),
-    "qwen3": (2, {"family": "qwen3"}, TENSOR),
-    "biases": (2, {"attention_bias": True, "mlp_bias": True}, TENSOR),
-    "phi3": (2, {"family": "phi3"}, TENSOR),
-    "latent attention": (2, LATENT | {"attention_bias": True}, TENSOR),
+    "biases": (2, BIASED, TENSOR),
+    "phi3": (2, ONE_BLOCK | {"family": "phi3"}, TENSOR),
+    "latent attention": (2, ONE_BLOCK | LATENT | {"attention_bias": True}, TENSOR),
     "latent attention, dora": (
         2,
         LATENT | {"attention_bias": True, "num_hidden_layers": 1},
@@ -165,25 +161,23 @@ CASES = {
     ),
     "label smoothing": (
         2,
-        {"final_logit_softcapping": None},
+        ONE_BLOCK,
         TENSOR | {"loss": {"label_smoothing": 0.1, "z_loss": 1e-2}},
     ),
-    "fewer key heads": (4, {"family": "qwen3"}, {"sharding": {"tensor": 4}}),
+    "fewer key heads": (4, ONE_BLOCK | {"family": "qwen3"}, {"sharding": {"tensor": 4}}),
     "one key head, all normed": (
         4,
-        OLMO2 | {"num_key_value_heads": 1},
+        ONE_BLOCK | OLMO2 | {"num_key_value_heads": 1},
         {"sharding": {"tensor": 4}},
     ),
-    "tensor and shard": (4, {}, TENSOR),
-    "full": (2, {}, TENSOR | {"checkpoint": {"mode": "full"}}),
-    "selective": (2, {}, TENSOR | {"checkpoint": {"mode": "selective"}}),
-    "ddp": (4, {}, {"sharding": {"tensor": 2, "strategy": "ddp"}}),
+    "full": (2, ONE_BLOCK, TENSOR | {"checkpoint": {"mode": "full"}}),
+    "ddp": (4, ONE_BLOCK, {"sharding": {"tensor": 2, "strategy": "ddp"}}),
     "hsdp": (8, {}, {"sharding": {"tensor": 2, "strategy": "hsdp", "replicas": 2}}),
-    "unsharded": (4, {}, {"sharding": {"tensor": 2, "accumulate": "unsharded"}}),
-    "offload": (2, {}, {"sharding": {"tensor": 2, "cpu_offload": True}}),
+    "unsharded": (4, ONE_BLOCK, {"sharding": {"tensor": 2, "accumulate": "unsharded"}}),
+    "offload": (2, ONE_BLOCK, {"sharding": {"tensor": 2, "cpu_offload": True}}),
     "frozen": (
         2,
-        {},
+        ONE_BLOCK,
         TENSOR | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_proj.weight"]},
     ),
     "lora": (2, {}, TENSOR | {"adapter": {"name": "lora", "rank": 2}}),
@@ -195,7 +189,11 @@ CASES = {
         TENSOR | {"checkpoint": {"mode": "selective", "offload": True}},
     ),
     "8 bits": (2, WIDE, TENSOR | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
-    "bfloat16 states": (2, {}, TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4}),
+    "bfloat16 states": (
+        2,
+        ONE_BLOCK,
+        TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
+    ),
     "compiled": (
         2,
         {"family": "qwen3", "num_hidden_layers": 1},
@@ -214,7 +212,7 @@ def test_every_layout_computes_what_one_process_does(world, case):
     compare(world, *CASES[case])
 
 
-WIDTHS_OF_16 = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+WIDTHS_OF_16 = ONE_BLOCK | {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
 FLOAT8 = {"param_dtype": "bfloat16", "float8": "tensorwise"}
 
 
@@ -237,14 +235,14 @@ def test_in_fewer_bits_gradients_are_as_near_to_float32_as_without_tensor_groups
 
 BESIDE = [
     "schedule=constant", "checkpoint.keep=9", "batch.micro_rows=1",
-    "batch.rows=4", "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=3",
+    "batch.rows=4", "optim.eps=1e-3", "data.validation=0.1", "train.validate_every=2",
     "model.vocab_size=301", "train.sample_prompts=[a,bb]", "train.sample_tokens=3",
 ]  # fmt: skip
 LAYOUTS = {
-    2: (2, []),
-    3: (2, ["sharding.tensor=2"]),
-    5: (4, ["sharding.tensor=2", "sharding.context=2"]),
-    6: (1, []),
+    1: (2, []),
+    2: (2, ["sharding.tensor=2"]),
+    3: (4, ["sharding.tensor=2", "sharding.context=2"]),
+    4: (1, []),
 }
 """Ranks and overrides, by the step up to which they train."""
 
@@ -258,16 +256,16 @@ def imported(folder):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path):
-    expected = train("whole", *BESIDE, "train.steps=6", ranks=2)
+    expected = train("whole", *BESIDE, "train.steps=4", ranks=2)
     for steps, (ranks, overrides) in LAYOUTS.items():
         run = train("parts", *BESIDE, f"train.steps={steps}", *overrides, ranks=ranks)
     assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
-    for step in (3, 6):
+    for step in (2, 4):
         lines = [other.metrics[step - 1]["validation_loss"] for other in (run, expected)]
         assert lines[0] == pytest.approx(lines[1], rel=1e-5)
     lines = [read_lines(other.folder / "samples.jsonl") for other in (run, expected)]
-    answers = [[line for line in each if line["step"] in (3, 6)] for each in lines]
+    answers = [[line for line in each if line["step"] in (2, 4)] for each in lines]
     assert answers[0]
     assert answers[0] == answers[1]
     weights, others = stored(newest(run)), stored(newest(expected))
@@ -275,9 +273,8 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path)
         torch.testing.assert_close(weights[name], others[name], rtol=0, atol=1e-5)
 
     # what such a layout has written is exported and imported to the last bit
-    source, out = checkpoint(run, 5), tmp_path / "hf"
+    source, out = checkpoint(run, 3), tmp_path / "hf"
     world.command("export", f"source={source}", f"out={out}")
-    world.command("verify", f"source={source}", f"hf={out}")
     exported = tensors(out)
     assert exported["model.embed_tokens.weight"].shape[0] == 301
     for name, tensor in exported.items():
@@ -322,7 +319,7 @@ def test_ranks_that_tensor_groups_do_not_divide_are_refused_before_data_is_read(
 @pytest.mark.slow
 def test_ranks_of_a_tensor_group_read_one_stream_and_pass_the_check_of_computation(train):
     how = ["data.streaming=true", "data.workers=1", "batch.rows=4", "batch.micro_rows=1"]
-    how += ["train.steps=4", "train.check_every=2", "optim.eps=1e-3", "schedule=constant"]
+    how += ["train.steps=2", "train.check_every=2", "optim.eps=1e-3", "schedule=constant"]
     expected = train("alone", *how)
     run = train("group", *how, "sharding.tensor=2", ranks=2)
     assert run.column("tokens") == expected.column("tokens")

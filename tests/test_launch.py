@@ -34,7 +34,6 @@ TORCHRUN = [
     sys.executable,
     "-m",
     "torch.distributed.run",
-    "--nproc_per_node=2",
     "--rdzv_backend=c10d",
     "--rdzv_endpoint=127.0.0.1:0",
 ]
@@ -82,51 +81,21 @@ def done(start, tmp_path):
     return run
 
 
-def no_hydra_files(folder):
-    found = [
-        p
-        for p in folder.rglob("*")
-        if p.name == ".hydra" or p.suffix == ".log" or p.name in ("outputs", "multirun")
-    ]
-    assert not found, found
+def assert_no_other_files(folder):
+    """Those of Hydra or of another run."""
+    assert [p.name for p in folder.iterdir()] == ["runs"]
+    assert [p.name for p in (folder / "runs").iterdir()] == ["run"]
+    assert not [p for p in folder.rglob("*") if p.name == ".hydra" or p.suffix == ".log"]
 
 
 @pytest.mark.slow
-def test_torchrun_trains_with_one_folder_one_voice_and_no_files_of_hydra(done, tmp_path):
-    code, out, err, run = done([*TORCHRUN, "-m", "fsdp_trainer"], "train.steps=3")
-    assert code == 0, out + err
-    assert run.column("step") == [1, 2, 3]
-    assert run.event("start")[0]["world_size"] == 2
-    assert run.events[-1]["exit_code"] == 0
-    assert out.count("3/3 100%") == 1
-    assert out.count("done: runs/run") == 1
-    assert sorted(p.name for p in (tmp_path / "cwd").iterdir()) == ["runs"]
-    assert sorted(p.name for p in (tmp_path / "cwd" / "runs").iterdir()) == ["run"]
-    no_hydra_files(tmp_path / "cwd")
-
-
-@pytest.mark.slow
-def test_the_trainer_starts_its_ranks_itself_with_the_configuration_that_it_composed(
-    done, tmp_path
-):
-    # a rank that composed again would call its run run0
-    code, out, err, run = done(
-        SELF, "train.steps=3", "launch.nproc_per_node=2", "run.name=run${oc.env:RANK,''}"
-    )
-    assert code == 0, out + err
-    assert run.event("start")[0]["world_size"] == 2
-    assert out.count("done: runs/run") == 1
-    assert "Traceback" not in err
-    no_hydra_files(tmp_path / "cwd")
-
-
-@pytest.mark.slow
-def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in_order(
+def test_ranks_get_the_launchers_configuration_and_launch_env_and_a_signal_stops_them_in_order(
     start, tmp_path
 ):
     how = [
         "train.steps=100000",
         "launch.nproc_per_node=2",
+        "run.name=run${oc.env:RANK,''}",  # a rank that composed again would call its run run0
         "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}",
     ]
     process = start(SELF, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
@@ -140,10 +109,20 @@ def test_launch_env_reaches_the_ranks_and_a_signal_to_the_launcher_stops_them_in
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.001)
-    process.communicate(timeout=600)
-    assert process.returncode == 75
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 75, out + err
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGUSR1"
+    assert out.count("the same command goes on") == 1, "one voice"
+    assert "Traceback" not in err
+    assert_no_other_files(tmp_path / "cwd")
+
+
+def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(capsys):
+    """They say themselves what they refuse."""
+    ranks = [subprocess.Popen(["sh", "-c", "exit 2"]) for _ in range(2)]
+    assert RankProcesses(ranks).wait() == 2
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
@@ -244,22 +223,6 @@ def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
 
 
 BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
-
-
-@pytest.mark.slow
-def test_a_broken_line_is_told_once_and_no_traceback(done, tmp_path):
-    (tmp_path / "broken.jsonl").write_text(BROKEN)
-    how = ["train.steps=3", f"data.path={tmp_path / 'broken.jsonl'}", "launch.nproc_per_node=2"]
-    code, out, err, run = done(SELF, *how)
-    assert code == 2
-    assert_told_once(out, err)
-    assert not run.folder.exists()
-
-
-def assert_told_once(out, err):
-    assert err.count("broken.jsonl:2") == 1
-    assert "broken.jsonl" not in out
-    assert "fsdp_trainer/" not in err, "no traceback of ours"
 
 
 @pytest.mark.slow
@@ -385,16 +348,21 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
-    how = ["train.steps=9", "checkpoint.every=5"]
+    """In one folder, with one voice, and without files of Hydra."""
+    how = ["train.steps=4", "checkpoint.every=2"]
     code, out, err, run = done(
-        [*TORCHRUN, "--max-restarts=2", "-m", "fsdp_trainer"],
+        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer"],
         *how,
-        env=killed_once(tmp_path / "seam", 1, 7),
+        env=killed_once(tmp_path / "seam", 1, 4),
     )
     assert code == 0, out + err
-    assert run.column("step") == list(range(1, 10))
-    assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 5)]
+    assert run.column("step") == [1, 2, 3, 4]
+    assert run.event("start")[0]["world_size"] == 2
+    assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]
     assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()
+    assert out.count("4/4 100%") == 1
+    assert out.count("done: runs/run") == 1
+    assert_no_other_files(tmp_path / "cwd")
 
 
 @pytest.mark.slow
@@ -403,11 +371,13 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path):
     is nothing to do, and leaves at once."""
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     code, out, err, run = done(
-        [*TORCHRUN, "--max-restarts=1", "-m", "fsdp_trainer"],
+        [*TORCHRUN, "--nproc_per_node=1", "--max-restarts=1", "-m", "fsdp_trainer"],
         *("train.steps=2", f"data.path={tmp_path / 'broken.jsonl'}"),
     )
     assert code == 1
-    assert_told_once(out, err)
+    assert err.count("broken.jsonl:2") == 1
+    assert "broken.jsonl" not in out
+    assert "fsdp_trainer/" not in err, "no traceback of ours"
     assert run.events[-1]["event"] == "end"
     assert run.events[-1]["exit_code"] == 2
     assert not run.event("resume")

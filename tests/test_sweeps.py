@@ -708,7 +708,7 @@ def jobs_below(pid: int) -> dict[str, int]:
 @pytest.mark.slow
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
     command = [
-        "optim.lr=3e-3,abc,1e-3,2e-3,4e-3,5e-3",
+        "optim.lr=3e-3,abc,1e-3",
         "train.steps=8",
         "checkpoint.every=5",
         "hydra.launcher.jobs=2",
@@ -718,11 +718,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     out, err = process.communicate(timeout=600)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
     assert process.returncode == 1, out + err
-    assert sorted(states(lines.values())) == [
-        "failed",
-        *["finished"] * 4,
-        "refused",
-    ], out + err
+    assert sorted(states(lines.values())) == ["failed", "finished", "refused"], out + err
     killed = next(line for line in lines.values() if line["state"] == "failed")
     assert killed["reason"] == "ended without a word"
     assert f"job {killed['job']} was killed by SIGKILL" in err
@@ -733,11 +729,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     out, err = process.communicate(timeout=600)
     lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
     assert process.returncode == 1, out + err
-    assert sorted(states(lines.values())) == [
-        "finished",
-        "refused",
-        *["skipped"] * 4,
-    ], out + err
+    assert sorted(states(lines.values())) == ["finished", "refused", "skipped"], out + err
     run = Run(tmp_path / killed["folder"])
     assert run.event("resume")[0]["step"] == 5
     assert run.column("step") == list(range(1, 9))

@@ -1,5 +1,6 @@
 """What train.freeze promises: a frozen parameter is only computed with, and lies in one place."""
 
+import functools
 import json
 import math
 
@@ -72,29 +73,37 @@ def test_to_freeze_everything_is_refused():
         freeze(decoder(), ["*"])
 
 
+@pytest.fixture(scope="module")
+def alone(world, inputs, tmp_path_factory):
+    """`alone(*overrides)`: a run on one rank, made once."""
+
+    @functools.cache
+    def run(*overrides):
+        folder = tmp_path_factory.mktemp("alone") / "run"
+        return world.train(folder, *(f"{k}={v}" for k, v in inputs.items()), *overrides)
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [
         (2, [EMBEDDING, UNTIED]),
-        (2, [SOME]),
-        pytest.param(2, [BLOCKS], marks=pytest.mark.slow),
-        pytest.param(2, [HEAD, UNTIED], marks=pytest.mark.slow),
-        pytest.param(2, ["train.freeze=['model.*']", UNTIED], marks=pytest.mark.slow),
-        pytest.param(4, [SOME, "sharding=hsdp", "sharding.replicas=2"], marks=pytest.mark.slow),
-        pytest.param(
-            2, [SOME, "sharding=ddp", "activation_checkpoint=full"], marks=pytest.mark.slow
-        ),
-        pytest.param(4, [SOME, "sharding.accumulate=unsharded"], marks=pytest.mark.slow),
-        pytest.param(2, [SOME, "sharding.cpu_offload=true"], marks=pytest.mark.slow),
-        pytest.param(2, [SOME, "sharding.blocks_per_unit=2"], marks=pytest.mark.slow),
+        (2, [BLOCKS]),
+        (2, [HEAD, UNTIED]),
+        (2, ["train.freeze=['model.*']", UNTIED]),
+        (4, [SOME, "sharding=hsdp", "sharding.replicas=2"]),
+        (2, [SOME, "sharding=ddp", "activation_checkpoint=full"]),
+        (2, [SOME, "sharding.accumulate=unsharded"]),
+        (2, [SOME, "sharding.cpu_offload=true"]),
+        (2, [SOME, "sharding.blocks_per_unit=2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_frozen_run_is_the_same_however_it_is_sharded(train, ranks, how):
-    alone = [part for part in how if part.startswith(("train.", "model."))]
-    common = ["schedule=constant", "train.steps=8", "batch.rows=7"]
-    expected = train("alone", *common, *alone)
+def test_a_frozen_run_is_the_same_however_it_is_sharded(train, alone, ranks, how):
+    common = ["schedule=constant", "train.steps=4", "batch.rows=7"]
+    expected = alone(*common, *(part for part in how if part.startswith(("train.", "model."))))
     run = train("run", *common, *how, "batch.micro_rows=1", ranks=ranks)
     assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
@@ -104,9 +113,9 @@ def test_a_frozen_run_is_the_same_however_it_is_sharded(train, ranks, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("patterns", [EMBEDDING, SOME])
 def test_compiled_blocks_know_what_is_frozen(train, compiled, patterns):
-    common = ["schedule=constant", "train.steps=4", patterns]
-    expected = train("plain", *common, ranks=2)
-    run = train("compiled", *common, *compiled, ranks=2, seam=inject.no_kernels())
+    common = ["schedule=constant", "train.steps=3", patterns]
+    expected = train("plain", *common)
+    run = train("compiled", *common, *compiled, seam=inject.no_kernels())
     assert run.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert "compiled again" not in run.out
 
@@ -118,10 +127,16 @@ def test_silent_corruption_is_looked_for_with_a_frozen_embedding(train):
     assert run.column("step") == [1, 2, 3, 4]
 
 
-@pytest.fixture
-def base(train):
+@pytest.fixture(scope="module")
+def base(world, inputs, tmp_path_factory):
     """A run whose weights are where others begin."""
-    return train("base", "train.steps=4", ranks=2)
+    folder = tmp_path_factory.mktemp("base") / "run"
+    overrides = (f"{k}={v}" for k, v in inputs.items())
+    return world.train(folder, *overrides, "train.steps=4", ranks=2)
+
+
+ROWS = ["batch.seq_len=64", "batch.rows=4", "batch.micro_rows=2"]
+BF16 = [*ROWS, "precision=bf16"]
 
 
 def begin_from(base):
@@ -131,7 +146,7 @@ def begin_from(base):
 @pytest.mark.slow
 def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(train, base):
     common = [*begin_from(base), "train.steps=3", "checkpoint.export_hf=true"]
-    how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
+    how = {"ranks": 2, "base": BF16}
     whole, run = train("whole", *common, **how), train("run", *common, SOME, **how)
     before, after = stored(newest(base)), stored(newest(run))
     exported = load_file(run.folder / "hf" / "model.safetensors")
@@ -152,22 +167,22 @@ def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(tr
 
 @pytest.mark.slow
 def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(train, base):
-    common = [*begin_from(base), SOME, "checkpoint.every=3", "schedule=constant"]
-    how = {"ranks": 2, "base": ["batch.seq_len=128", "precision=bf16"]}
-    expected = train("whole", *common, "train.steps=6", **how)
-    train("run", *common, "train.steps=3", **how)
-    run = train("run", *common, "train.steps=6", **how)
+    common = [*begin_from(base), SOME, "checkpoint.every=2", "schedule=constant"]
+    how = {"ranks": 2, "base": BF16}
+    expected = train("whole", *common, "train.steps=4", **how)
+    train("run", *common, "train.steps=2", **how)
+    run = train("run", *common, "train.steps=4", **how)
     assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
-    on_more = train("run", *common, "train.steps=7", ranks=4, base=how["base"])
-    assert on_more.column("step") == list(range(1, 8))
+    on_more = train("run", *common, "train.steps=5", ranks=3, base=BF16)
+    assert on_more.column("step") == list(range(1, 6))
 
 
 @pytest.mark.slow
 def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
-    common = [SOME, "checkpoint.every=3", "sharding=ddp"]
-    expected = train("whole", *common, "train.steps=6", "checkpoint.export_hf=true", ranks=2)
-    train("run", *common, "train.steps=3", ranks=2)
-    run = train("run", *common, "train.steps=6", ranks=2)
+    common = [SOME, "checkpoint.every=2", "sharding=ddp"]
+    expected = train("whole", *common, "train.steps=4", "checkpoint.export_hf=true", ranks=2)
+    train("run", *common, "train.steps=2", ranks=2)
+    run = train("run", *common, "train.steps=4", ranks=2)
     assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
     loaded = load_model(run.folder).state_dict()
     exported = load_file(expected.folder / "hf" / "model.safetensors")
@@ -178,11 +193,10 @@ def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
 @pytest.mark.slow
 def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_path):
     common = [*begin_from(base), SOME]
-    small = ["batch.seq_len=128"]
-    train("first", *begin_from(base), "train.steps=1", "checkpoint.export_hf=true", base=small)
+    train("first", *begin_from(base), "train.steps=1", "checkpoint.export_hf=true", base=ROWS)
     hf = tmp_path / "first" / "hf"
     run = train(
-        "run", f"model.init_from={hf}", *common[2:], "model=auto", "train.steps=2", base=small
+        "run", f"model.init_from={hf}", *common[2:], "model=auto", "train.steps=2", base=ROWS
     )
     weights = hf / "model.safetensors"
     content = weights.read_bytes()
@@ -192,7 +206,7 @@ def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_pat
     changed[8 + length + start + 43] ^= 1  # in the exponent of a float32 number
     weights.write_bytes(changed)
     go_on = [f"model.init_from={hf}", *common[2:], "model=auto", "train.steps=3"]
-    err = train("run", *go_on, base=small, ranks=2, code=2).err
+    err = train("run", *go_on, base=ROWS, ranks=2, code=2).err
     assert "the frozen weights have changed" in err
     assert "model.embed_tokens.weight" in err
     export = ["export", f"source={run.folder}", f"out={tmp_path / 'out'}"]
@@ -206,14 +220,13 @@ def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_pat
     assert str(hf) in err
     assert "Traceback" not in err
     hf.symlink_to(tmp_path / "elsewhere")
-    train("run", *go_on, base=small, ranks=2)
+    train("run", *go_on, base=ROWS, ranks=2)
 
 
 @pytest.mark.slow
 def test_a_run_begins_from_a_frozen_run_and_its_base(train, base):
-    small = ["batch.seq_len=128"]
-    middle = train("middle", *begin_from(base), SOME, "train.steps=2", base=small, ranks=2)
-    last = train("last", *begin_from(middle), BLOCKS, "train.steps=2", base=small, ranks=2)
+    middle = train("middle", *begin_from(base), SOME, "train.steps=2", base=ROWS, ranks=2)
+    last = train("last", *begin_from(middle), BLOCKS, "train.steps=2", base=ROWS, ranks=2)
     first, second = load_model(middle.folder).state_dict(), load_model(last.folder).state_dict()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]) == (".layers." in name), name
@@ -237,7 +250,7 @@ def test_what_is_frozen_changes_only_where_that_is_allowed(train):
 @pytest.mark.slow
 def test_new_tokens_need_a_trained_embedding(train, base):
     tokens = "tokenizer.add_tokens=['<new>']"
-    err = train("run", *begin_from(base), EMBEDDING, tokens, base=["batch.seq_len=128"], code=2).err
+    err = train("run", *begin_from(base), EMBEDDING, tokens, base=ROWS, code=2).err
     assert "they would never be learnt" in err
 
 

@@ -120,22 +120,14 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "family", "dtype", "how"),
     [
-        (2, "llama", "bf16", [FULL]),
-        pytest.param(1, "llama", "fp32", [], marks=slow),
-        pytest.param(3, "qwen2", "fp32", ["adapter.also=[norms]"], marks=slow),
-        pytest.param(4, "llama", "bf16", ["sharding=hsdp", "sharding.replicas=2"], marks=slow),
-        pytest.param(2, "llama biases", "fp32", ["sharding=ddp"], marks=slow),
-        pytest.param(
-            2,
-            "phi3",
-            "fp32",
-            ["adapter.also=[o_proj]", "adapter.targets=[mlp.gate_up_proj]"],
-            marks=slow,
-        ),
-        pytest.param(2, "llama", "fp32", ["sharding.cpu_offload=true"], marks=slow),
-        pytest.param(3, "llama", "bf16", ["adapter=dora", FULL], marks=slow),
-        pytest.param(2, "llama", "bf16", ["activation_checkpoint=selective"], marks=slow),
-        pytest.param(1, "llama", "bf16", ["compile"], marks=slow),
+        (3, "qwen2", "fp32", ["adapter.also=[norms]"]),
+        (4, "llama", "bf16", ["sharding=hsdp", "sharding.replicas=2"]),
+        (2, "llama biases", "fp32", ["sharding=ddp"]),
+        (2, "phi3", "fp32", ["adapter.also=[o_proj]", "adapter.targets=[mlp.gate_up_proj]"]),
+        (2, "llama", "fp32", ["sharding.cpu_offload=true"]),
+        (2, "llama", "bf16", ["adapter=dora", FULL]),
+        (1, "llama", "bf16", ["activation_checkpoint=selective"]),
+        (1, "llama", "bf16", ["compile"]),
         (2, "qwen3_moe", "bf16", [FULL, "sharding.expert=2", "adapter.targets=[all,experts]"]),
         (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),
     ],
@@ -145,7 +137,8 @@ def test_training_is_bitwise_that_on_the_decoded_weights(
     train, compiled, tmp_path, ranks, family, dtype, how
 ):
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    folder = make_folder(tmp_path / "hf", family, torch_dtype, **WIDE)
+    sizes = WIDE | ({"num_hidden_layers": 1} if how == ["compile"] else {})
+    folder = make_folder(tmp_path / "hf", family, torch_dtype, **sizes)
     also = "o_proj" if "adapter.also=[o_proj]" in how else ""
     decoded = decoded_folder(folder, tmp_path / "decoded", torch_dtype, also)
     kernels = {"seam": inject.no_kernels()} if how == ["compile"] else {}
@@ -171,17 +164,15 @@ def digests(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "begin", ["from a folder", pytest.param("from random weights", marks=slow)]
-)
+@pytest.mark.parametrize("begin", ["from a folder", "from random weights"])
 def test_codes_do_not_depend_on_the_number_of_ranks(train, tmp_path, begin):
     how, base = [*COMMON, "train.steps=1", "adapter=qlora"], None
     if begin == "from a folder":
         folder = make_folder(tmp_path / "hf", **WIDE)
         how, base = [*how, f"model.init_from={folder}"], HF
-    runs = [train(f"on_{ranks}", *how, ranks=ranks, base=base) for ranks in (1, 2, 3)]
-    alone, *others = map(digests, runs)
-    assert others == [alone, alone]
+    runs = [train(f"on_{ranks}", *how, ranks=ranks, base=base) for ranks in (1, 3)]
+    alone, on_three = map(digests, runs)
+    assert on_three == alone
 
 
 @contextlib.contextmanager
@@ -245,13 +236,14 @@ def folder(tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_bitwise_and_on_other_ranks(train, folder):
     how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
+    how.append("train.steps=3")
     expected = train("whole", *how, ranks=2, base=hf("precision=bf16"))
     train("run", *how, "train.steps=2", ranks=2, base=hf("precision=bf16"))
     run = train("run", *how, ranks=2, base=hf("precision=bf16"))
     assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
     assert digests(run) == digests(expected)
-    on_more = train("run", *how, "train.steps=5", ranks=3, base=hf("precision=bf16"))
-    assert on_more.column("step") == [1, 2, 3, 4, 5]
+    on_more = train("run", *how, "train.steps=4", ranks=3, base=hf("precision=bf16"))
+    assert on_more.column("step") == [1, 2, 3, 4]
     assert digests(on_more) == digests(expected)
 
 

@@ -63,27 +63,24 @@ def same(train, alone):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks(same, ranks):
-    same(
-        ranks, steps=8
-    )  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
+    same(ranks)  # with one micro-batch of 6 rows the other ranks have nothing but empty rows
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "micro_rows"), [(1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "micro_rows"), [(2, 2), (4, 1)])
 def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
-    same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",), steps=8)
+    same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",))
 
 
 WAYS = [
     (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
-    (1, ["activation_checkpoint=full"]),
     (2, ["sharding=ddp", "sharding.accumulate=unsharded"]),
     (2, ["sharding.reshard_after_forward=false"]),
     (2, ["sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
     (2, ["sharding.prefetch=2", "activation_checkpoint=full", "model.attention=mask"]),
     (2, ["sharding.cpu_offload=true"]),
     (
-        2,
+        1,
         [
             "activation_checkpoint=selective",
             "activation_checkpoint.every=2",
@@ -94,10 +91,10 @@ WAYS = [
     (1, ["activation_checkpoint=selective", "activation_checkpoint.save=[matmul]"]),
     (4, ["activation_checkpoint=selective", "sharding=hsdp", "sharding.replicas=2"]),
     (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
-    (4, ["sharding=ddp"]),
+    (2, ["sharding=ddp"]),
     (2, ["data.prefetch=2", "sharding.accumulate=unsharded"]),
     (
-        4,
+        2,
         [
             "activation_checkpoint=full",
             "sharding.blocks_per_unit=2",
@@ -226,24 +223,24 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how",
+    ("ranks", "how"),
     [
-        [],
-        ["activation_checkpoint=full"],
-        ["activation_checkpoint=selective"],
-        ["activation_checkpoint=budget", "activation_checkpoint.budget=0.3"],
+        (2, []),
+        (1, ["activation_checkpoint=full"]),
+        (1, ["activation_checkpoint=selective"]),
+        (1, ["activation_checkpoint=budget", "activation_checkpoint.budget=0.3"]),
     ],
-    ids=lambda how: " ".join(how),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_compiled_as_eager(same, compiled, how):
-    same(2, *compiled, *how, steps=3, seam=inject.no_kernels())
+def test_compiled_as_eager(same, compiled, ranks, how):
+    same(ranks, *compiled, *how, steps=3, seam=inject.no_kernels())
 
 
 @pytest.mark.slow
 def test_weights_at_the_start_do_not_depend_on_ranks_nor_sharding(train):
     runs = [
         train(f"{r}{how}", "train.steps=0", f"sharding={how}", ranks=r)
-        for r, how in ((1, "fsdp"), (2, "fsdp"), (4, "fsdp"), (2, "ddp"))
+        for r, how in ((1, "fsdp"), (3, "fsdp"), (2, "ddp"))
     ]
     first, *others = [fsdp_trainer.load_model(run.folder).state_dict() for run in runs]
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)
@@ -272,13 +269,12 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
             "batch.micro_rows=2",
             ranks=r,
         )
-        for r in (1, 2, 4)
+        for r in (1, 4)
     ]
     losses = [[line["loss"] for line in run.event("evaluation")] for run in runs]
     assert len(losses[0]) == 3  # before the first step too
     assert runs[0].metrics[1]["validation_loss"] == losses[0][1]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[2] == pytest.approx(losses[0], rel=1e-6)
     shown = world.command(
         "preview",
         "preview.format=json",
@@ -304,7 +300,7 @@ def test_the_validation_loss_is_the_mean_over_exactly_the_validation_set(
         text += labels[is_text].tolist()
     assert losses[0][-1] == pytest.approx(total / count, rel=1e-5)
     bits = [run.metrics[-1]["validation_bits_per_byte"] for run in runs]
-    assert bits == pytest.approx([nats / math.log(2) / len(text)] * 3, rel=1e-5)
+    assert bits == pytest.approx([nats / math.log(2) / len(text)] * 2, rel=1e-5)
     assert runs[0].event("evaluation")[-1]["bits_per_byte"] == bits[0]
     assert "bits/byte" in runs[0].out
 

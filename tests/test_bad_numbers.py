@@ -218,7 +218,7 @@ def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely
 
 # --- a spike ------------------------------------------------------------------------------------
 
-LONG = "train.steps=30"
+LONG = "train.steps=24"
 NOISE = inject.garbage()
 
 
@@ -261,8 +261,9 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_skipped_spike_leaves_every_byte_as_it_was(spiky, ranks):
-    run = spiky("skip", f"checkpoint.every={SPIKED - 1}", ranks=ranks)
-    again = spiky("skip", "checkpoint.every=1", "checkpoint.keep=30", ranks=ranks)
+    short = f"train.steps={SPIKED + 1}"
+    run = spiky("skip", short, f"checkpoint.every={SPIKED - 1}", ranks=ranks)
+    again = spiky("skip", short, "checkpoint.every=1", "checkpoint.keep=3", ranks=ranks)
     assert (
         [e["step"] for e in run.event("spike")]
         == [e["step"] for e in again.event("spike")]
@@ -300,7 +301,7 @@ def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky
     assert len(run.event("spike")) == 1
     shown = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     assert (
-        run.column("step") == [*range(1, 31)] == [scalar.step for scalar in shown.Scalars("loss")]
+        run.column("step") == [*range(1, 25)] == [scalar.step for scalar in shown.Scalars("loss")]
     ), "never two lines for a step"
     assert run.column("loss") == never.column("loss")
     assert run.column("tokens") == never.column("tokens")
@@ -329,7 +330,7 @@ def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(tra
 @pytest.mark.slow
 def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, spiky):
     whole = spiky("rewind")
-    how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=30"]
+    how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=24"]
     # two steps after the spike, of which the host has not read yet
     stop = inject.signalled("forward", rank=0, nth=SPIKED + 2)
     stopped = train("run", *how, seam=inject.together(NOISE, stop), code=75)

@@ -71,8 +71,8 @@ def ALL(*phase):
     ("phase", "nth", "rank"),
     [
         ("backward", 5, 1),
-        ("validation", 3, 1),
         ("shards", 1, 0),
+        ALL("validation", 3, 1),
         *[ALL(phase, nth, rank) for rank in (0, 1) for nth,
         *of in ((1, "data", "forward", "clip", "update", "log", "staging"),
         (2, "samples", "agree")) for phase in of],
@@ -148,9 +148,7 @@ def blocked_read(nth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ahead", "nth", "step"), [(0, 5, 1), (2, 5, 1), pytest.param(2, 9, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 9, 2), ALL(2, 5, 1)])
 def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
     train, undisturbed, ahead, nth, step
 ):

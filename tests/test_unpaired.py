@@ -123,7 +123,6 @@ def keys(tmp_path_factory):
 def test_good_and_bad_answers_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
     layouts = (
         (1, ["batch.micro_rows=6"]),
-        (2, ["batch.micro_rows=1"]),
         (4, ["sharding.context=2", "batch.micro_rows=1"]),
     )
     runs = [

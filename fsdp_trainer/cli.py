@@ -35,7 +35,7 @@ VERBS = {
     "train": Verb("fsdp_trainer.training.verb:train", ("words",), starts_ranks=True),
     "plan": Verb("fsdp_trainer.plan.verb:plan", inputs=False),
     "preview": Verb("fsdp_trainer.data.preview:preview"),
-    "prepare": Verb("fsdp_trainer.data.ahead:prepare_ahead"),
+    "prepare": Verb("fsdp_trainer.training.ahead:prepare", ("words",), starts_ranks=True),
     # doctor itself says on which node something is missing
     "doctor": Verb("fsdp_trainer.launch.doctor:doctor", ("words",), False, starts_ranks=True),
     "launch-files": Verb("fsdp_trainer.launch.files:launch_files", ("words",), inputs=False),

@@ -44,6 +44,10 @@ class Numbered:
     def __len__(self):
         return len(self.lengths)
 
+    def of_learnt(self, numbers):
+        """Each learnt token, by its place among all that are learnt."""
+        return {"learnt": self.tokens[self.weights > 0][numbers]}
+
 
 # A text is learnt whole and may be longer than a row; a chat has any weights, not all of them 0,
 # and fits.
@@ -105,6 +109,8 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
 
     def make():
         orders = [RowOrder(store, SEQ_LEN, packing, shuffle, seed) for store in stores]
+        for order in orders:
+            order.of_learnt = order.store.of_learnt
         components = [
             Component(f"c{i}", *parts)
             for i, parts in enumerate(zip(orders, map(str, orders), asked, starts, strict=True))
@@ -144,6 +150,8 @@ def computed(data, order, world, plan):
         index, targets, weights = (x[learnt] for x in (batch.index, batch.targets, batch.weights))
         predicting = batch.tokens.flatten()[index]
         assert torch.equal(targets, predicting + 1)
+        if batch.columns:
+            assert torch.equal(batch.columns["learnt"][learnt], targets)
         assert np.array_equal(data.of(targets)[0], data.of(predicting)[0])
         if len(order.source_names) > 1:
             assert np.array_equal(batch.sources[learnt], data.of(targets)[1])

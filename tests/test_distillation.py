@@ -3,9 +3,10 @@ knows other tokens, or cannot be shared as the student is, is refused with what 
 
 import json
 import shutil
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import inject
 import pytest
@@ -17,7 +18,7 @@ from memory_of_a_step import LiveBytes, whole_batch
 from stored import newest
 from textbook import TOKENS, VOCABULARY, make
 from torch.distributed.tensor import DTensor
-from world import write_chats
+from world import SMALL, write_chats
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import (
@@ -35,7 +36,7 @@ from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.soft_targets import TeacherLogits
+from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, likeliest
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
@@ -66,18 +67,33 @@ def whole_logits(head, hidden, weight):
     return torch.tanh(logits / head.softcap) * head.softcap if head.softcap else logits
 
 
-def dense(head, hidden, targets, weights, teacher, soft, share):
+def dense(head, hidden, targets, weights, teacher, soft, share, count=None):
     """In float64, by autograd on all logits: value, divergences, gradients of hidden and weight."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
     logits = whole_logits(head, hidden, weight)
     of_teacher = whole_logits(teacher, soft.hidden.double(), teacher.weight.detach().double())
     known, heat = soft.vocabulary, soft.temperature
     q, p = ((each[:, :known] / heat).log_softmax(-1) for each in (logits, of_teacher))
+    q, p = completed(q, p, count) if count else (q, p)
     p, q = (p, q) if soft.kl == "forward" else (q, p)
     divergence = (p.exp() * (p - q)).sum(-1)
     nll = -logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     value = (weights * ((1 - share) * nll + share * heat**2 * divergence)).sum()
     return value, divergence, *torch.autograd.grad(value, (hidden, weight))
+
+
+def completed(q, p, count):
+    """Log-probabilities of a list of p's likeliest tokens, and of one more for all others together:
+    q's, p's. q, p: all of them, [tokens, vocabulary]."""
+    listed = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, p.topk(count).indices, True)
+    if listed.all():
+        return q, p
+    parts = []
+    for each in (q, p):
+        rest = each.masked_fill(listed, -torch.inf).logsumexp(-1, keepdim=True)
+        own = each.gather(-1, p.topk(count).indices)
+        parts.append(torch.cat([own, rest], -1))
+    return parts
 
 
 def relative(ours, exact):
@@ -113,6 +129,58 @@ def test_loss_and_gradients_are_those_of_whole_logits(kl, share, heat, student, 
     assert torch.equal(alone.log_probability, scores.log_probability)
 
 
+def listed(soft, count, targets):
+    """Soft targets of the teacher's likeliest tokens alone, in float32."""
+    with torch.no_grad():
+        top = likeliest(soft, count, targets)
+    return ListedTargets(top, soft.vocabulary, soft.temperature, soft.kl)
+
+
+@pytest.mark.parametrize(
+    ("kl", "count", "heat", "student", "other"),
+    [
+        ("forward", 1, 1.0, {}, {}),
+        ("forward", 20, 2.0, {"vocab_multiple": 1000}, {"final_logit_softcapping": 8.0}),
+        ("forward", 7, 0.5, {"final_logit_softcapping": 5.0}, {"vocabulary": VOCABULARY - 100}),
+        ("reverse", 20, 2.0, {}, {"vocabulary": VOCABULARY + 100}),
+    ],
+    ids=["one", "padded", "smaller", "reverse"],
+)
+def test_lists_of_likely_tokens_are_compared_as_if_all_others_were_one(
+    kl, count, heat, student, other
+):
+    head, hidden, targets, weights = make(**student)
+    teacher, teacher_hidden = teacher_head(**other)
+    known = min(head.vocab_size, teacher.vocab_size)
+    targets %= known
+    whole = TeacherLogits(teacher_hidden, teacher, known, heat, kl)
+    soft = listed(whole, count, targets)
+    value, scores = head(hidden, targets, Distillation(weights, 0.7, heat), soft)
+    value.backward()
+    exact = dense(head, hidden, targets, weights, teacher, whole, 0.7, count)
+    assert value.item() == pytest.approx(exact[0].item(), rel=1e-6)
+    # a small difference of large logarithms
+    assert relative(scores.divergence, exact[1]) < 5e-5
+    for ours, gradient in zip((hidden.grad, head.weight.grad), exact[2:], strict=True):
+        assert relative(ours, gradient) < (2e-6 if kl == "forward" else 2e-5)
+    _, of_whole = head(hidden, targets, None, whole)
+    assert torch.equal(scores.teacher_log_probability, of_whole.teacher_log_probability)
+
+
+@pytest.mark.parametrize("kl", ["forward", "reverse"])
+def test_a_list_of_the_whole_vocabulary_is_the_teacher_itself(kl):
+    head, hidden, targets, weights = make()
+    whole = TeacherLogits(*reversed(teacher_head()), VOCABULARY, 2.0, kl)
+    losses, gradients = [], []
+    for soft in (whole, listed(whole, VOCABULARY, targets)):
+        value, _ = head(hidden, targets, Distillation(weights, 0.7, 2.0), soft)
+        gradients.append(torch.autograd.grad(value, (hidden, head.weight)))
+        losses.append(value.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for one, other in zip(*gradients, strict=True):
+        assert relative(other, one) < 2e-6
+
+
 @pytest.mark.parametrize("kl", ["forward", "reverse"])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(kl):
     head, hidden, targets, weights = make()
@@ -131,6 +199,12 @@ REFUSED = [
         "sharding.pipeline=2": "sharding.pipeline=1",
         "sharding.expert=2": "sharding.expert=1",
         "loss.z_loss=0.1": "objective=sft",
+    },
+    {
+        "objective=distil": "",
+        "objective.top_k=8": "",
+        "data.streaming=true": "data.streaming=false",
+        "data.packing=stream": "data.packing=best_fit",
     },
     {
         "objective=distil": "",
@@ -213,6 +287,8 @@ def by_autograd(kind, settings):
 
         own = logits(model)
         p, q = (each[:, :known].div(heat).log_softmax(-1) for each in (logits(teacher), own))
+        if settings.get("top_k"):
+            q, p = completed(q, p, settings["top_k"])
         divergence = (p.exp() * (p - q)).sum(-1)
         nll = -own.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
         total = total + (batch.weights * (0.3 * nll + 0.7 * heat**2 * divergence)).sum()
@@ -243,6 +319,7 @@ def distil_once(kind, settings):
     for one, seed in ((teacher.model, 2), (model, 1)):
         allocate(one, CPU)
         start(one, seed)
+    soft = Listing(teacher, settings["top_k"]) if "top_k" in settings else teacher
     context = context_ranks(dims, "ulysses")
     layout = "mask" if compiled else "documents"
     rank, ranks = dims.batch_rank, dims.batch_ranks
@@ -258,7 +335,7 @@ def distil_once(kind, settings):
         dims,
         EmbeddingGradProbe(model),
         sync,
-        teacher=teacher,
+        teacher=soft,
     )
     own = range(rank, ROWS, ranks)
     plan = StepPlan(1, 0, ROWS, weight=weight())
@@ -275,6 +352,19 @@ def distil_once(kind, settings):
     return written["objective"], written["kl"], whole(gradients)
 
 
+class Listing:
+    """Reads with a teacher in memory, and keeps its likeliest tokens alone."""
+
+    def __init__(self, teacher, count):
+        self.teacher, self.count = teacher, count
+
+    @contextmanager
+    def reading(self, batch):
+        with self.teacher.reading(batch) as read:
+            soft = listed(read.soft, self.count, batch.targets)
+        yield replace(batch, soft=soft)
+
+
 def is_shard(parameter):
     return isinstance(parameter, DTensor)
 
@@ -282,15 +372,17 @@ def is_shard(parameter):
 LORA = {"adapter": {"name": "lora", "rank": 2}}
 CASES = {
     # blocks are compiled alike on any ranks; tracing them is what takes time
-    1: [("another family", {"compiled": True})],
+    1: [("another family", {"compiled": True}), ("tied, more tokens", {"top_k": 5})],
     2: [
         ("another family", {"checkpoint": "full", "sharding": {"accumulate": "unsharded"}} | LORA),
         ("tied, more tokens", {"sharding": {"strategy": "ddp"}, "freeze": ["lm_head*"]}),
         ("tied, more tokens", {"sharding": {"tensor": 2}}),
+        ("another family", {"top_k": 5}),
     ],
     4: [
         ("another family", {"sharding": {"strategy": "hsdp", "replicas": 2}}),
         ("another family", {"sharding": {"tensor": 2, "context": 2}}),
+        ("tied, more tokens", {"sharding": {"tensor": 2, "context": 2}, "top_k": 60}),
     ],
 }
 """Teacher and settings, by the number of ranks."""
@@ -352,6 +444,63 @@ def test_a_student_learns_alike_on_any_ranks_and_goes_on_with_the_same_teacher_a
     another = [f"objective.teacher={one.folder}" if "teacher=" in k else k for k in keys]
     said = world.train(tmp_path / "again", *another, "train.steps=6", code=2).err
     assert "the teacher is another one" in said
+
+
+@pytest.mark.slow
+def test_stored_lists_stand_in_for_the_teacher_in_any_order_and_on_any_ranks(
+    world, keys, trained, tmp_path
+):
+    """Both halves of the data, twice, in other rows and on other ranks than they were listed in."""
+    lines = Path(keys[0].partition("=")[2]).read_text().splitlines(keepends=True)
+    for i in range(2):
+        (tmp_path / f"{i}.jsonl").write_text("".join(lines[i::2]))
+    keys = [
+        f"data.path=[{tmp_path}/0.jsonl,{tmp_path}/1.jsonl]", "data.validation=0.2",
+        f"data.cache={tmp_path}/cache", "tokenizer.path=demo:bytes", "objective=distil",
+        f"objective.teacher={trained.folder}", "schedule=constant",
+    ]  # fmt: skip
+    place = [f"run.root={tmp_path}", "run.name=ahead"]
+    world.command(
+        "prepare", *SMALL, *keys, "objective.top_k=7", *place, "data.packing=none", ranks=2
+    )
+    stored = {path: path.stat() for path in tmp_path.rglob("top_tokens.npy")}
+    assert len(stored) == 2
+    keys += ["train.epochs=2", "train.steps=null", "train.validate_every=3"]
+    one = world.train(tmp_path / "one", *keys, "objective.top_k=7", seam=without_teacher)
+    assert "not in memory, its 7 likeliest tokens are stored" in one.out
+    more = ["sharding.tensor=2", "batch.micro_rows=2"]
+    other = world.train(tmp_path / "other", *keys, "objective.top_k=7", *more, ranks=2)
+    online = world.train(tmp_path / "online", *keys)
+    for name in ("loss", "kl", "teacher_loss", "objective"):
+        assert other.column(name) == pytest.approx(one.column(name), rel=2e-5), name
+    assert one.column("teacher_loss") == pytest.approx(online.column("teacher_loss"), rel=1e-5)
+    assert one.metrics[-1]["validation_teacher_loss"] == pytest.approx(
+        online.metrics[-1]["validation_teacher_loss"], rel=1e-5
+    )
+    assert {path: path.stat() for path in tmp_path.rglob("top_tokens.npy")} == stored
+
+    whole = world.train(tmp_path / "whole", *keys, "objective.top_k=260")
+    assert "the teacher reads 228 learnt tokens once" in whole.out
+    for name in ("loss", "kl"):
+        assert whole.column(name) == pytest.approx(online.column(name), rel=1e-3), name
+    another = [f"objective.teacher={one.folder}" if "teacher=" in k else k for k in keys]
+    said = world.train(
+        tmp_path / "one", *another, "objective.top_k=7", "train.epochs=3", code=2
+    ).err
+    assert "the teacher is another one" in said
+    said = world.train(tmp_path / "new", *keys, "objective.top_k=261", code=2).err
+    assert "is more than the 260 tokens of the vocabulary" in said
+
+
+@contextmanager
+def without_teacher():
+    """Within it no teacher is built."""
+
+    def refuse(*_):
+        raise AssertionError("a teacher was built")
+
+    with mock.patch("fsdp_trainer.training.teacher_lists.share_teacher", refuse):
+        yield
 
 
 @pytest.mark.slow

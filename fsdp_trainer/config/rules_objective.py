@@ -42,6 +42,7 @@ OBJECTIVE_KEYS = {
     "teacher": (DISTIL,),
     "share": (DISTIL,),
     "divergence": (DISTIL,),
+    "top_k": (DISTIL,),
     "server": PROMPTED,
     "server_folder": PROMPTED,
     "max_staleness": PROMPTED,
@@ -129,6 +130,8 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
             "objective.teacher",
             "is required: say which model to learn from, e.g.  objective.teacher=runs/large",
         )
+    if choice.top_k is not None:
+        yield from stored_lists(cfg)
     if cfg.sharding.pipeline > 1:
         reason = "a teacher's blocks are not cut into stages in this version.\n"
         yield "sharding.pipeline", reason + "Use  sharding.pipeline=1"
@@ -138,6 +141,23 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
     for key in ("label_smoothing", "z_loss"):
         if getattr(cfg.loss, key):
             yield f"loss.{key}", "only counts with  objective=sft"
+
+
+def stored_lists(cfg: TrainConfig) -> Broken:
+    """What is stored of a teacher belongs to tokens that are stored, each behind the same text."""
+    stored = f"objective.top_k={cfg.objective.top_k} stores what a teacher says"
+    online = "or, with the teacher in memory,  objective.top_k=null"
+    if cfg.data.streaming:
+        reason = f"{stored} beside the tokens, and a stream is not stored.\n"
+        yield "data.streaming", f"{reason}Use  data.streaming=false  {online}"
+    if cfg.data.packing == "stream":
+        reason = f"{stored} once, and a stream cuts texts at other places in each epoch.\n"
+        yield "data.packing", f"{reason}Use  data.packing=best_fit  {online}"
+
+
+def lists_teacher(cfg: TrainConfig) -> bool:
+    """Return True where a run learns from stored lists, without a teacher in memory."""
+    return cfg.objective.name == DISTIL and cfg.objective.top_k is not None
 
 
 def has_reference(cfg: ObjectiveChoice) -> bool:

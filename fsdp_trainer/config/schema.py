@@ -745,6 +745,14 @@ class ObjectiveChoice:
         " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
         choices=("forward", "reverse"),
     )
+    top_k: int | None = key(
+        None,
+        "distil: how many of the teacher's likeliest tokens are stored beside the token store, for"
+        " each token that is learnt, before the first step; no teacher is in memory then, and what"
+        " the others have together is shared out as the student would; null: the teacher is in"
+        " memory",
+        minimum=1,
+    )
     server: str | None = key(
         None,
         "grpo: the address of a vLLM server that answers prompts, as http://localhost:8000; null:"

@@ -10,7 +10,7 @@ from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root, prompt_batch
 from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.preferences import PROMPTS
-from fsdp_trainer.data.prepare import Reporter, preparations, prepare
+from fsdp_trainer.data.prepare import Prepared, Reporter, preparations, prepare
 from fsdp_trainer.data.summary import two_lines
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
@@ -47,11 +47,16 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
             )
             return 0
     prepared = prepare(*data)
+    report(prepared, cfg, console)
+    return 0
+
+
+def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
+    """Show what the data is, and where it lies."""
     for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
         console.say(f"data   {line}")
     for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
         console.say(f"in     {store.folder}")
-    return 0
 
 
 def parse_shard(shard: str | None) -> tuple[int, int] | None:

@@ -7,6 +7,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ class Rows:
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None: all are answers."""
     columns: dict[str, np.ndarray] | None = None
-    """Further numbers of each position, [rows, seq_len] float32, by name."""
+    """Further numbers of each position, [rows, seq_len, ...] of any dtype, by name."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
@@ -77,7 +78,8 @@ class Rows:
             self.group_starts[place] = rows.group_starts[i]
         for name, column in (rows.columns or {}).items():
             self.columns = self.columns or {}
-            self.columns.setdefault(name, np.zeros_like(self.weights))[places] = column
+            empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
+            self.columns.setdefault(name, empty)[places] = column
         for name in ("reference", "kinds"):
             given = getattr(rows, name)
             if given is not None:
@@ -157,6 +159,9 @@ class RowOrder:
         """Share of positions that hold a token."""
         self.reference: np.ndarray | None = None
         """[samples] float64, Σ log-probability of each under a reference model; None: without."""
+        self.of_learnt: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+        """Returns further numbers of tokens that are learnt, [tokens, ...] by name, of their
+        places among all that are learnt in the store; None: there are none."""
         self._epochs: dict[int, Epoch] = {}
         self._ahead = 0  # the last epoch that was asked for
 
@@ -225,10 +230,45 @@ class RowOrder:
         if self.reference is not None:
             values = np.split(self.reference[samples], first_documents[1:])
             rows.reference = [part.tolist() for part in values]
+        if self.of_learnt is not None:
+            rows.columns = self._columns(rows, places, learnt > 0, samples, starts, lengths)
         if self.store.kinds is not None:
             kinds = np.split(self.store.kinds[samples], first_documents[1:])
             rows.kinds = [part.tolist() for part in kinds]
         return rows
+
+    def _columns(
+        self,
+        rows: Rows,
+        places: np.ndarray,
+        is_learnt: np.ndarray,
+        samples: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """Return `of_learnt` of what these rows learn, at its positions, elsewhere 0.
+
+        places: of all tokens in the flat rows; is_learnt: of each, the one that follows it.
+        samples, starts, lengths: of the documents.
+        """
+        assert self.of_learnt is not None
+        # only texts are cut: of their tokens all but the first are learnt
+        firsts = self._first_learnt[samples] + starts
+        before = np.cumsum(is_learnt) - is_learnt
+        of_documents = np.cumsum(lengths) - lengths
+        numbers = np.repeat(firsts - before[of_documents], lengths) + before
+        columns = {}
+        for name, values in self.of_learnt(numbers[is_learnt]).items():
+            column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
+            column[places[is_learnt]] = values
+            columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
+        return columns
+
+    @cached_property
+    def _first_learnt(self) -> np.ndarray:
+        """The place of each sample's first learnt token among all of the store, [samples]."""
+        supervised = np.asarray(self.store.supervised)
+        return np.cumsum(supervised) - supervised
 
     def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[rows] float64 of what attention costs in each of these rows."""

@@ -63,7 +63,7 @@ class MicroBatch:
     reference: [documents] float64, the Σ log-probability of each document's targets under a
     reference model; None without one. kinds: [documents] int64, as of the data's samples; None:
     all are answers.
-    columns: further numbers of each target, [supervised] float32, by name.
+    columns: further numbers of each target, [supervised, ...], by name.
     soft: a teacher's probabilities of the targets; None without one.
     """
 

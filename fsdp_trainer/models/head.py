@@ -123,6 +123,10 @@ class Head(nn.Module):
         """Return the sum over all columns, [rows]. own: over those of this process."""
         return own
 
+    def joint_columns(self, own: Tensor) -> Tensor:
+        """Return the columns of all processes side by side. own: [rows, count], as many on each."""
+        return own
+
     def rows(self) -> Tensor:
         """Return the rows of the weight that this process computes with."""
         return self.weight

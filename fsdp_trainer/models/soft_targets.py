@@ -14,6 +14,8 @@ from torch import Tensor
 FORWARD, REVERSE = "forward", "reverse"
 SMALLEST_LOG = -1e4
 """Of a probability that is 0: finite, since 0 · inf is not a number."""
+LARGEST_LOG = -1e-6
+"""Of what is left over beside a list, of which some is always likely."""
 
 
 class Comparison(NamedTuple):
@@ -72,6 +74,79 @@ class TeacherLogits:
             logits.div_(self.temperature)
             normalizer = joint_logsumexp(head, logits)
         return logits.sub_(normalizer[:, None]), log_probability
+
+
+class TopTokens(NamedTuple):
+    """A teacher's likeliest tokens of each place, at some temperature, and what is left over.
+
+    tokens: [places, k] int64; logs: [places, k] float32, their log-probabilities, largest first.
+    rest: [places] float32, the logarithm of the others' probabilities together. target: [places]
+    float32, the log-probability of the target at temperature 1.
+    """
+
+    tokens: Tensor
+    logs: Tensor
+    rest: Tensor
+    target: Tensor
+
+
+@dataclass
+class ListedTargets:
+    """Soft targets of the likeliest tokens alone, which were stored; there is no teacher.
+
+    What is left over is shared out among all other tokens as the student's own probabilities of
+    them are. That is the nearest distribution to the student's with these likeliest tokens, so
+    only they, and how much is left over, pull at the student. Where every token is listed it is
+    the teacher's own.
+    """
+
+    top: TopTokens
+    vocabulary: int
+    temperature: float = 1.0
+    kl: str = FORWARD
+
+    def log_probabilities(
+        self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
+    ) -> tuple[Tensor, Tensor]:
+        """See SoftTargets."""
+        ids, logs, rest, target = (part[tokens] for part in self.top)
+        place = own_columns(head, ids.long(), log_student.shape[1])
+        log_p = log_student.clone()
+        put(log_p, *place, torch.full_like(logs, SMALLEST_LOG, dtype=torch.float32), "amin")
+        log_p.add_((rest - joint_logsumexp(head, log_p))[:, None])
+        # logs are stored in few bits: what they have together follows from what is left over
+        logs = logs.float()
+        together = (-rest.clamp(max=LARGEST_LOG).exp()).log1p()
+        put(log_p, *place, logs + (together - logs.logsumexp(-1))[:, None], "amax")
+        return log_p, target.float()
+
+
+def likeliest(soft: TeacherLogits, count: int, targets: Tensor) -> TopTokens:
+    """Return the `count` likeliest tokens of all places. Collective where ranks share the
+    vocabulary.
+
+    Of places whose logits are made at the same time, as in the head.
+    """
+    head, places = soft.teacher, len(soft.hidden)
+    rows = head.rows_at_once(places, soft.hidden.device.type)
+    chunks = [slice(start, start + rows) for start in range(0, max(1, places), rows)]
+    parts = [_likeliest(soft, count, targets[tokens], tokens) for tokens in chunks]
+    return TopTokens(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def _likeliest(soft: TeacherLogits, count: int, targets: Tensor, tokens: slice) -> TopTokens:
+    head = soft.teacher
+    columns = max(0, min(soft.vocabulary - head.first, head.columns))
+    like = soft.hidden.new_empty(0, columns)
+    log_p, target = soft.log_probabilities(head, like, targets, tokens)
+    logs, ids = log_p.topk(min(count, columns))
+    logs = F.pad(logs, (0, count - logs.shape[1]), value=-torch.inf)
+    ids = F.pad(ids + head.first, (0, count - ids.shape[1]))
+    logs, ids = head.joint_columns(logs), head.joint_columns(ids)
+    logs, best = logs.topk(count)
+    ids = ids.gather(-1, best)
+    put(log_p, *own_columns(head, ids, columns), torch.full_like(logs, SMALLEST_LOG), "amin")
+    return TopTokens(ids, logs, joint_logsumexp(head, log_p), target)
 
 
 def compare(
@@ -146,6 +221,16 @@ def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """
     own = ids - head.first
     return own.clamp(0, max(0, columns - 1)), (own >= 0) & (own < columns)
+
+
+def put(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) -> None:
+    """Write the smaller (how: amin) or larger (amax) of a number and what is there, in place.
+
+    values: [rows, columns]; own, is_own: [rows, count], of own_columns; numbers: [rows, count].
+    """
+    if values.shape[1]:
+        neutral = torch.inf if how == "amin" else -torch.inf
+        values.scatter_reduce_(-1, own, numbers.where(is_own, neutral), how)
 
 
 def at_columns(values: Tensor, own: Tensor, is_own: Tensor) -> Tensor:

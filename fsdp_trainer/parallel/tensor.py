@@ -493,6 +493,10 @@ class TensorHead(Head):
         """See Head. Collective."""
         return sum_over_ranks(own, self.tensor_ranks.group)
 
+    def joint_columns(self, own: Tensor) -> Tensor:
+        """See Head. Collective."""
+        return all_gather(own, -1, self.tensor_ranks.group)
+
     def own_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' columns on this rank, and True where they are columns of it."""
         index = targets - self.first

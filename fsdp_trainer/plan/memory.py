@@ -54,6 +54,7 @@ from fsdp_trainer.plan.stages import (
 from fsdp_trainer.plan.teacher import (
     COMPARED_BYTES,
     PlannedTeacher,
+    compares_logits,
     hidden_bytes,
     teacher_of,
     teacher_units,
@@ -428,12 +429,12 @@ class Step:
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
         copy = trained * self.compute if half and self.device == "cpu" else 0
-        compared = COMPARED_BYTES if self._compares else 0
+        compared = COMPARED_BYTES if compares_logits(self.cfg) else 0
         return rows * config.vocab_size * (each + compared) + copy
 
     @property
     def _compares(self) -> bool:
-        """Return True where a chunk's logits are compared with a teacher's."""
+        """Return True where a chunk's logits are compared with those of a teacher in memory."""
         return self.teacher is not None and self.teacher.compares
 
     def _logits_of(self, reference: PlannedTeacher) -> float:

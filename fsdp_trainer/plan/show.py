@@ -16,6 +16,7 @@ from fsdp_trainer.plan.answer import Answer
 from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
 from fsdp_trainer.plan.rollouts import Rollouts
 from fsdp_trainer.plan.suggest import Suggestion
+from fsdp_trainer.plan.teacher import list_bytes
 from fsdp_trainer.plan.time import Times
 
 BAR = 32  # characters for the whole of the device's memory
@@ -80,6 +81,7 @@ def one_world(
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
         "reference": reference_of(cfg),
+        "list_bytes": list_bytes(cfg),
         "slowest_step": plan.slow._asdict() if timed else None,
         "fastest_step": plan.fast._asdict() if timed else None,
         "tokens_per_second": plan.tokens / plan.seconds if timed else None,
@@ -295,10 +297,21 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
         rows.append(("step", UNTIMED + COMPARED * compares))
     if uneven:
         rows.append(("uneven", uneven_line(cfg, uneven)))
-    rows.append(("checkpoint", checkpoints(cfg, plan)))
+    rows += [*lists(cfg), ("checkpoint", checkpoints(cfg, plan))]
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
     return table
+
+
+def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
+    """Return the row on what the stored lists of a teacher take on disk, if there are any."""
+    size, tokens = list_bytes(cfg), cfg.plan.tokens
+    if not size:
+        return []
+    text = f"{size:,} bytes of disk for each learnt token"
+    if tokens:
+        text += f", {gib(size * tokens)} if all {short(tokens)} are learnt"
+    return [("lists", f"{text}; the teacher reads them once, before step 1, and is not in memory")]
 
 
 def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:

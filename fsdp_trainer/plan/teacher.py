@@ -1,5 +1,5 @@
 """What a teacher, or a reference in memory, adds to a plan: its weights, its forward in front of
-the trained model's, its logits."""
+the trained model's, its logits; or the disk that stored lists of it take."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 
 from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
+from fsdp_trainer.config.rules_objective import REFERENCES, lists_teacher, model_beside
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
+from fsdp_trainer.data.top_lists import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.inputs import architecture
@@ -48,10 +49,15 @@ class TeacherUnits(NamedTuple):
 
 
 def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
-    """Return the teacher of a run, or its reference in memory; None: it has neither.
+    """Return the teacher in a run's memory, or the reference; None: there is neither.
 
     Raises UserError as `architecture` does.
     """
+    return None if lists_teacher(cfg) else named_teacher(cfg, student)
+
+
+def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
+    """Return what teacher_of does, also a teacher of which lists are stored."""
     beside = model_beside(cfg)
     if beside is None:
         return None
@@ -85,6 +91,19 @@ def assumed_of(cfg: TrainConfig) -> list[str]:
     if beside is None or beside[1] in REFERENCES:
         return []
     return architecture(replace(TrainConfig(), model=Model(init_from=beside[1])))[1]
+
+
+def compares_logits(cfg: TrainConfig) -> bool:
+    """Return True where all logits of a chunk are compared with a teacher's."""
+    return cfg.objective.name == DISTIL and cfg.objective.teacher is not None
+
+
+def list_bytes(cfg: TrainConfig) -> int:
+    """Return the bytes on disk of the stored lists, for each learnt token; 0: there are none."""
+    named = cfg.objective.teacher
+    if named is None or not lists_teacher(cfg):
+        return 0
+    return bytes_per_token(cfg.objective.top_k or 0, _architecture(named).vocab_size)
 
 
 def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:

@@ -40,7 +40,7 @@ from fsdp_trainer.plan.stages import (
     stays_gathered,
     units_of,
 )
-from fsdp_trainer.plan.teacher import SOFT_BYTES, teacher_of, teacher_units
+from fsdp_trainer.plan.teacher import SOFT_BYTES, named_teacher, teacher_of, teacher_units
 from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -539,16 +539,18 @@ def teacher_seconds(
 
     Its messages within a tensor group are not counted. config: the whole model in training.
     """
-    teacher = teacher_of(cfg, config)
-    if teacher is None:
+    named, teacher = named_teacher(cfg, config), teacher_of(cfg, config)
+    if named is None:
         return TeacherSeconds()
     ranks = cfg.sharding.tensor
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    logits = tokens * named.config.vocab_size / ranks * SOFT_BYTES
+    compared = named.compares * logits / (device.memory_rate * MEMORY)
+    if teacher is None:  # its lists are compared as its logits would be
+        return TeacherSeconds(compared)
     forward, _, head = compute_seconds(
         teacher.cfg, share_of_rank(teacher.config, ranks), device, best
     )
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    logits = tokens * teacher.config.vocab_size / ranks * SOFT_BYTES
-    compared = teacher.compares * logits / (device.memory_rate * MEMORY)
     units, links = teacher_units(teacher, shard.ranks), LINKS[best]
     ends = units.first.gathered + units.last.gathered * (not teacher.config.tie_word_embeddings)
     first, blocks = (shard.seconds(size, device, links) for size in (ends, units.gathered - ends))

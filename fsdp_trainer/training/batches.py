@@ -122,10 +122,12 @@ class Assembler:
             return to_device(np.take_along_axis(values, own, 1), self.device)
 
         def padded(values: np.ndarray, fill: int = 0) -> Tensor:
-            return to_device(np.pad(values, padding, constant_values=fill), self.device)
+            sizes = [padding, *[(0, 0)] * (values.ndim - 1)]
+            return to_device(np.pad(values, sizes, constant_values=fill), self.device)
 
         def supervised(values: np.ndarray) -> Tensor:
-            return padded(np.take_along_axis(values, own, 1).reshape(-1)[index])
+            in_rows = np.arange(len(own))[:, None]
+            return padded(values[in_rows, own].reshape(-1, *values.shape[2:])[index])
 
         documents = groups = reference = kinds = None
         if self.number_documents:

@@ -3,7 +3,7 @@
 Collective: every rank builds its part.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,16 +17,16 @@ from fsdp_trainer import slots
 from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.base import Base, base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
-from fsdp_trainer.config.context import (
-    attention_kernel,
-    attention_layout,
-    context_method,
-    context_problems,
-)
+from fsdp_trainer.config.context import context_method, context_problems
 from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
-from fsdp_trainer.config.rules_objective import base_is_reference, has_reference, model_beside
+from fsdp_trainer.config.rules_objective import (
+    base_is_reference,
+    has_reference,
+    lists_teacher,
+    model_beside,
+)
 from fsdp_trainer.config.schema import (
     DISTIL,
     PAIRED,
@@ -50,8 +50,6 @@ from fsdp_trainer.evaluation.scoring import sharded_shares
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters import as_configured, resolve_adapters
-from fsdp_trainer.models.attention_choice import AttentionChoice, choose
-from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -80,6 +78,7 @@ from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.training.attention import choose_attention
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
@@ -120,9 +119,12 @@ from fsdp_trainer.training.teacher import (
     build_teacher,
     fill_frozen,
     readers,
+    record_of_lists,
     require_fitting,
+    require_same,
     with_teacher,
 )
+from fsdp_trainer.training.teacher_lists import ListedTeacher, ListPass
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.unpaired import UnpairedFigures, UnpairedForwardBackward
 from fsdp_trainer.training.weights import fill, restore
@@ -193,6 +195,10 @@ def build(
     if inputs.data.validation:
         held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
+    orders = orders_of(order, held_out, cfg.batch.rows)
+    further = listed_teacher(
+        cfg, inputs, config, world, dims, orders, observer, start, signals, beside
+    )
     share = order.attention_cost_share(config.attention_cost)
     heads = config.num_attention_heads // cfg.sharding.tensor
     context = context_method(cfg, replace(config, num_attention_heads=heads))
@@ -232,7 +238,7 @@ def build(
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
-    digests = fill_frozen(beside, cfg, start.checkpoint, model_device, device)
+    digests = fill_frozen(beside, cfg, start.checkpoint, model_device, device, inputs.teacher_files)
     allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
@@ -242,7 +248,7 @@ def build(
         cfg,
         model,
         inputs.init_from,
-        orders_of(order, held_out, cfg.batch.rows),
+        orders,
         context_of_rows.assembler,
         dims,
         observer,
@@ -272,7 +278,7 @@ def build(
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, beside),
+        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, further),
         guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
         corruption=Corruption(
             cfg.train.check_every, observer.event, partial(ranks_with_copies, model, dims)
@@ -304,6 +310,47 @@ def build(
     return trainer, start
 
 
+def listed_teacher(
+    cfg: TrainConfig,
+    inputs: RunInputs,
+    config: ModelConfig,
+    world: World,
+    dims: Dims,
+    orders: list[tuple[RowOrder, int]],
+    observer: Observer,
+    start: Start,
+    signals: StopSignals,
+    in_memory: FrozenModel | None,
+) -> FrozenModel | ListedTeacher | None:
+    """Give the orders the lists of a teacher, and return what reads them; else what is in memory.
+
+    Collective. Raises UserError. start: of the run, which must have learnt from the same teacher.
+    """
+    if inputs.beside is None or inputs.teacher_files is None:
+        return in_memory
+
+    def leave_if_agreed() -> None:
+        signals.sync()
+        signals.raise_if_agreed()
+
+    require_same(Teacher, cfg, start.checkpoint, record_of_lists(inputs.teacher_files))
+    device = world.device
+    return ListPass(
+        cfg=cfg,
+        source=inputs.beside,
+        digest=inputs.teacher_files,
+        student=config,
+        orders=orders,
+        dims=dims,
+        device=torch.device("cpu") if cfg.sharding.cpu_offload else device,
+        computing=device,
+        writes=world.local_rank == 0,
+        say=observer.say,
+        progress=observer.console.paced(),
+        check=leave_if_agreed,
+    ).prepare()
+
+
 def build_step(
     cfg: TrainConfig,
     model: Decoder,
@@ -311,7 +358,7 @@ def build_step(
     dims: Dims,
     world: World,
     loss_scale: LossScale | None,
-    beside: FrozenModel | None = None,
+    beside: FrozenModel | ListedTeacher | None = None,
 ) -> ForwardBackward:
     """Return what runs a step's micro-batches. Collective."""
     objective = build_objective(cfg.objective, cfg.loss)
@@ -329,7 +376,7 @@ def build_step(
         if cfg.objective.name in PROMPTED:
             of_tokens = reference_of_tokens(cfg, model, beside)
             return RolloutForwardBackward(*parts, choice=cfg.objective, reference=of_tokens)
-        if isinstance(beside, Teacher):
+        if isinstance(beside, Teacher | ListedTeacher):
             return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=beside)
         return ForwardBackward(*parts)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
@@ -421,7 +468,7 @@ def reference_of(
 
 
 def reference_of_tokens(
-    cfg: TrainConfig, model: Decoder, beside: FrozenModel | None
+    cfg: TrainConfig, model: Decoder, beside: FrozenModel | ListedTeacher | None
 ) -> Callable[[MicroBatch], Tensor] | None:
     """Return what computes the reference's log-probabilities of answers; None: there is none."""
     if isinstance(beside, ReferenceModel):
@@ -467,7 +514,7 @@ def check_room(
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
-    if model_beside(cfg):
+    if model_beside(cfg) and not lists_teacher(cfg):
         require_fitting(cfg, *with_teacher(config, beside, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
@@ -516,43 +563,6 @@ def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
 def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
     """Return cfg.model with the folder that model.init_from was fetched to."""
     return replace(cfg.model, init_from=str(init_from) if init_from else None)
-
-
-def choose_attention(
-    cfg: TrainConfig,
-    configs: Sequence[ModelConfig],
-    share: float,
-    device: torch.device,
-    compiled: bool,
-    method: str,
-) -> AttentionChoice:
-    """Settle for this process how attention is computed. Raises UserError for what cannot be.
-
-    configs: of the model, and of a teacher that reads the same rows. share: see
-    Mixture.attention_cost_share. method: by which ranks attend to shared rows.
-    """
-    sizes = [config.head_dim for config in configs]  # one that a kernel may lack counts
-    context = replace(
-        describe_device(device),
-        dtype=cfg.precision.param_dtype,
-        head_dim=next((size for size in sizes if size % 8 or not 16 <= size <= 256), sizes[0]),
-        softcap=any(config.attn_logit_softcapping is not None for config in configs),
-        sinks=any(config.family_spec.sinks for config in configs),
-        windowed=any(
-            window and window < cfg.batch.seq_len for config in configs for window in config.windows
-        ),
-        compiled=compiled,
-        selective=cfg.activation_checkpoint.mode == "selective",
-        share=share,
-    )
-    kernel = attention_kernel(cfg, method, device.type)
-    choice = choose(attention_layout(cfg, method, compiled), kernel, context)
-    dtype = getattr(torch, cfg.precision.param_dtype)
-    for config in reversed(configs):  # the student's is the last that is set
-        set_kernel_priority(
-            choice, config, dtype, device, required=cfg.model.attention_kernel != "auto"
-        )
-    return choice
 
 
 # --- data

@@ -158,10 +158,11 @@ def line_on_model_beside(cfg: TrainConfig, trained: ModelConfig, folder: Path | 
     size = f"{config.family}, {short(config.parameters())} parameters, from {beside[1]}"
     if loads_reference(cfg):
         return [f"refer  {size}; kl {choice.kl:g}"]
+    stored = f"; not in memory, its {choice.top_k} likeliest tokens are stored"
     return [
         f"teach  {size}; "
         f"share {choice.share:g} of the loss, temperature {choice.temperature:g}, "
-        f"{choice.divergence} divergence"
+        f"{choice.divergence} divergence{stored if choice.top_k else ''}"
     ]
 
 

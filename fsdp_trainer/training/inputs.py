@@ -13,7 +13,8 @@ class RunInputs:
     """Tokenizer, template, data and the model's folder.
 
     init_from: model.init_from, fetched. beside: the folder of a frozen model beside it; None: there
-    is none, or it is the model that the run begins with.
+    is none, or it is the model that the run begins with. teacher_files: a digest of the files in
+    it, of a teacher of which lists are stored; None: of any other.
     """
 
     tokenizer: TextTokenizer
@@ -21,3 +22,4 @@ class RunInputs:
     data: Prepared
     init_from: Path | None
     beside: Path | None = None
+    teacher_files: str | None = None

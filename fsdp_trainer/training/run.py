@@ -59,6 +59,7 @@ from fsdp_trainer.training.run_lock import RunLock, clear_unused
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.teacher import fetch_model_beside, require_same_vocabulary
+from fsdp_trainer.training.teacher_lists import digest_for_lists
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
 BEAT_SECONDS = 1.0
@@ -199,6 +200,7 @@ class Rank:
         inputs = RunInputs(*build_data(cfg, report), init_from, beside)
         if beside and world.local_rank == 0:
             require_same_vocabulary(cfg, inputs.tokenizer, beside)
+        inputs.teacher_files = digest_for_lists(cfg, beside, report.progress)
         require_most_tokens(cfg.data, inputs.data)
         return inputs
 

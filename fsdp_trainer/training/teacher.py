@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.context import context_method, context_problems
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
+from fsdp_trainer.config.rules_objective import REFERENCES, lists_teacher, model_beside
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -83,12 +83,12 @@ class Teacher(FrozenModel):
 def build_teacher(
     cfg: TrainConfig, source: Path | None, student: ModelConfig, dims: Dims, compiled: bool
 ) -> Teacher | None:
-    """Return a teacher without weights, on the meta device; None: the run has none.
+    """Return a teacher without weights, on the meta device; None: the run has none in memory.
 
     source: its folder. Before the student's `parallelize`, whose budget for activations holds.
     Collective.
     """
-    if source is None:
+    if source is None or lists_teacher(cfg):
         return None
     _, config = with_teacher(student, source, cfg.sharding.tensor)
     return share_teacher(cfg, source, config, student, dims, compiled)
@@ -134,28 +134,47 @@ def fill_frozen(
     checkpoint: Path | None,
     device: torch.device,
     computing: torch.device,
+    files: str | None = None,
 ) -> dict[str, str]:
     """Read a frozen model's weights; return their digest under its name, behind the format in which
     they are kept.
 
+    files: digest of a teacher's files, of which lists are stored: it is returned instead.
+
     Collective. device: where they are kept; computing: where they are computed with. Raises
     UserError unless `checkpoint`, from which the run goes on, was trained with them, as far as
-    that can be compared: not in another format.
+    that can be compared: not in another format, nor where lists of it were stored.
     """
     if beside is None:
-        return {}
+        return {Teacher.name: record_of_lists(files)} if files else {}
     allocate(beside.model, device, computing)
     fill(beside.model, beside.cfg, beside.source)
-    format = f"{cfg.precision.param_dtype}:"
-    digest = format + digest_of_weights(beside.model)
-    known = (read_progress(checkpoint).get(beside.name) if checkpoint else None) or ""
-    if known.startswith(format) and known != digest:
-        text = (
-            f"holds other weights than the {beside.name} that {checkpoint} was trained with.\n"
-            f"{beside.advice}, or begin a new run:  run.name=NEW"
-        )
-        raise UserError(f"the {beside.name} is another one", [Problem(named(cfg), text)])
+    digest = f"{cfg.precision.param_dtype}:{digest_of_weights(beside.model)}"
+    require_same(type(beside), cfg, checkpoint, digest)
     return {beside.name: digest}
+
+
+def record_of_lists(digest: str) -> str:
+    """Return how a checkpoint names a teacher whose lists were stored. digest: of its files."""
+    return f"lists:{digest}"
+
+
+def require_same(
+    kind: type[FrozenModel], cfg: TrainConfig, checkpoint: Path | None, digest: str
+) -> None:
+    """Raise UserError if `checkpoint` was trained with another model of this kind, in the same
+    form.
+
+    digest: as in a checkpoint, behind the form and a colon. checkpoint: None: the run is new.
+    """
+    form = digest.partition(":")[0]
+    known = (read_progress(checkpoint).get(kind.name) if checkpoint else None) or ""
+    if known.startswith(f"{form}:") and known != digest:
+        text = (
+            f"holds other weights than the {kind.name} that {checkpoint} was trained with.\n"
+            f"{kind.advice}, or begin a new run:  run.name=NEW"
+        )
+        raise UserError(f"the {kind.name} is another one", [Problem(named(cfg), text)])
 
 
 def readers(trained: ModelConfig, beside: FrozenModel | None) -> list[ModelConfig]:

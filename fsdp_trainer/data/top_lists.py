@@ -1,0 +1,137 @@
+"""A teacher's likeliest tokens of all that is learnt from a store, in files beside it.
+
+One entry for each learnt token, in the order of the store: they hold for every packing, order and
+number of ranks.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.data.cache import LOCK, clear_leftovers
+
+FOLDER = "teacher"
+"""Name of the folder beside a store's columns."""
+ABOUT = "about.json"
+TOKENS, LOGS, REST, TARGET = "top_tokens", "top_logs", "top_rest", "top_target"
+"""Names of the files, and of the columns of rows: the likeliest tokens, their log-probabilities,
+the logarithm of what the others have together, and the log-probability of the target."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def array_types(count: int, vocabulary: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Return number format and shape of what is stored of one token. count: of its list."""
+    token = np.uint16 if vocabulary <= 2**16 else np.int32
+    return {
+        TOKENS: (token, (count,)),
+        LOGS: (np.float16, (count,)),
+        REST: (np.float32, ()),
+        TARGET: (np.float32, ()),
+    }
+
+
+def bytes_per_token(count: int, vocabulary: int) -> int:
+    """Return the bytes on disk of each learnt token."""
+    types = array_types(count, vocabulary).values()
+    return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) for dtype, shape in types)
+
+
+class TopLists:
+    """The stored lists of a store's learnt tokens. arrays: [learnt tokens, ...] by name."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]):
+        self.arrays = arrays
+
+    def __call__(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the entries of learnt tokens, of their places among all of the store."""
+        columns = {name: array[numbers] for name, array in self.arrays.items()}
+        # few operators of torch know uint16
+        return columns | {TOKENS: columns[TOKENS].astype(np.int32)}
+
+
+def open_lists(folder: Path, tokens: int) -> TopLists | None:
+    """Return the lists in a folder; None if they are not there, or not whole.
+
+    tokens: that are learnt from the store.
+    """
+    try:
+        arrays = {
+            name: np.load(folder / f"{name}.npy", mmap_mode="r")
+            for name in (TOKENS, LOGS, REST, TARGET)
+        }
+    except (OSError, ValueError, EOFError):
+        return None
+    whole = all(len(array) == tokens for array in arrays.values())
+    return TopLists(arrays) if whole else None
+
+
+class ListsWriter:
+    """Files of lists that appear when they are whole.
+
+    Opening them raises OSError where the disk has no room for all of them.
+    """
+
+    def __init__(self, folder: Path, tokens: int, count: int, vocabulary: int):
+        """folder: where they are to lie. tokens: that are learnt; count: of a list."""
+        folder.parent.mkdir(exist_ok=True)
+        self.folder = folder
+        self.aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        self.lock = open(self.aside / LOCK, "w")  # noqa: SIM115 - held as long as this is used
+        with suppress(OSError):  # where there are no locks
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+        clear_leftovers(folder.parent, self.aside)
+        self.arrays = {}
+        for name, (dtype, shape) in array_types(count, vocabulary).items():
+            file = self.aside / f"{name}.npy"
+            array = np.lib.format.open_memmap(file, "w+", dtype, (tokens, *shape))
+            reserve(file)  # a page that the disk has no room for would kill the process
+            self.arrays[name] = array
+
+    def write(self, numbers: np.ndarray, columns: dict[str, np.ndarray]) -> None:
+        """Write entries of learnt tokens. numbers: their places among all of the store."""
+        for name, array in self.arrays.items():
+            array[numbers] = columns[name]
+
+    def commit(self, about: dict[str, Any]) -> None:
+        """Let the files appear, with what they are of. Others may have written them meanwhile."""
+        for array in self.arrays.values():
+            array.flush()
+        self.arrays = {}
+        (self.aside / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+        self.lock.close()
+        (self.aside / LOCK).unlink()
+        os.chmod(self.aside, 0o755)  # mkdtemp's folder is for its owner only
+        try:
+            os.replace(self.aside, self.folder)
+        except OSError:
+            if not self.folder.is_dir():
+                raise
+            broken = self.aside.with_name(f"{self.aside.name}-broken")
+            with suppress(OSError):  # of another writer, or of a disk that lost a part of it
+                os.replace(self.folder, broken)
+                os.replace(self.aside, self.folder)
+            shutil.rmtree(broken, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete what was not committed."""
+        self.arrays = {}
+        self.lock.close()
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def reserve(file: Path) -> None:
+    """Have the file system set all bytes of a file aside. Raises OSError where it is full."""
+    with open(file, "r+b") as opened:
+        try:
+            os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+        except OSError as error:
+            if error.errno in FULL:
+                raise

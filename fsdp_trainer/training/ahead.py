@@ -1,0 +1,28 @@
+"""The verb `prepare`: what training would do before its first step. No torch before it must be.
+
+Tokenises the data; with objective.top_k a teacher then reads it, on as many ranks as `launch` says.
+"""
+
+import os
+
+from fsdp_trainer.config.rules_objective import lists_teacher
+from fsdp_trainer.config.verbs import PrepareConfig
+from fsdp_trainer.data.ahead import prepare_ahead
+from fsdp_trainer.launch.start import start_ranks, starts_ranks
+
+
+def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
+    """Prepare the data, and the lists of a teacher. Returns the exit code."""
+    if not lists_teacher(cfg):
+        return prepare_ahead(cfg)
+    if cfg.prepare.shard:
+        code = prepare_ahead(cfg)
+        print("teach  the teacher reads the data when it is whole: prepare without prepare.shard")
+        return code
+    if starts_ranks(cfg.launch, os.environ):
+        return start_ranks(cfg, overrides, verb="prepare")
+    for name, value in cfg.launch.env.items():
+        os.environ.setdefault(name, value)
+    from fsdp_trainer.training.ahead_rank import prepare_as_rank
+
+    return prepare_as_rank(cfg)

@@ -1,0 +1,346 @@
+"""A teacher that is not in memory: its likeliest tokens, computed once and stored.
+
+It reads the rows before training, alone, and its lists lie beside the token store. They depend on
+its files, the number format, the temperature, how many are listed, and the store, not on packing,
+order or ranks.
+"""
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_trainer import phases
+from fsdp_trainer.config.context import context_method
+from fsdp_trainer.config.paths import (
+    MANIFEST,
+    base_of_adapter,
+    downloaded,
+    find_checkpoint,
+    is_adapter,
+    is_hub_id,
+)
+from fsdp_trainer.config.rules_objective import lists_teacher
+from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
+from fsdp_trainer.data.build import cache_root
+from fsdp_trainer.data.fingerprint import contents
+from fsdp_trainer.data.mixture import Component, Mixture
+from fsdp_trainer.data.order import RowOrder
+from fsdp_trainer.data.top_lists import (
+    FOLDER,
+    LOGS,
+    REST,
+    TARGET,
+    TOKENS,
+    ListsWriter,
+    array_types,
+    bytes_per_token,
+    open_lists,
+)
+from fsdp_trainer.distributed import gather, run_on_all_ranks
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.soft_targets import (
+    ListedTargets,
+    TeacherLogits,
+    TopTokens,
+    likeliest,
+)
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.training.attention import choose_attention
+from fsdp_trainer.training.batches import Batches, StepPlan
+from fsdp_trainer.training.teacher import (
+    Teacher,
+    require_fitting,
+    share_teacher,
+    with_teacher,
+)
+from fsdp_trainer.training.weights import fill
+
+VERSION = 1
+"""Raised by every change of what is stored."""
+NUMBER = "number"
+"""Column of rows: the place of a learnt token among all of the store, from 1; 0: none is learnt."""
+MIB = 2**20
+
+
+@dataclass
+class ListedTeacher:
+    """The stored lists of a teacher, as columns of the rows. vocabulary: tokens that both know."""
+
+    choice: ObjectiveChoice
+    vocabulary: int
+
+    @contextmanager
+    def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
+        """Yield the batch with soft targets."""
+        choice = self.choice
+        top = TopTokens(*(self._column(batch, name) for name in (TOKENS, LOGS, REST, TARGET)))
+        soft = ListedTargets(top, self.vocabulary, choice.temperature, choice.divergence)
+        yield replace(batch, soft=soft)
+
+    def _column(self, batch: MicroBatch, name: str) -> Tensor:
+        """Return a column of the targets; zeros, which have no weight, where there are no rows."""
+        columns = batch.columns or {}
+        if name in columns:
+            return columns[name]
+        _, shape = array_types(self.choice.top_k or 0, self.vocabulary)[name]
+        return torch.zeros(len(batch.targets), *shape, device=batch.targets.device)
+
+
+@dataclass
+class ListPass:
+    """The lists of a run's orders: found where they are stored, else computed.
+
+    source: the teacher's folder; digest: of its files. orders: with the rows of a step of each.
+    check: called before each micro-batch, on all ranks alike; may raise. writes: this rank is the
+    first of its node. progress: shows a line that does not stay.
+    """
+
+    cfg: TrainConfig
+    source: Path
+    digest: str
+    student: ModelConfig
+    orders: list[tuple[RowOrder, int]]
+    dims: Dims
+    device: torch.device
+    computing: torch.device
+    writes: bool
+    say: Callable[[str], None]
+    progress: Callable[[str], None]
+    check: Callable[[], None] = lambda: None
+
+    def prepare(self) -> ListedTeacher:
+        """Give every order the lists of its learnt tokens. Collective. Raises UserError."""
+        choice, count = self.cfg.objective, self.cfg.objective.top_k or 0
+        student, config = with_teacher(self.student, self.source, self.cfg.sharding.tensor)
+        known = min(config.vocab_size, student.vocab_size)
+        if count > known:
+            reason = f"is more than the {known:,} tokens of the vocabulary.\nUse  objective.top_k="
+            problem = Problem(f"objective.top_k={count}", reason + str(min(64, known)))
+            raise UserError("so many tokens cannot be listed", [problem])
+        places = [self.folder(order, known) for order, _ in self.orders]
+        if not self._open(places):
+            require_fitting(self.cfg, student, config)
+            self._compute(places, student, config, known)
+        return ListedTeacher(choice, known)
+
+    def folder(self, order: RowOrder, vocabulary: int) -> Path:
+        """Return where the lists of an order's store lie: what they depend on is in the name."""
+        choice, store = self.cfg.objective, order.store
+        # texts that are longer than a row are cut where it ends
+        is_cut = int(np.max(store.lengths)) > order.seq_len
+        decisive = [
+            [VERSION, self.digest, self.cfg.precision.param_dtype, store.fingerprint],
+            [choice.top_k, choice.temperature, vocabulary, order.seq_len if is_cut else None],
+        ]
+        name = hashlib.blake2b(json.dumps(decisive).encode(), digest_size=10).hexdigest()
+        return store.folder / FOLDER / name
+
+    def _open(self, places: list[Path]) -> bool:
+        """Give the orders what is stored, if every rank finds all of it. Collective."""
+        lists = [
+            open_lists(place, learnt_tokens(order))
+            for place, (order, _) in zip(places, self.orders, strict=True)
+        ]
+        if not all(gather(all(one is not None for one in lists))):
+            return False
+        for (order, _), one in zip(self.orders, lists, strict=True):
+            order.of_learnt = one
+        return True
+
+    def _compute(
+        self, places: list[Path], student: ModelConfig, config: ModelConfig, known: int
+    ) -> None:
+        """Have the teacher read all rows. Collective."""
+        cfg, count = self.cfg, self.cfg.objective.top_k or 0
+        tokens = sum(learnt_tokens(order) for order, _ in self.orders)
+        size = f"{tokens * bytes_per_token(count, known) / MIB:,.1f} MiB"
+        self.say(
+            f"teach  the teacher reads {tokens:,} learnt tokens once, before the first step: the "
+            f"{count} likeliest of each take {size} of disk"
+        )
+        teacher = share_teacher(cfg, self.source, config, student, self.dims, compiled=False)
+        allocate(teacher.model, self.device, self.computing)
+        fill(teacher.model, teacher.cfg, self.source)
+        try:
+            for place, (order, _) in zip(places, self.orders, strict=True):
+                self._store(place, order, teacher, config)
+        finally:
+            del teacher
+            gc.collect()  # modules and their hooks hold each other
+            if self.computing.type == "cuda":
+                torch.cuda.empty_cache()
+        if not self._open(places):
+            reason = "what was written there is not there now: is the disk shared, and whole?"
+            raise UserError(
+                "the teacher's lists cannot be kept", [Problem(str(places[0].parent), reason)]
+            )
+
+    def _store(self, place: Path, order: RowOrder, teacher: Teacher, config: ModelConfig) -> None:
+        """Write the lists of one order, on the nodes that do not see them yet. Collective."""
+        count, known = self.cfg.objective.top_k or 0, teacher.vocabulary
+        tokens = learnt_tokens(order)
+
+        def open_writer() -> ListsWriter | None:
+            if open_lists(place, tokens) is not None or not tokens:
+                return None
+            return ListsWriter(place, tokens, count, known)
+
+        writer = self._on_nodes(open_writer)
+        try:
+            for numbers, top in self._lists(order, teacher, config):
+                if writer:
+                    write_lists(writer, numbers, top)
+            about = {
+                "teacher": self.cfg.objective.teacher,
+                "digest": self.digest,
+                "param_dtype": self.cfg.precision.param_dtype,
+                "top_k": count,
+                "temperature": self.cfg.objective.temperature,
+                "vocabulary": known,
+                "tokens": tokens,
+            }
+            run_on_all_ranks(
+                "keep the teacher's lists", lambda: writer.commit(about) if writer else None
+            )
+        finally:
+            if writer:
+                writer.close()
+
+    def _on_nodes(self, work: Callable[[], ListsWriter | None]) -> ListsWriter | None:
+        """Return `work()` on rank 0, then on the first ranks of nodes, else None. Collective."""
+        writer: ListsWriter | None = None
+
+        def on_rank(condition: bool) -> None:
+            nonlocal writer
+            writer = work() if condition else writer
+
+        what = "keep the teacher's lists beside the data (data.cache)"
+        first = dist.get_rank() == 0
+        run_on_all_ranks(what, lambda: on_rank(first))
+        aside = gather(str(writer.aside) if writer else "")[0]
+        # a disk that this node shares with rank 0 needs one copy
+        sees = bool(aside) and Path(aside).exists()
+        run_on_all_ranks(what, lambda: on_rank(self.writes and not first and not sees))
+        return writer
+
+    @torch.no_grad()
+    def _lists(
+        self, order: RowOrder, teacher: Teacher, config: ModelConfig
+    ) -> Iterator[tuple[Tensor, TopTokens]]:
+        """Yield numbers and lists of all ranks' micro-batches, on every rank. Collective.
+
+        numbers: see NUMBER, those of padding included.
+        """
+        order.of_learnt = lambda numbers: {NUMBER: numbers + 1}
+        batches = self._batches(order, config)
+        slots = batches.assign_rows_to_ranks(StepPlan(1, 0, order.rows_per_epoch))
+        for done, rows in enumerate(slots[:, batches.rank]):
+            phases.enter("start")  # a sign of life
+            self.check()
+            batch = batches.assemble(order.read_rows(rows[rows >= 0]))
+            with teacher.reading(batch) as read:
+                assert isinstance(read.soft, TeacherLogits)
+                top = likeliest(read.soft, self.cfg.objective.top_k or 0, batch.targets)
+            numbers = (batch.columns or {}).get(NUMBER, torch.zeros_like(batch.targets))
+            numbers, *parts = of_all_ranks([numbers, *top])
+            yield numbers, TopTokens(*parts)
+            self.progress(f"teach  {(done + 1) / len(slots):.0%} of {order.rows_per_epoch:,} rows")
+
+    def _batches(self, order: RowOrder, config: ModelConfig) -> Batches:
+        """Return the micro-batches of an order, as the teacher reads them on these ranks."""
+        cfg, dims = self.cfg, self.dims
+        mixture = Mixture([Component("", order)])
+        heads = config.num_attention_heads // cfg.sharding.tensor
+        method = context_method(cfg, replace(config, num_attention_heads=heads)).method
+        share = mixture.attention_cost_share(config.attention_cost)
+        attention = choose_attention(cfg, [config], share, self.computing, False, method)
+        return Batches(
+            mixture,
+            micro_rows=cfg.batch.micro_rows,
+            rank=dims.batch_rank,
+            ranks=dims.batch_ranks,
+            device=self.computing,
+            pad_to_multiple=cfg.data.pad_to_multiple,
+            same_rows=dims.same_rows,
+            context=context_ranks(dims, method, config.windows),
+            attention=attention.layout,
+        )
+
+
+def write_lists(writer: ListsWriter, numbers: Tensor, top: TopTokens) -> None:
+    """Write lists at the places that these numbers say, those of padding nowhere."""
+    is_learnt = numbers > 0
+    columns = dict(zip((TOKENS, LOGS, REST, TARGET), top, strict=True))
+    arrays = {name: column[is_learnt].cpu().numpy() for name, column in columns.items()}
+    writer.write((numbers[is_learnt] - 1).cpu().numpy(), arrays)
+
+
+def of_all_ranks(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors of all ranks one after the other, padded by zeros to one length.
+
+    tensors: [count, ...] each, of a count that may differ from rank to rank. Collective.
+    """
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return tensors
+    longest = torch.tensor(len(tensors[0]), device=tensors[0].device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    together = []
+    for tensor in tensors:
+        padded = tensor.new_zeros(int(longest), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(parts, padded)
+        together.append(torch.cat(parts))
+    return together
+
+
+def learnt_tokens(order: RowOrder) -> int:
+    """Return how many tokens are learnt of an order's store."""
+    return int(np.sum(order.store.supervised, dtype=np.int64))
+
+
+def digest_for_lists(
+    cfg: TrainConfig, source: Path | None, progress: Callable[[str], None]
+) -> str | None:
+    """Return a digest of the files that hold a teacher's weights, wherever they lie; None: no lists
+    of it are stored.
+
+    The cache of tokenised data remembers digests of files that have not changed. progress: shows a
+    line, again and again.
+    """
+    if source is None or not lists_teacher(cfg):
+        return None
+    files = [str(file) for file in files_of(source)]
+    tick = partial(progress, "teach  hashing the teacher's files")
+    known = contents(files, cache_root(cfg), tick)
+    each = [(Path(file).name, known[file].digest) for file in files]
+    return hashlib.blake2b(json.dumps(each).encode(), digest_size=10).hexdigest()
+
+
+def files_of(source: Path) -> list[Path]:
+    """Return the files that a model's weights follow from; of a checkpoint its manifest, which has
+    checksums of all others."""
+    checkpoint = find_checkpoint(source)
+    if checkpoint:
+        return [checkpoint / MANIFEST]
+    own = [source / "config.json", *sorted(source.glob("*.safetensors"))]
+    if is_adapter(source):
+        base = base_of_adapter(source)
+        folder = downloaded(base) if is_hub_id(base) else Path(base)
+        own = [*files_of(folder), *sorted(source.glob("adapter_*"))]
+    return [file for file in own if file.is_file()]

@@ -66,7 +66,7 @@ REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
     "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "grpo", "distil"),
     "metric": ("loss", "objective", "loss_by_source", "pairs", "rollouts"),
-    "reward": ("exact", "number", "regex", "length", "code", "http"),
+    "reward": ("exact", "number", "regex", "length", "code", "http", "model"),
 }
 """Names that the program has itself."""
 KINDS: dict[str, dict[str, Any]] = {

@@ -1,5 +1,7 @@
-"""A reward model: pairs teach it, on any ranks, and transformers gives its export's scores."""
+"""A reward model: pairs teach it, on any ranks, transformers gives its export's scores, and answers
+are rewarded by them."""
 
+import json
 import math
 
 import pytest
@@ -76,6 +78,7 @@ def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys
     for source in (out, run.folder):
         scores = open_reward_model(source).scores(TEXTS)
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    check_rewards_of_answers(world, theirs, tokenizer, run.folder, keys, tmp_path)
 
     assert main(["generate", f"source={out}", "prompt=Hello"]) == 2
     assert "writes no text" in capsys.readouterr().err
@@ -85,6 +88,35 @@ def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys
     refused = [*keys, f"model.init_from={out}", "objective=dpo", "train.steps=1"]
     said = world.train(tmp_path / "dpo", *refused, code=2).err
     assert "objective=reward" in said
+
+
+def check_rewards_of_answers(world, theirs, tokenizer, source, keys, tmp_path):
+    """On 2 ranks, which make answers of their own, each reward is transformers' score."""
+    reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
+    run = world.train(
+        tmp_path / "rewarded",
+        *["objective=grpo", f"objective.rewards=[{reward}]", "objective.max_new_tokens=6"],
+        *["tokenizer.path=demo:bytes", "objective.samples=2", "batch.rows=2", "train.steps=2"],
+        *[key for key in keys if key.startswith("data")],
+        ranks=2,
+    )
+    lines = [json.loads(one) for one in (run.folder / "samples.jsonl").read_text().splitlines()]
+    assert len(lines) >= 2
+    for line in lines:
+        answer = tokenizer.decode(tokenizer.encode(line["text"]), skip_special_tokens=True)
+        question = line["prompt"].removeprefix("user\n").removesuffix("\nassistant\n")
+        turns = [("user", question), ("assistant", answer)]
+        text = tokenizer.apply_chat_template(
+            [{"role": role, "content": content} for role, content in turns], tokenize=False
+        )
+        with torch.no_grad():
+            score = theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
+        assert line["reward"] == pytest.approx(2 * score, rel=1e-5, abs=1e-6)
+    assert run.column("reward") == pytest.approx([2 * x for x in run.column("reward/rm")])
+
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"question": "1+1?", "answer": "2"}))
+    assert main(["rewards", f"data.path={file}", f"objective.rewards=[{reward}]"]) == 0
 
 
 @pytest.mark.slow

@@ -136,6 +136,9 @@ def test_rewards_are_added_with_their_weights():
         ({"name": "length", "max": 4, "unit": "lines"}, "is not one of: tokens, words"),
         ({"weight": 2}, "lacks a name"),
         ({"name": "regex"}, "lacks a pattern"),
+        ("model", "lacks a source"),
+        ({"name": "model", "source": "./nowhere"}, "nor a Hugging Face folder"),
+        ({"name": "model", "scorer": 1}, "is no part of the reward model"),
         ({"name": "regex", "pattern": "(a"}, "is no regular expression"),
         ({"name": "regex", "pattern": "a", "capture": True}, "needs a group"),
         ({"name": "number", "label": "a b"}, "letters, digits"),
@@ -340,7 +343,7 @@ def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
     headers, body = scorer.requests[0]
     assert headers["Authorization"] == "Bearer secret"
     first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
-    assert body["attempts"][0] == first | {"finished": True}
+    assert body["attempts"][0] == first | {"finished": True, "messages": []}
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):

@@ -32,9 +32,13 @@ from fsdp_trainer.training.policy_gradient import (
 from fsdp_trainer.training.sampler import SampledAnswer
 
 REPO = Path(__file__).parent.parent
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "hi"},
+]
 ROWS = [
     ({"question": "1+1?", "solution": "one, two", "level": 3}, "1+1?", "one, two"),
-    ({"messages": [{"role": "user", "content": "hi"}], "answer": 7, "id": "a"}, "hi", "7"),
+    ({"messages": TURNS, "answer": 7, "id": "a"}, "hi", "7"),
     ({"prompt": "Sort [2, 1]", "tests": ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", None),
     ({"prompt": "p", "chosen": "good", "rejected": "bad"}, "p", "good"),
 ]
@@ -44,7 +48,9 @@ ROWS = [
 def test_rows_of_many_formats_are_prompts_and_keep_their_columns(columns, prompt, reference):
     reader = make_prompt_reader(columns, "auto", None, "f")
     stored = json.loads(reader.read(Row(columns, ("f", 1))).as_json)
-    assert stored == {"prompt": prompt, "reference": reference, "row": columns}
+    messages = columns.get("messages", [{"role": "user", "content": prompt}])
+    wanted = {"prompt": prompt, "reference": reference, "row": columns, "messages": messages}
+    assert stored == wanted
 
 
 def test_text_without_a_prompt_is_refused():

@@ -684,8 +684,8 @@ class ObjectiveChoice:
     )
     rewards: list[str | dict[str, Any]] = key(
         [],
-        "what scores answers: a list of exact, number, regex, length, code, http or your own"
-        " (--import), each a name or a mapping with its settings, as"
+        "what scores answers: a list of exact, number, regex, length, code, http, model or your"
+        " own (--import), each a name or a mapping with its settings, as"
         " [number, {name: length, max: 512}]",
     )
     samples: int = key(

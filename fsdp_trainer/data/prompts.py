@@ -41,7 +41,12 @@ class DataQuestion:
     @property
     def as_json(self) -> str:
         """Return what a store keeps of it: what answers are judged by."""
-        stored = {"prompt": self.prompt, "reference": self.reference, "row": self.columns}
+        stored = {
+            "prompt": self.prompt,
+            "reference": self.reference,
+            "row": self.columns,
+            "messages": self.messages,
+        }
         return json.dumps(stored, default=str)
 
 

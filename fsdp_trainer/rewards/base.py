@@ -15,7 +15,8 @@ class Attempt:
 
     prompt: the last user's turn. answer: without special tokens. row: the row's columns.
     reference: the row's own answer, None without one. tokens: those of the answer, None where it
-    was not tokenised. finished: False for an answer that was cut at the longest length.
+    was not tokenised. finished: False for an answer that was cut at the longest length. messages:
+    all turns before the answer, () where there is but the prompt.
     """
 
     prompt: str
@@ -24,6 +25,12 @@ class Attempt:
     reference: str | None = None
     tokens: int | None = None
     finished: bool = True
+    messages: Sequence[dict[str, Any]] = ()
+
+    @property
+    def turns(self) -> Sequence[dict[str, Any]]:
+        """Return the turns before the answer, one or more."""
+        return self.messages or [{"role": "user", "content": self.prompt}]
 
 
 @dataclass(frozen=True)

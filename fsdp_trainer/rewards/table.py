@@ -15,11 +15,12 @@ from fsdp_trainer.rewards.code import Code
 from fsdp_trainer.rewards.exact import Exact
 from fsdp_trainer.rewards.http import Http
 from fsdp_trainer.rewards.length import Length
+from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.number import Number
 from fsdp_trainer.rewards.regex import Regex
 
 REWARDS: dict[str, type[Reward]] = {
-    kind.name: kind for kind in (Exact, Number, Regex, Length, Code, Http)
+    kind.name: kind for kind in (Exact, Number, Regex, Length, Code, Http, ModelReward)
 }
 SYNONYMS = {
     "exact_match": "exact", "equal": "exact", "match": "exact", "accuracy": "exact",
@@ -27,6 +28,7 @@ SYNONYMS = {
     "regexp": "regex", "pattern": "regex", "format": "regex",
     "python": "code", "unit_test": "code", "unit_tests": "code", "tests": "code",
     "url": "http", "https": "http", "server": "http", "remote": "http",
+    "reward_model": "model", "rm": "model", "classifier": "model",
     "overlong": "length", "soft_overlong": "length", "len": "length",
 }  # fmt: skip
 """Other names of rewards."""
@@ -106,7 +108,7 @@ def _wrong_part(name: str, part: str, value: Any) -> str | None:
 def _known_parts(name: str) -> dict[str, Field | None]:
     """Return the parts of a reward; None for a parameter of a function, which may be anything."""
     if name in REWARDS:
-        return {field.name: field for field in fields(REWARDS[name])}
+        return {field.name: field for field in fields(REWARDS[name]) if field.metadata}
     own: dict[str, Field | None] = {field.name: field for field in fields(Reward)}
     parameters = list(inspect.signature(REGISTERED[name]).parameters.values())[1:]
     return own | {parameter.name: None for parameter in parameters}

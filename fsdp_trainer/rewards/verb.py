@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fsdp_trainer.data.sources import Problems, find_sources
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.rewards.base import Attempt, Reward, score, totals
+from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.table import make_rewards
 
 SHOWN_ANSWER = 60
@@ -37,7 +38,7 @@ class Scored:
 def rewards(cfg: RewardsConfig) -> int:
     """Print how answers score, by default the data's own; returns the exit code."""
     console = Console(quiet=False, stream=sys.stderr if cfg.format == "json" else None)
-    chosen = make_rewards(cfg.objective.rewards)
+    chosen = with_models(make_rewards(cfg.objective.rewards), cfg)
     problems = Problems(cfg.data.on_error)
     questions = list(islice(questions_of(cfg, chosen, problems, console), cfg.limit))
     if not questions:
@@ -58,6 +59,19 @@ def rewards(cfg: RewardsConfig) -> int:
         console.say(f"skipped  {problems.count:,} rows that cannot be used")
     console.say("\n".join(table(cfg, chosen, scored)))
     return 0
+
+
+def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
+    """Return the rewards, with the reward models among them in memory."""
+    if not any(isinstance(reward, ModelReward) for reward in chosen):
+        return chosen
+    # imports torch, which other rewards do without
+    import torch
+
+    from fsdp_trainer.generate import device_of
+    from fsdp_trainer.training.reward_scores import open_models
+
+    return open_models(chosen, torch.device(device_of(cfg.launch.device)))
 
 
 def questions_of(
@@ -141,17 +155,13 @@ def with_lengths(
     if not counts or not (cfg.tokenizer.path or cfg.model.init_from):
         return attempts
     tokenizer = build_tokenizer(cfg)
-    return [replaced_tokens(one, len(tokenizer.encode(one.answer))) for one in attempts]
-
-
-def replaced_tokens(attempt: Attempt, tokens: int) -> Attempt:
-    """Return the attempt with so many tokens."""
-    return Attempt(attempt.prompt, attempt.answer, attempt.row, attempt.reference, tokens)
+    return [replace(one, tokens=len(tokenizer.encode(one.answer))) for one in attempts]
 
 
 def _attempt(question: DataQuestion, answer: str) -> tuple[str, Attempt]:
     where = f"{question.where[0]}:{question.where[1]}"
-    return where, Attempt(question.prompt, answer, question.columns, question.reference)
+    attempt = Attempt(question.prompt, answer, question.columns, question.reference)
+    return where, replace(attempt, messages=question.messages)
 
 
 def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:

@@ -102,6 +102,7 @@ from fsdp_trainer.training.preferences import PairFigures, chosen_watch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.reference_model import ReferenceModel, build_reference
 from fsdp_trainer.training.resume import Order, check_unchanged, find_start, resume_data
+from fsdp_trainer.training.reward_scores import open_models
 from fsdp_trainer.training.rollout_step import BaseTokens, RolloutForwardBackward
 from fsdp_trainer.training.rollouts import AnswerMaker, RolloutSource
 from fsdp_trainer.training.sampler import AnswerSampler, OwnSampler
@@ -431,7 +432,7 @@ def answer_maker(
         sampler = server_sampler(cfg, model, inputs.tokenizer, run, is_first, assets)
     else:
         sampler = OwnSampler(cfg, model, inputs.tokenizer, shares, device)
-    rewards = make_rewards(cfg.objective.rewards)
+    rewards = open_models(make_rewards(cfg.objective.rewards), device)
     return AnswerMaker(sampler, rewards, inputs.tokenizer, shares.share, shares.shares, is_first)
 
 

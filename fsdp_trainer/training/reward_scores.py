@@ -1,8 +1,10 @@
 """Scores of texts by a reward model: an export, or a run with objective=reward."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +13,13 @@ from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.data.order import Rows
 from fsdp_trainer.data.packing import best_fit
+from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.hub import fetch
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.rewards.base import Reward
+from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.training.batches import Assembler
 
 ROW_TOKENS = 4096
@@ -27,6 +34,25 @@ class RewardModel:
     tokenizer: TextTokenizer
     device: torch.device
 
+    @cached_property
+    def template(self) -> Template:
+        """Return the model's own chat template, else `plain`."""
+        return load_template(None, self.tokenizer)
+
+    def scores_of_answers(
+        self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
+    ) -> list[float]:
+        """Return the score of each answer, written by the model's own chat template.
+
+        prompts: the turns before it.
+        """
+        pairs = zip(prompts, answers, strict=True)
+        return self.scores([self._written(prompt, answer) for prompt, answer in pairs])
+
+    def _written(self, prompt: list[dict[str, Any]], answer: str) -> str:
+        turns = [*prompt, {"role": "assistant", "content": answer}]
+        return self.template.for_row(None).finished(self.template.adapt(turns, None))
+
     def scores(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text, whose special tokens are read as such.
 
@@ -36,7 +62,18 @@ class RewardModel:
 
     @torch.no_grad()
     def scores_of_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each text of at least one token."""
+        """Return the score of each text of at least one token.
+
+        Raises RunFailed for one that is longer than the model can read.
+        """
+        longest, positions = (
+            max(map(len, texts), default=0),
+            self.model.config.max_position_embeddings,
+        )
+        if longest > positions:
+            raise RunFailed(
+                f"a text of {longest:,} tokens is longer than a reward model reads: {positions:,}"
+            )
         scores = torch.zeros(len(texts))
         for numbers, rows in packed_rows(texts):
             length = rows.tokens.shape[1]
@@ -60,6 +97,16 @@ def open_reward_model(
     model = load_model(path, device, dtype, scores=True)
     tokenizer = load_tokenizer(str(tokenizer_folder(path)))
     return RewardModel(model, tokenizer, torch.device(device))
+
+
+def open_models(rewards: Sequence[Reward], device: torch.device) -> list[Reward]:
+    """Return the rewards, with the reward models among them in memory. Raises UserError."""
+    return [_opened(one, device) if isinstance(one, ModelReward) else one for one in rewards]
+
+
+def _opened(reward: ModelReward, device: torch.device) -> ModelReward:
+    source = fetch(str(reward.source), key="objective.rewards: model: source")
+    return replace(reward, scorer=open_reward_model(source, device, getattr(torch, reward.dtype)))
 
 
 def packed_rows(texts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Rows]]:

@@ -105,6 +105,7 @@ class AnswerMaker:
             question["reference"],
             len(answer.tokens) - answer.finished,  # without the one that ended it
             answer.finished,
+            question["messages"],
         )
 
 

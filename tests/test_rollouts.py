@@ -18,8 +18,12 @@ from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.prompts import make_prompt_reader
 from fsdp_trainer.data.sources import Row
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.head import Scores
+from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.training.answers import PackedAnswers, Rollout, packed_text, unpacked
+from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.policy_gradient import (
     ADVANTAGE,
     REFERENCE,
@@ -29,6 +33,8 @@ from fsdp_trainer.training.policy_gradient import (
     step_weight,
     token_weight,
 )
+from fsdp_trainer.training.reference_model import ReferenceModel
+from fsdp_trainer.training.rollout_step import RolloutForwardBackward
 from fsdp_trainer.training.sampler import SampledAnswer
 
 REPO = Path(__file__).parent.parent
@@ -164,6 +170,73 @@ def test_losses_and_derivatives_are_the_papers(weighting, updates, kl):
     value.backward()
     assert value.item() == pytest.approx(expected.item(), abs=3e-7)
     assert scores.grad == pytest.approx(expected_scores.grad[chosen], abs=1e-7)
+
+
+TINY = {
+    "vocab_size": 200, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+def decoder(seed):
+    model = Decoder(ModelConfig(**TINY))
+    initialize_weights(model, seed)
+    return model
+
+
+def answer_scores(model, temperature):
+    """[answers, longest] log-probabilities of ROLLOUTS, one after the other, from whole logits in
+    float64."""
+    longest = max(len(one.answer.tokens) for one in ROLLOUTS)
+    scores = torch.zeros(len(ROLLOUTS), longest, dtype=torch.float64)
+    for i, one in enumerate(ROLLOUTS):
+        tokens, count = torch.tensor([*one.prompt, *one.answer.tokens]), len(one.answer.tokens)
+        logits = model.logits(tokens[None])[0, -count - 1 : -1].double() / temperature
+        scores[i, :count] = logits.log_softmax(-1).gather(1, tokens[-count:, None])[:, 0]
+    return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weighting": "dapo", "kl": 0.1, "temperature": 1.5},
+        {"weighting": "grpo", "updates": 2, "importance_cap": 50.0},
+        {"weighting": "dr_grpo", "kl": 0.1, "updates": 2, "clip_high": 0.28},
+    ],
+    ids=lambda options: options["weighting"],
+)
+def test_every_gradient_is_that_of_whole_logits(options):
+    answers, cfg = packed(**options)
+    model, other = decoder(1), decoder(2)
+    for one in (model, other):
+        one.lm_head.temperature = cfg.temperature
+        one.lm_head.chunk_mib = 1 / 64
+    rows = Assembler(24, 1, len(answers), 0, 1, torch.device("cpu"))
+    batch = rows.assemble(answers.read_rows(range(len(answers))))
+    reference = ReferenceModel(other, None, None, stays_gathered=True) if cfg.kl else None
+    parts = (model, *[None] * 6)
+    step = RolloutForwardBackward(*parts, choice=cfg, reference=reference)
+    result = step.compute(answers.plan(1, 0, 2, {}), batch)
+
+    whole = decoder(1)
+    tokens = [len(one.answer.tokens) for one in ROLLOUTS]
+    mask = torch.arange(max(tokens)) < torch.tensor(tokens)[:, None]
+    old = torch.zeros(mask.shape, dtype=torch.float64)
+    for row, one in zip(old, ROLLOUTS, strict=True):
+        row[: len(one.answer.tokens)] = torch.tensor(one.answer.log_probabilities)
+    gain = torch.from_numpy(advantages(cfg, np.array([[1.0, 0.0], [0.5, 0.5]])).ravel())
+    current = answer_scores(whole, cfg.temperature)
+    with torch.no_grad():
+        far = answer_scores(other, cfg.temperature)
+    many = cfg.updates > 1
+    cap = cfg.importance_cap if many else None
+    loss = textbook(cfg, current, old if many else None, gain, mask, far, cap)
+    loss.backward()
+    assert result.loss.item() == pytest.approx(loss.item(), rel=2e-6, abs=1e-7)
+    exact = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - exact[name].grad).norm() / exact[name].grad.norm()
+        assert error < 1e-5, name
 
 
 def test_tokens_that_were_sampled_elsewhere_have_truncated_weights():

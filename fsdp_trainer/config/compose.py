@@ -289,7 +289,7 @@ def _why_refused(
             f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}:"
             f" {show(value)}"
         )
-    if any(k.startswith(f"{key}.") for k in keys):
+    if key not in keys and any(k.startswith(f"{key}.") for k in keys):
         return (
             "is a group of keys: set some of them, or choose it under defaults:  - override"
             f" /{key}: NAME\n{contents(key, keys)}"

@@ -2,9 +2,10 @@
 
 Hydra parses about forty files twice for each composition, and merges them one by one. What it
 reads and merges depends on the chosen groups only, so it is kept for each choice of groups.
-Overrides of single values are applied by Hydra each time.
+Overrides of single values are applied by Hydra each time, and each word is parsed once.
 """
 
+import copy
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
 from fsdp_trainer.config.compose import CONF
@@ -24,6 +26,7 @@ def keep() -> None:
     keep_parsed_yaml()
     keep_defaults_lists()
     keep_merged_files()
+    keep_parsed_words()
 
 
 def keep_parsed_yaml() -> None:
@@ -83,6 +86,18 @@ def keep_merged_files() -> None:
         return pickle.loads(kept[key])
 
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_once
+
+
+def keep_parsed_words() -> None:
+    parse = OverridesParser.parse_rule
+    kept: dict[tuple[str, str], Any] = {}
+
+    def parse_once(self: OverridesParser, text: str, rule: str) -> Any:
+        if (text, rule) not in kept:
+            kept[text, rule] = parse(self, text, rule)
+        return copy.deepcopy(kept[text, rule])
+
+    OverridesParser.parse_rule = parse_once
 
 
 def never_changes(repo: IConfigRepository) -> bool:

@@ -1,6 +1,7 @@
 """The numbers in the heads of recipes and in docs/recipes.md, computed again from the recipes."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from fsdp_trainer.config.depth import VOCABULARY
 from fsdp_trainer.config.document import recipes_page
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.plan import GIB
+
+planned_once = cache(planned)
 
 
 class Recipe:
@@ -56,6 +59,24 @@ def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
         assert groups * recipe.batch.micro_rows * int(count.replace("one", "1")) == rows
 
 
+def hardware(text):
+    """The device and the ranks that the head of a recipe names: `8 nodes of 8 GPUs with 80 GB`,
+    `1 GPU with 40 GB`."""
+    nodes, gpus, size = re.search(
+        r"hardware: (?:(\d+) nodes? of )?(\d+) GPUs? with (\d+) GB", text.replace("one ", "1 ")
+    ).groups()
+    return [
+        f"plan.world_size={int(nodes or 1) * int(gpus)}",
+        f"plan.memory_gib={int(size) * 1e9 / GIB:.2f}",
+    ]
+
+
+@pytest.mark.slow
+def test_every_recipe_fits_the_hardware_that_its_head_names(recipe, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert planned(f"+recipe={recipe.cfg.run.name}", *hardware(recipe.text)).fits
+
+
 @pytest.mark.slow
 def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recipe):
     (line,) = re.findall(
@@ -65,14 +86,14 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
     for part in told.split(";"):
         (more,) = re.findall(r"with (\S+=\S+)", part) or [""]
         for size, ranks in re.findall(r"([\d.]+) GiB on (\d+)", part):
-            plan = planned(*line.split(), *more.split(), f"plan.world_size={ranks}")
+            plan = planned_once(*line.split(), *more.split(), f"plan.world_size={ranks}")
             assert plan.fits, (more, ranks)
             assert plan.memory.peak.total / GIB == pytest.approx(float(size), rel=0.01), (
                 more,
                 ranks,
             )
     ranks = int(re.findall(r"GiB on (\d+)", told)[0])
-    plan = planned(*line.split(), f"plan.world_size={ranks}")
+    plan = planned_once(*line.split(), f"plan.world_size={ranks}")
     assert plan.checkpoint / GIB == pytest.approx(
         *recipe.numbers(r"Disk +([\d.]+) GiB a checkpoint"), rel=0.01
     )

@@ -12,7 +12,6 @@ from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
 from fsdp_trainer.config.schema import PAIRED, SCORED, SELECTORS, UNPAIRED, TrainConfig
 from fsdp_trainer.errors import UserError
 
-ONE_RANK = ["sharding.tensor=1", "sharding.pipeline=1"]
 DENSE = [
     "loss.load_balancing=0", "loss.router_z_loss=0", "loss.bias_update_speed=0",
     "sharding.expert=1",
@@ -25,18 +24,25 @@ SHRUNK = [
     "tokenizer.path=demo:bytes",
     "batch.seq_len=128",
     "train.steps=2",
-    *ONE_RANK,
+    "sharding=ddp",
+    "sharding.tensor=1",
+    "sharding.pipeline=1",
+    "precision=fp32",
+    "activation_checkpoint=none",
+    "schedule=wsd",
     *DENSE,
 ]
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_composes_as_it_is_and_shrunk(name):
+def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
     assert recipe_as_it_is(name).run.name == name
     cfg = compose("train", [f"+recipe={name}", *SHRUNK])
     assert handed_over(cfg) == [cfg, cfg]
     assert cfg.train.steps == 2
-    assert cfg.model.name == "tiny"
+    assert (cfg.model.name, cfg.schedule.name) == ("tiny", "wsd")
+    assert (cfg.sharding.strategy, cfg.precision.param_dtype) == ("ddp", "float32")
+    assert cfg.activation_checkpoint.mode == "none"
 
 
 def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
@@ -66,30 +72,6 @@ def test_what_is_handed_over_is_checked_like_what_was_composed():
     cfg.batch.rows = 0
     with pytest.raises(UserError, match=r"batch\.rows=0"):
         handed_over(cfg)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_command_line_chooses_groups_against_any_recipe(name):
-    cfg = compose(
-        "train",
-        [
-            f"+recipe={name}",
-            "sharding=ddp",
-            *ONE_RANK,
-            *DENSE,
-            "precision=fp32",
-            "activation_checkpoint=none",
-            "model=auto",
-            "schedule=wsd",
-        ],
-        inputs=False,
-    )
-    assert (cfg.sharding.strategy, cfg.precision.param_dtype, cfg.activation_checkpoint.mode) == (
-        "ddp",
-        "float32",
-        "none",
-    )
-    assert (cfg.model.name, cfg.schedule.name) == ("auto", "wsd")
 
 
 @pytest.mark.parametrize("name", RECIPES)

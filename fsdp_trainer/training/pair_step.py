@@ -32,7 +32,8 @@ def no_reference(batch: MicroBatch) -> MicroBatch:
 
 def stored_reference(batch: MicroBatch) -> MicroBatch:
     """Return the batch, whose rows came with the reference's sums."""
-    assert batch.reference is not None or not len(batch.groups or ())
+    assert batch.groups is not None
+    assert batch.reference is not None or not len(batch.groups)  # rows that only pad
     return batch
 
 

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate
+BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
 
 .PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults lint docs bench bench-gpu first-gpu clean
 

@@ -1,5 +1,6 @@
 """Benchmarks run, and tell a slower result from the stored one."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -64,6 +65,19 @@ def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models():
     assert told.returncode == 0, told.stderr
     assert '"tokens_per_second"' in told.stdout
     assert '"mean_loss"' in told.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["preferences", "rollouts"])
+def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(name):
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "1", "--ranks", "1"]
+    done = subprocess.run(
+        [*command, "--repeat", "1"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"memory_mib"' in done.stdout
+    is_installed = importlib.util.find_spec("trl") is not None
+    assert ("skipped: trl" in done.stdout) != is_installed
 
 
 @pytest.mark.slow

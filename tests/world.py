@@ -411,3 +411,11 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Tol
     ):
         code = main(argv)
     return Told(code, out.getvalue(), err.getvalue())
+
+
+def verify(*words: str, code: int = 0) -> str:
+    """Return what `verify` prints; for tests that have imported transformers, which a worker of the
+    pool would import once more for seconds."""
+    told = command(["verify", *words], None)
+    assert told.code == code, told
+    return told.out

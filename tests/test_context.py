@@ -1,7 +1,5 @@
 """Context parallelism: ranks that share rows compute what one plain process does."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -71,9 +69,8 @@ def shared(sizes, settings):
     with torch.device("meta"):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    compiled = settings.get("compiled")
-    with compiled_quickly() if compiled == "quickly" else nullcontext():
-        model = parallelize(model, dims, cfg, adapters, bool(compiled))
+    with compiled_quickly():
+        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, CPU)
     start(model)
     first = whole(dict(model.named_parameters()))
@@ -86,6 +83,7 @@ def shared(sizes, settings):
     return first, *take_steps_on_rows(model, cfg, dims, assembler)
 
 
+ONE_BLOCK = {"num_hidden_layers": 1}
 TWO = {"sharding": {"context": 2}}
 GATHERED = {"sharding": {"context": 2, "context_method": "gathered"}}
 RING = {"sharding": {"context": 2, "context_method": "ring"}}
@@ -119,7 +117,7 @@ CASES = {
     "gathered, soft caps": (2, SOFT_CAPS, GATHERED),
     "gathered, long rope": (2, LONG_ROPE, GATHERED),
     "gathered, recomputed": (2, {}, GATHERED | {"checkpoint": {"mode": "selective"}}),
-    "gathered, compiled": (2, {}, GATHERED | {"compiled": "quickly", "attention": "mask"}),
+    "gathered, compiled": (2, ONE_BLOCK, GATHERED | {"compiled": True, "attention": "mask"}),
     "shard": (4, {}, TWO),
     "tensor": (4, {}, {"sharding": {"context": 2, "tensor": 2}}),
     "tensor, gathered": (
@@ -142,11 +140,7 @@ CASES = {
     "ring, windows": (2, WINDOWS, RING),
     "ring by mask": (2, WINDOWS, RING | {"attention": "mask"}),
     "ring, recomputed": (2, {}, RING | {"checkpoint": {"mode": "selective"}}),
-    "ring, compiled": (
-        2,
-        {"num_hidden_layers": 1},
-        RING | {"compiled": "quickly", "attention": "mask"},
-    ),
+    "ring, compiled": (2, ONE_BLOCK, RING | {"compiled": True, "attention": "mask"}),
     "ring and shard": (4, {}, RING),
     "tensor, ring": (
         4,
@@ -155,7 +149,7 @@ CASES = {
     ),
     "selective recomputation": (2, {}, TWO | {"checkpoint": {"mode": "selective"}}),
     "lora": (2, {}, TWO | {"adapter": {"name": "lora", "rank": 2}}),
-    "compiled": (2, {}, TWO | {"compiled": True, "attention": "mask"}),
+    "compiled": (2, ONE_BLOCK, TWO | {"compiled": True, "attention": "mask"}),
 }
 
 
@@ -181,14 +175,14 @@ def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
     for name, start_at in (("a", 0), ("b", 200)):
         write_chats(tmp_path / "data" / f"{name}.jsonl", 60, start_at)
     how = [
-        f"data.path={tmp_path / 'data'}", "data.validation=0.1", "train.validate_every=2",
+        f"data.path={tmp_path / 'data'}", "data.validation=0.1", "train.validate_every=1",
         "train.sample_prompts=[aaa]", "train.sample_tokens=4", "schedule=constant",
-        "batch.micro_rows=2", "checkpoint.export_hf=true", "train.check_every=2",
+        "batch.micro_rows=2", "train.check_every=1",
     ]  # fmt: skip
-    whole = train("whole", *how, "train.steps=6")
-    train("run", *how, "train.steps=2", "sharding.context=2", ranks=2)
-    train("run", *how, "train.steps=4", ranks=2)
-    run = train("run", *how, "train.steps=6", "sharding.context=2", ranks=4)
+    whole = train("whole", *how, "train.steps=3")
+    train("run", *how, "train.steps=1", "sharding.context=2", ranks=2)
+    train("run", *how, "train.steps=2", ranks=2)
+    run = train("run", *how, "train.steps=3", "sharding.context=2", ranks=4)
     assert "shared by 2 ranks, 32 tokens each, by ulysses: 4 heads over 2 ranks" in run.out
     for name in ("step", "tokens", "supervised_tokens"):
         assert run.column(name) == whole.column(name)

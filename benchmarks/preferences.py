@@ -10,7 +10,7 @@ that the mean loss over all pairs must agree.
 
 - fsdp_trainer: rows of 1,024 tokens filled with whole pairs, one at a time; the reference's log-probabilities computed once, before the first step.
 - trl: DPOTrainer as it comes but for float32: 8 pairs padded to the longest answer, activations computed again, the reference in memory.
-- trl, tuned: what was fastest of its settings: a pair at a time, gradients accumulated, activations kept, the reference computed before the first step.
+- trl, tuned: the least to compute: a pair at a time, so that little is padded, activations kept, the reference computed before the first step.
 
 accelerate shards on GPUs only, so that trl's weights are whole on each of 2 ranks. Seconds are those of all steps and of the reference. Memory is a
 rank's peak up to its last step, and what that is above the process before it has a model, with all imports. Processor seconds are those of all that follows, on a rank.

@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-STEPS, ROWS, PEAK, CLIP, DECAY = 20, 8, 3e-3, 0.5, 0.1
+STEPS, ROWS, PEAK, CLIP, DECAY = 12, 8, 3e-3, 0.5, 0.1
 IGNORED = -100
 
 
 @pytest.mark.slow
-def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
+def test_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     train, world, inputs, tmp_path
 ):
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def test_twenty_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     losses, norms = world.call(2, train_with_accelerate, str(tmp_path / "hf"), rows, timeout=300)[0]
     assert run.column("loss") == pytest.approx(losses, abs=1e-4, rel=0)
     assert run.column("grad_norm") == pytest.approx(norms, rel=1e-3)
-    assert losses[-1] < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.5
 
 
 def train_with_accelerate(folder: str, rows: list[dict]) -> tuple[list[float], list[float]]:

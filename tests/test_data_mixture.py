@@ -398,7 +398,7 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
             f"batch.micro_rows={micro}",
             ranks=ranks,
         )
-        for ranks, micro in ((1, 7), (2, 2), (4, 1))
+        for ranks, micro in ((1, 7), (4, 1))
     ]
     for run in runs[1:]:
         assert run.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
@@ -444,9 +444,9 @@ def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
 
 @pytest.mark.slow
 def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(train, sources):
-    how = [by("repeat", sources, 1, 2), "train.epochs=2", "schedule=constant", "checkpoint.every=3"]
+    how = [by("repeat", sources, 1, 2), "train.epochs=1", "schedule=constant", "checkpoint.every=3"]
     whole = train("whole", *how, ranks=2)
-    assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [2, 4]
+    assert [source["epochs"] for source in whole.event("data")[-1]["sources"]] == [1, 2]
     train("cut", *how, "train.epochs=null", "train.steps=3", ranks=2)
     cut = train("cut", *how, ranks=2)
     assert cut.column("loss") == whole.column("loss")

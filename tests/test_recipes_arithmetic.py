@@ -10,6 +10,7 @@ from recipe import RECIPES, planned, published_model, recipe_as_it_is
 from fsdp_trainer.config.compose import CONF
 from fsdp_trainer.config.depth import VOCABULARY
 from fsdp_trainer.config.document import recipes_page
+from fsdp_trainer.config.schema import PROMPTED
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.plan import GIB
 
@@ -51,6 +52,9 @@ def recipe(request):
 
 
 def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
+    if recipe.cfg.objective.name in PROMPTED:
+        check_answers(recipe)
+        return
     rows, length, tokens = recipe.numbers(r"(\d+) rows × (\d+) tokens = (\d+) tokens a step")
     assert (rows, length) == (recipe.batch.rows, recipe.batch.seq_len)
     assert rows * length == tokens
@@ -75,6 +79,19 @@ def hardware(text):
 def test_every_recipe_fits_the_hardware_that_its_head_names(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned(f"+recipe={recipe.cfg.run.name}", *hardware(recipe.text)).fits
+
+
+def check_answers(recipe):
+    """A step of prompts is as many answers as the head says, and a GPU makes so many at a time."""
+    *counts, answers, longest, length = recipe.numbers(
+        r"(\d+) prompts × (\d+) answers = (\d+) answers a step of up to (\d+) tokens"
+        r" in rows of (\d+)"
+    )
+    choice = recipe.cfg.objective
+    assert counts == [recipe.batch.rows, choice.samples]
+    assert counts[0] * counts[1] == answers
+    assert (longest, length) == (choice.max_new_tokens, recipe.batch.seq_len)
+    assert recipe.numbers(r"A GPU makes (\d+) at a time") == [choice.answer_rows]
 
 
 @pytest.mark.slow

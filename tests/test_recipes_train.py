@@ -10,7 +10,7 @@ from pairs import write_pairs
 from recipe import RECIPES, recipe_as_it_is
 
 import fsdp_trainer
-from fsdp_trainer.config.schema import PAIRED
+from fsdp_trainer.config.schema import PAIRED, PROMPTED
 
 SMALLER = [
     "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
@@ -30,6 +30,8 @@ FURTHER_SIZES = {
         "model.first_k_dense_replace=1",
     ],
 }  # fmt: skip
+
+SHORT_ANSWERS = ["objective.max_new_tokens=8", "objective.samples=2"]
 
 
 @pytest.fixture
@@ -53,27 +55,38 @@ def text(tmp_path):
 )
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
-    path = text if cfg.data.format == "text" else "demo:backwards"
-    if cfg.objective.name in PAIRED:
-        path = write_pairs(tmp_path / "pairs.jsonl")
-    data = f"data.path={path}"
+    answers = cfg.objective.name in PROMPTED
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",
         *SMALLER,
         "model.init_from=null",
-        data,
+        f"data.path={data_of(cfg, text)}",
         "batch.seq_len=128",
         "train.steps=2",
         *smaller_mesh(recipe),
         *FURTHER_SIZES.get(recipe, []),
+        *(SHORT_ANSWERS if answers else []),
         ranks=2 if dimensions_of(recipe) or cfg.sharding.strategy != "fsdp" else 1,
         base=[],
     )
     assert run.column("step") == [1, 2]
-    assert all(loss > 0 for loss in run.column("loss"))
+    if answers:  # whose loss is around 0
+        assert all(0 < tokens <= 8 for tokens in run.column("answer_tokens"))
+        assert all(0 <= reward <= 1 for reward in run.column("reward"))
+    else:
+        assert all(loss > 0 for loss in run.column("loss"))
     assert run.events[-1]["exit_code"] == 0
     assert run.checkpoints == ["step-00000002"]
+
+
+def data_of(cfg, text):
+    """Return data of the kind that a recipe's objective learns from."""
+    if cfg.objective.name in PROMPTED:
+        return "demo:sums"
+    if cfg.objective.name in PAIRED:
+        return write_pairs(text.with_name("pairs.jsonl"))
+    return text if cfg.data.format == "text" else "demo:backwards"
 
 
 def dimensions_of(recipe) -> list[str]:

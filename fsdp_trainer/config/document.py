@@ -368,7 +368,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
             does=lines[0],
             hardware=find("^# hardware:(.*)") or "not said",
             memory=find(r"^# Memory +([^;\n]+)"),
-            step=find("= ([0-9,]+ tokens) a step"),
+            step=find("= ([0-9,]+ (?:tokens|answers)) a step"),
             speed=find("^# Speed +([^;:\n]+)"),
             start=_start(name, command, config_dir),
         )

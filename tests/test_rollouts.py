@@ -262,7 +262,8 @@ def test_groups_of_equal_rewards_teach_nothing():
 # --- runs -----------------------------------------------------------------------------------------
 
 GRPO = [
-    "objective=grpo", "objective.rewards=[exact,{name: length, max: 4, unit: tokens}]",
+    "objective=grpo",
+    'objective.rewards=[{name: regex, pattern: "[a-z]"},{name: length, max: 4, unit: tokens}]',
     "data.path=demo:sums", "tokenizer.path=demo:bytes", "objective.max_new_tokens=6",
     "objective.samples=4", "batch.rows=4", "batch.micro_rows=2", "train.steps=3",
     "schedule=constant",
@@ -284,6 +285,7 @@ def test_any_ranks_make_the_same_answers_and_learn_the_same(world, tmp_path):
         for i, (ranks, more) in enumerate(layouts)
     ]
     assert first.metrics[-1]["sampler_difference"] < 1e-5
+    assert min(first.column("reward_std")) > 0 < min(first.column("grad_norm"))
     assert 0 < first.metrics[0]["truncated_share"] <= 1
     for run in others:
         assert said(run) == said(first)

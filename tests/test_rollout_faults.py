@@ -1,0 +1,41 @@
+"""Stops, the end of the data and the report in runs that learn from their own answers."""
+
+import json
+
+import inject
+import pytest
+from stored import assert_bitwise_equal, newest, stored
+
+from fsdp_trainer.cli import main
+
+GRPO = [
+    "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]',
+    "tokenizer.path=demo:bytes", "objective.max_new_tokens=6", "objective.samples=4",
+    "batch.rows=4", "batch.micro_rows=2", "schedule=constant", "checkpoint.keep=9",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_a_step_ends_with_its_data_and_the_same_weights(world, tmp_path):
+    rows = [{"question": f"{i}+{i}?", "answer": f"{2 * i}"} for i in range(14)]
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [*GRPO, f"data.path={data}", f"data.cache={tmp_path}", "objective.updates=3"]
+    keys += ["train.steps=null", "train.epochs=1"]
+    whole = world.train(tmp_path / "whole", *keys, ranks=2)
+    assert whole.column("staleness") == [0, 1, 2, 0], "14 rows are 4 steps, the last one shorter"
+
+    stop = inject.signalled("backward", nth=1)
+    stopped = world.train(tmp_path / "run", *keys, ranks=2, seam=stop, code=75)
+    assert json.loads((newest(stopped) / "trainer.json").read_text())["rollouts"]
+    run = world.train(tmp_path / "run", *keys, ranks=2)
+    assert run.column("reward") == whole.column("reward")
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+
+    out = tmp_path / "page.html"
+    assert main(["report", f"source={run.folder}", f"out={out}"]) == 0
+    page = out.read_text()
+    lines = [json.loads(one) for one in (run.folder / "samples.jsonl").read_text().splitlines()]
+    assert "What the model said" in page
+    assert "reward/regex" in page
+    assert f'data-v="{lines[-1]["reward"]}"' in page

@@ -20,10 +20,12 @@ from fsdp_trainer.models.initialize import draw_part
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-STEPS, ROWS, LR, CLIP, DECAY = 5, 6, 3e-3, 0.5, 0.1
+STEPS, ROWS, LR, CLIP, DECAY = 3, 4, 3e-3, 0.5, 0.1
 COMMON = [
     "tokenizer.path=demo:bytes",
     f"train.steps={STEPS}",
+    f"batch.rows={ROWS}",
+    f"batch.micro_rows={ROWS}",
     "schedule=constant",
     f"optim.lr={LR}",
     f"optim.weight_decay={DECAY}",
@@ -130,7 +132,7 @@ KINDS = {
     [
         ("lora", 1),
         ("dora", 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rslora", 4), ("patterns", 2)]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("rslora", 1), ("patterns", 2)]),
     ],
 )
 def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, kind, ranks):
@@ -251,29 +253,24 @@ def merged(name, given, base, scale, fused):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "kind"),
+    ("family", "kind", "ranks"),
     [
-        ("phi3", "lora"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("phi3", "dora"),
-                ("llama biases", "dora"),
-                ("mistral window", "lora"),
-                ("qwen2", "dora"),
-                ("qwen3", "lora"),
-                ("gemma2", "dora"),
-                ("gemma3 long", "lora"),
-                ("olmo2", "lora"),
-            ]
-        ),
+        ("phi3", "lora", 1),
+        ("phi3", "dora", 2),
+        ("llama biases", "dora", 2),
+        ("mistral window", "lora", 1),
+        ("qwen2", "dora", 1),
+        ("qwen3", "lora", 1),
+        ("gemma2", "dora", 1),
+        ("gemma3 long", "lora", 1),
+        ("olmo2", "lora", 1),
     ],
 )
 def test_every_family_learns_as_through_merged_weights(
-    train_adapters, shown, tmp_path, family, kind
+    train_adapters, shown, tmp_path, family, kind, ranks
 ):
     folder = make_folder(tmp_path / "hf", family)
-    ours = train_adapters("ours", f"adapter={kind}", f"model.init_from={folder}", ranks=2)
+    ours = train_adapters("ours", f"adapter={kind}", f"model.init_from={folder}", ranks=ranks)
     losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
     assert ours.run.column("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     assert_close(ours.gradients, gradients)
@@ -323,18 +320,14 @@ HSDP = ["sharding=hsdp", "sharding.replicas=2"]
 EACH_ROW = ["batch.micro_rows=1"]
 ATTENTION = ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]
 DORA = ["adapter=dora"]
-MORE_WAYS = [
+WAYS = [
     # ranks, how it is computed, what a training on one rank has too
+    (3, EACH_ROW, ["adapter.rank=5"]),
     (4, [], ["adapter.rank=2"]),  # two ranks have no row of A
     (2, ["activation_checkpoint=full", *EACH_ROW], []),
-    (2, ["activation_checkpoint=selective"], []),
     (2, ATTENTION, DORA),
-    (2, ["sharding=ddp"], []),
     (2, ["sharding=ddp", "activation_checkpoint=full"], DORA),
-    (4, HSDP, []),
     (4, [*HSDP, *EACH_ROW, "sharding.accumulate=unsharded"], DORA),
-    (2, EACH_ROW, DORA),
-    (2, [*EACH_ROW, "sharding.accumulate=unsharded"], []),
     (2, ["sharding.cpu_offload=true"], DORA),
     (2, ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"], []),
     (2, ["optim.state_dtype=8bit"], ["optim.state_dtype=8bit"]),
@@ -344,10 +337,7 @@ MORE_WAYS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how", "common"),
-    [
-        (3, EACH_ROW, ["adapter.rank=5"]),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_WAYS),
-    ],
+    WAYS,
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
@@ -369,7 +359,10 @@ def test_however_it_is_sharded_and_computed(train_adapters, folder, references, 
 def test_compiled_blocks_have_the_same_gradients(
     train_adapters, tmp_path, compiled, kind, ranks, how
 ):
-    common = [f"adapter={kind}", f"model.init_from={make_folder(tmp_path / 'hf')}"]
+    common = [
+        f"adapter={kind}",
+        f"model.init_from={make_folder(tmp_path / 'hf', num_hidden_layers=1)}",
+    ]
     eager = train_adapters("eager", *common)
     run = train_adapters("run", *common, *how, *compiled, ranks=ranks, seam=inject.no_kernels())
     assert run.run.column("loss") == pytest.approx(eager.run.column("loss"), abs=2e-6, rel=0)

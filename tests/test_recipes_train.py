@@ -8,9 +8,12 @@ import torch
 import torch.nn.functional as F
 from pairs import write_pairs
 from recipe import RECIPES, recipe_as_it_is
+from safetensors.torch import save_file
 
 import fsdp_trainer
 from fsdp_trainer.config.schema import PAIRED, PROMPTED
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import meta_decoder
 
 SMALLER = [
     "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48",
@@ -56,6 +59,7 @@ def text(tmp_path):
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
     answers = cfg.objective.name in PROMPTED
+    teacher = [f"objective.teacher={small_model(tmp_path)}"] if cfg.objective.teacher else []
     run = world.train(
         tmp_path / "run",
         f"+recipe={recipe}",
@@ -64,6 +68,7 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
         f"data.path={data_of(cfg, text)}",
         "batch.seq_len=128",
         "train.steps=2",
+        *teacher,
         *smaller_mesh(recipe),
         *FURTHER_SIZES.get(recipe, []),
         *(SHORT_ANSWERS if answers else []),
@@ -87,6 +92,18 @@ def data_of(cfg, text):
     if cfg.objective.name in PAIRED:
         return write_pairs(text.with_name("pairs.jsonl"))
     return text if cfg.data.format == "text" else "demo:backwards"
+
+
+def small_model(folder):
+    """A Hugging Face folder of random weights, with the vocabulary of demo:bytes."""
+    config = ModelConfig(
+        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    weights = {n: torch.randn(p.shape) for n, p in meta_decoder(config).named_parameters()}
+    (folder / "config.json").write_text(json.dumps(config.to_hf("float32")))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def dimensions_of(recipe) -> list[str]:

@@ -1,6 +1,7 @@
 """Distillation: loss and gradients are those of whole logits, the same on any ranks; a teacher that
 knows other tokens, or cannot be shared as the student is, is refused with what to type."""
 
+import errno
 import json
 import shutil
 from contextlib import contextmanager, nullcontext
@@ -43,6 +44,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.plan.memory import memory
+from fsdp_trainer.plan.teacher import list_bytes
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.distil_step import DistilForwardBackward
 from fsdp_trainer.training.distillation import Distillation
@@ -493,6 +495,28 @@ def test_stored_lists_stand_in_for_the_teacher_in_any_order_and_on_any_ranks(
 
 
 @contextmanager
+def full_disk():
+    """Within it no file gets room."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch("os.posix_fallocate", side_effect=full):
+        yield
+
+
+@pytest.mark.slow
+def test_lists_that_the_disk_has_no_room_for_end_the_run_before_the_teacher_reads(
+    world, keys, trained, tmp_path
+):
+    keys = [key for key in keys if not key.startswith("data.cache")]
+    keys += [f"data.cache={tmp_path}/cache", "tokenizer.path=demo:bytes", "objective=distil"]
+    keys += [f"objective.teacher={trained.folder}", "objective.top_k=3"]
+    said = world.train(tmp_path / "run", *keys, seam=full_disk, code=1).err
+    assert "cannot keep the teacher's lists beside the data (data.cache)" in said
+    assert "No space left on device" in said
+    (folder,) = tmp_path.rglob("teacher")
+    assert not [*folder.iterdir()]
+
+
+@contextmanager
 def without_teacher():
     """Within it no teacher is built."""
 
@@ -595,3 +619,20 @@ def test_the_plan_of_a_teacher_is_what_a_rank_holds(world, tmp_path, size):
     with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's copies are its own
         peak = memory(cfg, PLANNED, 2, "cpu").peak
     assert peak.total - peak.bytes["allowance"] == pytest.approx(measured, rel=0.02)
+
+
+def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PLANNED.to_hf("float32")))
+    cfg = configuration({"checkpoint": "full"})
+    peaks = {}
+    for name, choice in {
+        "alone": ObjectiveChoice("sft"),
+        "listed": ObjectiveChoice("distil", teacher=str(tmp_path), top_k=64),
+        "in memory": ObjectiveChoice("distil", teacher=str(tmp_path)),
+    }.items():
+        cfg.objective = choice
+        peaks[name] = memory(cfg, PLANNED, 2, "cpu").peak.bytes
+        assert list_bytes(cfg) == (64 * (2 + 2) + 4 + 4 if name == "listed" else 0)
+    assert peaks["listed"]["parameters"] == peaks["alone"]["parameters"]
+    assert peaks["listed"]["parameters"] < peaks["in memory"]["parameters"]
+    assert peaks["listed"]["logits"] > peaks["alone"]["logits"]

@@ -81,6 +81,13 @@ def folder(world, tmp_path_factory):
     weights = load_file(here / "hf/model.safetensors")
     doubled = {name: 2 * tensor for name, tensor in weights.items()}
     save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
+    shutil.copytree(here / "runs/mine", here / "runs/large")
+    shutil.copytree(here / "hf", here / "other_words")
+    words = json.loads((here / "hf/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
+    vocabulary[a], vocabulary[b] = 71, 70
+    (here / "other_words/tokenizer.json").write_text(json.dumps(words))
     (here / "no_config/config.json").unlink()
     (here / "no_tokenizer/tokenizer.json").unlink()
     os.truncate(here / "cut/model.safetensors", 9_000)

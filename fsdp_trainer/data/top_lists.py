@@ -88,12 +88,16 @@ class ListsWriter:
         with suppress(OSError):  # where there are no locks
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         clear_leftovers(folder.parent, self.aside)
-        self.arrays = {}
-        for name, (dtype, shape) in array_types(count, vocabulary).items():
-            file = self.aside / f"{name}.npy"
-            array = np.lib.format.open_memmap(file, "w+", dtype, (tokens, *shape))
-            reserve(file)  # a page that the disk has no room for would kill the process
-            self.arrays[name] = array
+        self.arrays: dict[str, np.ndarray] = {}
+        try:
+            for name, (dtype, shape) in array_types(count, vocabulary).items():
+                file = self.aside / f"{name}.npy"
+                array = np.lib.format.open_memmap(file, "w+", dtype, (tokens, *shape))
+                reserve(file)  # a page that the disk has no room for would kill the process
+                self.arrays[name] = array
+        except OSError:
+            self.close()
+            raise
 
     def write(self, numbers: np.ndarray, columns: dict[str, np.ndarray]) -> None:
         """Write entries of learnt tokens. numbers: their places among all of the store."""

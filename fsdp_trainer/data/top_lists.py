@@ -88,7 +88,7 @@ class ListsWriter:
         with suppress(OSError):  # where there are no locks
             fcntl.flock(self.lock, fcntl.LOCK_EX)
         clear_leftovers(folder.parent, self.aside)
-        self.arrays: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, Any] = {}
         try:
             for name, (dtype, shape) in array_types(count, vocabulary).items():
                 file = self.aside / f"{name}.npy"

@@ -15,6 +15,7 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import Template, load_template
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
@@ -27,6 +28,9 @@ class Speaker:
     model: Decoder
     tokenizer: TextTokenizer
     template: Template
+
+    def __post_init__(self) -> None:
+        self.decoding = Decoding(self.model)
 
     @classmethod
     def load(
@@ -55,7 +59,7 @@ class Speaker:
         length = 0
         prompt = self.encode(text)
         stop_ids = self.tokenizer.stop_ids
-        for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg)):
+        for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg), self.decoding):
             tokens.append(token)
             whole = self.tokenizer.decode(tokens)
             if not whole.endswith("\ufffd"):

@@ -5,6 +5,7 @@ is said. A heavy import stays inside its function.
 """
 
 import os
+import platform
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -362,3 +363,28 @@ def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     keys = k.shape[2]
     aligned = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
     return aligned.expand(*q.shape[:3], keys)
+
+
+# Linear layers
+
+PACKED_ROWS = 8
+"""The layout for this many rows is the best or nearly so for 2 to 32 of them."""
+
+
+def can_pack() -> bool:
+    """Return whether `pack_weight` has a layout for this processor that is worth having."""
+    return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Return a copy of a float32 matrix, [outputs, inputs], in oneDNN's layout for a few rows.
+
+    torch.compile packs weights so. torch.utils.mkldnn, which is public, wants inputs and results in
+    oneDNN's format too: two copies for each call.
+    """
+    return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what `F.linear` does, from what `pack_weight` returns."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 
 import inject
 import pytest
@@ -14,6 +15,8 @@ from fsdp_trainer.generate import Speaker
 from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
 from fsdp_trainer.generation.ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
+from fsdp_trainer.models.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters import adapter_parameters, add_adapters
 
 
 @pytest.fixture(scope="module")
@@ -88,26 +91,33 @@ def test_samples_depend_on_seed_prompt_and_number_alone(speaker):
     assert other != together
 
 
-def test_the_samples_of_a_prompt_share_its_prefill(speaker, monkeypatch):
+@contextmanager
+def computed_tokens(model):
+    """A list that gets the number of tokens of each forward."""
     sizes = []
-    next_logits = speaker.model.next_logits
-    monkeypatch.setattr(
-        speaker.model, "next_logits", lambda *a: sizes.append(a[0].numel()) or next_logits(*a)
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: sizes.append(inputs[0].numel())
     )
+    try:
+        yield sizes
+    finally:
+        hook.remove()
+
+
+def test_the_samples_of_a_prompt_share_its_prefill(speaker):
     prompts = encoded(speaker, "abcdef", "xyz")
-    generate_tokens(speaker.model, prompts, (), Sampling(4, 1.0, samples=5))
+    with computed_tokens(speaker.model) as sizes:
+        generate_tokens(speaker.model, prompts, (), Sampling(4, 1.0, samples=5))
     assert sizes == [len(prompts[0]) + len(prompts[1]), 10, 10, 10]
 
 
-def test_a_cache_shrinks_when_half_of_the_answers_are_done(speaker, monkeypatch):
+def test_a_cache_shrinks_when_half_of_the_answers_are_done(speaker):
     model = speaker.model
     prompts = encoded(speaker, "a", "bb bb", "abcabc", "d d d d", "e", "fff")
     whole = generate_tokens(model, prompts, (), Sampling(max_tokens=24))
-    sizes = []
-    next_logits = model.next_logits
-    monkeypatch.setattr(model, "next_logits", lambda *a: sizes.append(len(a[0])) or next_logits(*a))
     stop_ids = {answers[0][2 * i] for i, answers in enumerate(whole[:5])}
-    stopped = generate_tokens(model, prompts, stop_ids, Sampling(max_tokens=24))
+    with computed_tokens(model) as sizes:
+        stopped = generate_tokens(model, prompts, stop_ids, Sampling(max_tokens=24))
     for [answer], [free] in zip(stopped, whole, strict=True):
         ends = [i for i, token in enumerate(free) if token in stop_ids]
         assert answer == free[: ends[0] if ends else None]
@@ -131,6 +141,47 @@ def test_sampling_depends_on_the_number_and_keeps_to_the_nucleus():
     assert shares(1.0, temperature=0).tolist() == [1, 0, 0, 0]
     assert (random_numbers(0, [1, 2], 0, 5)[:3] == random_numbers(0, [1, 2], 0, 3)).all()
     assert random_numbers(0, [1, 2], 1, 1) != random_numbers(0, [1, 2], 0, 1)
+
+
+LONG = Sampling(max_tokens=20)
+"""Long enough that copies of weights are made for it."""
+
+
+def recomputed(model, prompt, count):
+    """The likeliest tokens behind a prompt, each by a forward of the whole text."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_answers_follow_weights_that_have_changed_since_the_last_ones(run):
+    model = Speaker.load(run).model
+    prompts = [[5, 6, 7], [8, 9]]
+    before = generate_tokens(model, prompts, (), LONG)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    after = generate_tokens(model, prompts, (), LONG)
+    assert after != before
+    assert after == [[recomputed(model, prompt, 20)] for prompt in prompts]
+    assert list(stream_tokens(model, prompts[0], (), LONG)) == after[0][0]
+
+
+def test_adapters_have_their_part_in_long_answers(run):
+    model = Speaker.load(run).model
+    prompts = [[5, 6, 7], [8, 9]]
+    before = generate_tokens(model, prompts, (), LONG)
+    names = ("self_attn.k_proj", "mlp.down_proj")
+    layers = {f"model.layers.0.{name}": (4, 64.0) for name in names}
+    add_adapters(model, AdapterSpec("lora", "standard", "fp32", layers), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for matrix in adapter_parameters(model).values():
+        torch.nn.init.normal_(matrix, 0, 0.2, generator=generator)
+    adapted = generate_tokens(model, prompts, (), LONG)
+    assert adapted != before
+    assert adapted == [[recomputed(model, prompt, 20)] for prompt in prompts]
 
 
 def own_share(folder):

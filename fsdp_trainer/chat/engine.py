@@ -214,7 +214,8 @@ class Engine:
             for index in range(job.sampling.samples):
                 continuation = Continuation(job.prompt, job.sampling, room, (0, index))
                 answers.append(AnswerText(job, index, continuation, tokenizer))
-        generation = Generation(model, jobs[0].sampling, model.lm_head.weight.device)
+        device = model.lm_head.weight.device
+        generation = Generation(model, jobs[0].sampling, device, self.speaker.decoding)
         continuations = [answer.continuation for answer in answers]
         steps = generation.run(continuations, tokenizer.stop_ids, OneRank())
         return ActiveGeneration(answers, steps)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fsdp_trainer.distributed import to_device
 from fsdp_trainer.generation.cache import KeyValueCache, Prompts
+from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.ranks import OneRank, Ranks
 from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
 from fsdp_trainer.models.decoder import Decoder
@@ -80,8 +81,16 @@ class Generation:
     forwards.
     """
 
-    def __init__(self, model: Decoder, sampling: Sampling, device: torch.device):
+    def __init__(
+        self,
+        model: Decoder,
+        sampling: Sampling,
+        device: torch.device,
+        decoding: Decoding | None = None,
+    ):
+        """decoding: the model's, for those who generate again with the same weights."""
         self.model = model
+        self.decoding = decoding or Decoding(model)
         self.sampling = sampling
         self.device = device
         scaling = model.config.rope_scaling or {}
@@ -164,6 +173,9 @@ class Generation:
         if any(row.length - 1 == self.long_from for row in rows if not row.is_done):
             return self.start(rows)
         layout = self.cache.next_layout()
+        copy = self.decoding.model_for(len(rows), self.cache.capacity - self.cache.end)
+        if copy is not None:
+            return copy.next_logits(chosen[:, None], layout, self.cache.blocks)
         index = torch.arange(len(rows), device=self.device)
         caches = self.cache.blocks
         return self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
@@ -180,14 +192,15 @@ def stream_tokens(
     prompt: list[int],
     stop_ids: Collection[int] = (),
     sampling: Sampling | None = None,
+    decoding: Decoding | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow one prompt, as they come."""
+    """Yield the tokens that follow one prompt, as they come. decoding: see Generation."""
     sampling = sampling or Sampling()
     device = model.lm_head.weight.device
     answer = Continuation(prompt, sampling, room_behind(model, prompt))
     if answer.is_done:
         return
-    generation = Generation(model, sampling, device)
+    generation = Generation(model, sampling, device, decoding)
     count = 0
     for _ in generation.run([answer], stop_ids, OneRank()):
         yield from answer.tokens[count:]

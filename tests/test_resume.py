@@ -47,18 +47,18 @@ def started(folder, inputs, *overrides, env=None):
 def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(
     train, tmp_path
 ):
-    how = ["train.steps=16", "checkpoint.every=5", "batch.micro_rows=2"]
+    how = ["train.steps=8", "checkpoint.every=3", "batch.micro_rows=2"]
     with pytest.raises(RankFailed):
-        train("killed", *how, ranks=2, seam=inject.killed(step=12))
+        train("killed", *how, ranks=2, seam=inject.killed(step=6))
     killed = Run(tmp_path / "killed")
     assert "end" not in [e["event"] for e in killed.events]
-    assert len(killed.metrics) == 11
+    assert len(killed.metrics) == 5
     with (killed.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # a half line
     killed = train("killed", *how, ranks=2)
     whole = train("whole", *how, ranks=2)
-    assert killed.column("step") == list(range(1, 17))
-    assert killed.event("resume")[0]["step"] == 10
+    assert killed.column("step") == list(range(1, 9))
+    assert killed.event("resume")[0]["step"] == 3
     for column in ("loss", "grad_norm", "lr", "tokens", "supervised_tokens"):
         assert killed.column(column) == whole.column(column), column
     assert_bitwise_equal(stored(newest(killed)), stored(newest(whole)))
@@ -136,25 +136,18 @@ def test_a_time_limit_exits_75_with_a_checkpoint(train, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "worlds",
-    [
-        (2, 1),
-        pytest.param((4, 2, 1), marks=pytest.mark.slow),
-        pytest.param((1, 4, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train, worlds):
+def test_any_number_of_ranks_goes_on_and_no_row_is_lost_or_repeated(train):
     how = ["schedule=constant", "batch.rows=7", "batch.micro_rows=7"]
+    worlds = (1, 4, 2, 1)
     for i, ranks in enumerate(worlds, 1):
-        run = train("run", *how, f"train.steps={4 * i}", ranks=ranks)
-    whole = train("whole", *how, f"train.steps={4 * len(worlds)}", ranks=2)
-    assert run.column("step") == list(range(1, 4 * len(worlds) + 1))
+        run = train("run", *how, f"train.steps={2 * i}", ranks=ranks)
+    whole = train("whole", *how, f"train.steps={2 * len(worlds)}", ranks=2)
+    assert run.column("step") == list(range(1, 2 * len(worlds) + 1))
     assert run.column("tokens") == whole.column("tokens")
     assert run.column("supervised_tokens") == whole.column("supervised_tokens")
     assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
-    assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 4 * len(worlds)
+    assert json.loads((newest(run) / "trainer.json").read_text())["rows"] == 7 * 2 * len(worlds)
     assert [e["world_size"] for e in run.events if e["event"] in ("start", "resume")] == list(
         worlds
     )

@@ -2,17 +2,14 @@
 the papers write them, and a run that goes on in the middle."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from recipe import planned
 
+from fsdp_trainer import quickstart_rl
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.prompts import make_prompt_reader
@@ -37,7 +34,6 @@ from fsdp_trainer.training.reference_model import ReferenceModel
 from fsdp_trainer.training.rollout_step import RolloutForwardBackward
 from fsdp_trainer.training.sampler import SampledAnswer
 
-REPO = Path(__file__).parent.parent
 TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi"},
@@ -278,7 +274,7 @@ def said(run):
 
 @pytest.mark.slow
 def test_any_ranks_make_the_same_answers_and_learn_the_same(world, tmp_path):
-    layouts = [(1, []), (2, []), (4, ["sharding=hsdp", "sharding.replicas=2"])]
+    layouts = [(1, []), (4, ["sharding=hsdp", "sharding.replicas=2"])]
     layouts += [(2, ["sharding.tensor=2"]), (2, ["sharding.context=2"])]
     first, *others = [
         world.train(tmp_path / f"{i}", *GRPO, f"data.cache={tmp_path / 'c'}", *more, ranks=ranks)
@@ -393,13 +389,16 @@ def test_keys_of_answers_count_only_with_what_they_are_for(capsys, typed, named)
 
 
 @pytest.mark.slow
-def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(tmp_path):
-    command = [sys.executable, "-m", "fsdp_trainer", "quickstart", "task=sums", "steps=3"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "reward in the first third" in done.stdout
-    assert (tmp_path / "runs" / "sums-rewarded" / "hf" / "model.safetensors").is_file()
+def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(
+    world, tmp_path, monkeypatch, capsys
+):
+    def start_ranks(_cfg, words):
+        return world.command("train", *words)[0].code
+
+    monkeypatch.setattr(quickstart_rl, "start_ranks", start_ranks)
+    assert main(["quickstart", "task=sums", "steps=3", f"root={tmp_path}"]) == 0
+    assert "reward in the first third" in capsys.readouterr().out
+    assert (tmp_path / "sums-rewarded" / "hf" / "model.safetensors").is_file()
 
 
 def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():

@@ -55,6 +55,7 @@ POINTS = {
     "fit": "fsdp_trainer.training.trainer:Trainer.fit",
     "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
     "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",
+    "rewarded_objective": "fsdp_trainer.training.policy_gradient:PolicyGradient.__call__",
     "reported_loss": "fsdp_trainer.training.step:negative_log_likelihood",
     "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_apart",
     "compare_copies": "fsdp_trainer.training.corruption:Corruption.check_copies",
@@ -446,6 +447,19 @@ def infinite_gradient(step: int = 3):
         next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
 
     with with_trainer(), at("clip", spoil, rank="last", step=step):
+        yield
+
+
+@fault
+def spiked_once(point: str, step: int):
+    """Make what POINTS names 1e4 times as large on the last rank in a step, until the run is taken
+    back."""
+
+    def spoilt(real, *args):
+        is_spike = phases.training.step == step and not trainer.progress.rewinds
+        return real(*args) * (1e4 if is_spike else 1)
+
+    with with_trainer(), around(point, spoilt, rank="last"):
         yield
 
 

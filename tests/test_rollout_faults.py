@@ -1,4 +1,4 @@
-"""Stops, the end of the data and the report in runs that learn from their own answers."""
+"""Bad steps, stops and the end of the data in runs that learn from their own answers."""
 
 import json
 
@@ -13,6 +13,38 @@ GRPO = [
     "tokenizer.path=demo:bytes", "objective.max_new_tokens=6", "objective.samples=4",
     "batch.rows=4", "batch.micro_rows=2", "schedule=constant", "checkpoint.keep=9",
 ]  # fmt: skip
+SPIKED = 9
+
+
+def never_had_them(real, self):
+    """A run whose prompts never were those of step SPIKED."""
+    self.progress.skipped_row_ranges = [[4 * (SPIKED - 1), 4 * SPIKED]]
+    return real(self)
+
+
+@pytest.mark.slow
+def test_a_bad_gradient_is_skipped_and_a_spike_taken_back_amid_answers_made_together(
+    world, tmp_path
+):
+    keys = [*GRPO, "data.path=demo:sums", f"data.cache={tmp_path}", "train.steps=10"]
+    keys += ["objective.updates=3", "train.on_spike=rewind", "train.rewind_margin=0"]
+    keys += ["train.spike_window=8", "train.spike_score=50", "checkpoint.every=4"]
+    faults = inject.infinite_gradient(step=3), inject.spiked_once("rewarded_objective", SPIKED)
+    run = world.train(tmp_path / "run", *keys, ranks=2, seam=inject.together(*faults))
+    assert [event["step"] for event in run.event("skipped")] == [3]
+    (event,) = run.event("rewind")
+    first = 4 * (SPIKED - 1)
+    assert (event["step"], event["to"], event["left_out"]) == (SPIKED, 8, [first, first + 4])
+    # the answers that were left at step 8 are to prompts that are passed over
+    assert run.column("staleness") == [0, 1, 2, 0, 1, 2, 0, 1, 0, 1]
+
+    middle = run.folder / "checkpoints" / "step-00000008"
+    never = inject.around("fit", never_had_them)
+    keys += [f"checkpoint.resume={middle}"]
+    other = world.train(tmp_path / "other", *keys, ranks=2, seam=never)
+    for name in ("reward", "loss"):
+        assert run.column(name)[8:] == other.column(name), name
+    assert_bitwise_equal(stored(newest(run)), stored(newest(other)))
 
 
 @pytest.mark.slow

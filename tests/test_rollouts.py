@@ -336,10 +336,10 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
 
     lora = [*keys, "adapter=lora", "train.steps=2"]  # whose base is the same
     based = world.train(tmp_path / "based", *lora)
-    beside = world.train(tmp_path / "beside", *lora, f"objective.reference={model}", ranks=2)
+    frozen_model = world.train(tmp_path / "beside", *lora, f"objective.reference={model}", ranks=2)
     for name in ("kl", "loss"):
         expected = based.column(name)
-        assert beside.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+        assert frozen_model.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
 
     resumed = [*keys, f"checkpoint.resume={start.folder / 'checkpoints' / 'step-00000002'}"]
     rest = world.train(tmp_path / "rest", *resumed)

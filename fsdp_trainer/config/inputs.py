@@ -24,7 +24,7 @@ from fsdp_trainer.config.paths import (
     run_folder,
     tokenizer_folder,
 )
-from fsdp_trainer.config.rules_objective import REFERENCES, model_beside
+from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
     ChainConfig,
@@ -162,7 +162,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_init_from(cfg, report)
-    _check_model_beside(cfg, report)
+    _check_frozen_model(cfg, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
@@ -204,10 +204,10 @@ def _check_init_from(cfg: TrainConfig, report: Report) -> None:
         _check_weights("model.init_from", path, report)
 
 
-def _check_model_beside(cfg: TrainConfig, report: Report) -> None:
+def _check_frozen_model(cfg: TrainConfig, report: Report) -> None:
     """Check a teacher, or a reference in memory. Its weights are not on record, so also in a
     resume."""
-    named = model_beside(cfg)
+    named = frozen_source(cfg)
     if named and named[1] not in REFERENCES and not is_hub_id(named[1]):
         _check_weights(*named, report)
 

@@ -179,7 +179,7 @@ def loads_reference(cfg: TrainConfig) -> bool:
     return is_loaded and has_reference(cfg.objective)
 
 
-def model_beside(cfg: TrainConfig) -> tuple[str, str] | None:
+def frozen_source(cfg: TrainConfig) -> tuple[str, str] | None:
     """Return key and value of the frozen model in memory beside the one in training; None: there
     is none."""
     if cfg.objective.name == DISTIL and cfg.objective.teacher:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.rules_objective import REFERENCES, lists_teacher, model_beside
+from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, lists_teacher
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.data.top_lists import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
@@ -58,10 +58,10 @@ def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
 
 def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
     """Return what teacher_of does, also a teacher of which lists are stored."""
-    beside = model_beside(cfg)
-    if beside is None:
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None:
         return None
-    key, source = beside
+    key, source = frozen_model
     is_start = source in REFERENCES
     precision = replace(cfg.precision, master_dtype=cfg.precision.param_dtype, float8=None)
     own = replace(
@@ -87,10 +87,10 @@ def _architecture(named: str) -> ModelConfig:
 
 def assumed_of(cfg: TrainConfig) -> list[str]:
     """Return a sentence for each thing that was assumed about a run's teacher or reference."""
-    beside = model_beside(cfg)
-    if beside is None or beside[1] in REFERENCES:
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None or frozen_model[1] in REFERENCES:
         return []
-    return architecture(replace(TrainConfig(), model=Model(init_from=beside[1])))[1]
+    return architecture(replace(TrainConfig(), model=Model(init_from=frozen_model[1])))[1]
 
 
 def compares_logits(cfg: TrainConfig) -> bool:

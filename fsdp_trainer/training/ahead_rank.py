@@ -19,7 +19,7 @@ from fsdp_trainer.observe.console import Console, throttled
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.build import orders_of, resolve_architecture
 from fsdp_trainer.training.inputs import RunInputs
-from fsdp_trainer.training.teacher import fetch_model_beside, require_same_vocabulary
+from fsdp_trainer.training.teacher import fetch_frozen_model, require_same_vocabulary
 from fsdp_trainer.training.teacher_lists import ListPass, digest_for_lists
 
 BEAT_SECONDS = 1.0
@@ -62,7 +62,7 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
         beat(line)
 
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
-    teacher = fetch_model_beside(cfg)
+    teacher = fetch_frozen_model(cfg)
     inputs = RunInputs(*build_data(cfg, Reporter(progress, console.say)), init_from, teacher)
     assert teacher
     require_same_vocabulary(cfg, inputs.tokenizer, teacher)
@@ -74,7 +74,7 @@ def store_lists(
     cfg: PrepareConfig, inputs: RunInputs, config: ModelConfig, world: World, console: Console
 ) -> None:
     """Have the teacher read what is not stored yet. Collective. Raises UserError."""
-    assert inputs.beside
+    assert inputs.frozen_model
     assert inputs.teacher_files
     order, held_out = build_order(cfg, inputs.data, config.attention_cost), None
     if inputs.data.validation:
@@ -82,7 +82,7 @@ def store_lists(
     orders = orders_of(order, held_out, cfg.batch.rows)
     lists = ListPass(
         cfg=cfg,
-        source=inputs.beside,
+        source=inputs.frozen_model,
         digest=inputs.teacher_files,
         student=config,
         orders=orders,

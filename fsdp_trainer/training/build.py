@@ -23,9 +23,9 @@ from fsdp_trainer.config.paths import model_folder, step_of
 from fsdp_trainer.config.pipeline import micro_batches, pipeline_problem
 from fsdp_trainer.config.rules_objective import (
     base_is_reference,
+    frozen_source,
     has_reference,
     lists_teacher,
-    model_beside,
 )
 from fsdp_trainer.config.schema import (
     DISTIL,
@@ -173,7 +173,7 @@ def build(
     dims = Dims(cfg.sharding, device.type, timeout)
     compiled, why_uncompiled = can_compile(cfg, device)
     adapters = resolve_adapters(cfg.adapter, config)
-    beside = build_beside(cfg, inputs, config, adapters, dims, compiled)
+    frozen_model = build_frozen_model(cfg, inputs, config, adapters, dims, compiled)
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
@@ -198,13 +198,13 @@ def build(
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
     orders = orders_of(order, held_out, cfg.batch.rows)
     further = listed_teacher(
-        cfg, inputs, config, world, dims, orders, observer, start, signals, beside
+        cfg, inputs, config, world, dims, orders, observer, start, signals, frozen_model
     )
     share = order.attention_cost_share(config.attention_cost)
     heads = config.num_attention_heads // cfg.sharding.tensor
     context = context_method(cfg, replace(config, num_attention_heads=heads))
     attention = choose_attention(
-        cfg, readers(config, beside), share, device, compiled, context.method
+        cfg, readers(config, frozen_model), share, device, compiled, context.method
     )
     answers = answer_maker(cfg, model, inputs, dims, device, run)
     context_of_rows = SourceContext(
@@ -239,7 +239,9 @@ def build(
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
 
-    digests = fill_frozen(beside, cfg, start.checkpoint, model_device, device, inputs.teacher_files)
+    digests = fill_frozen(
+        frozen_model, cfg, start.checkpoint, model_device, device, inputs.teacher_files
+    )
     allocate(model, model_device, device)
     model.balance = balance = new_balance(config, cfg, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
@@ -327,7 +329,7 @@ def listed_teacher(
 
     Collective. Raises UserError. start: of the run, which must have learnt from the same teacher.
     """
-    if inputs.beside is None or inputs.teacher_files is None:
+    if inputs.frozen_model is None or inputs.teacher_files is None:
         return in_memory
 
     def leave_if_agreed() -> None:
@@ -338,7 +340,7 @@ def listed_teacher(
     device = world.device
     return ListPass(
         cfg=cfg,
-        source=inputs.beside,
+        source=inputs.frozen_model,
         digest=inputs.teacher_files,
         student=config,
         orders=orders,
@@ -359,7 +361,7 @@ def build_step(
     dims: Dims,
     world: World,
     loss_scale: LossScale | None,
-    beside: FrozenModel | ListedTeacher | None = None,
+    frozen_model: FrozenModel | ListedTeacher | None = None,
 ) -> ForwardBackward:
     """Return what runs a step's micro-batches. Collective."""
     objective = build_objective(cfg.objective, cfg.loss)
@@ -375,10 +377,12 @@ def build_step(
                 reference=reference_of(cfg, model, dims),
             )
         if cfg.objective.name in PROMPTED:
-            of_tokens = reference_of_tokens(cfg, model, beside)
+            of_tokens = reference_of_tokens(cfg, model, frozen_model)
             return RolloutForwardBackward(*parts, choice=cfg.objective, reference=of_tokens)
-        if isinstance(beside, Teacher | ListedTeacher):
-            return DistilForwardBackward(*parts, figures_of(cfg.objective, dims), teacher=beside)
+        if isinstance(frozen_model, Teacher | ListedTeacher):
+            return DistilForwardBackward(
+                *parts, figures_of(cfg.objective, dims), teacher=frozen_model
+            )
         return ForwardBackward(*parts)
     pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
     return PipelineForwardBackward(
@@ -469,15 +473,15 @@ def reference_of(
 
 
 def reference_of_tokens(
-    cfg: TrainConfig, model: Decoder, beside: FrozenModel | ListedTeacher | None
+    cfg: TrainConfig, model: Decoder, frozen_model: FrozenModel | ListedTeacher | None
 ) -> Callable[[MicroBatch], Tensor] | None:
     """Return what computes the reference's log-probabilities of answers; None: there is none."""
-    if isinstance(beside, ReferenceModel):
-        return beside
+    if isinstance(frozen_model, ReferenceModel):
+        return frozen_model
     return BaseTokens(model) if has_reference(cfg.objective) else None
 
 
-def build_beside(
+def build_frozen_model(
     cfg: TrainConfig,
     inputs: RunInputs,
     config: ModelConfig,
@@ -490,18 +494,19 @@ def build_beside(
     Collective.
     """
     reference = build_reference(
-        cfg, inputs.beside, inputs.init_from, config, adapters, dims, compiled
+        cfg, inputs.frozen_model, inputs.init_from, config, adapters, dims, compiled
     )
-    return reference or build_teacher(cfg, inputs.beside, config, dims, compiled)
+    return reference or build_teacher(cfg, inputs.frozen_model, config, dims, compiled)
 
 
 def check_room(
-    cfg: TrainConfig, init_from: Path | None, world: World, beside: Path | None = None
+    cfg: TrainConfig, init_from: Path | None, world: World, frozen_model: Path | None = None
 ) -> None:
     """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
     whose states cannot fit.
 
-    beside: folder of a frozen model beside it. Before data or weights are read. Raises UserError.
+    frozen_model: the folder of a teacher or reference, if there is one. Comes before data or
+    weights are read. Raises UserError.
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])
@@ -515,8 +520,8 @@ def check_room(
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
-    if model_beside(cfg) and not lists_teacher(cfg):
-        require_fitting(cfg, *with_teacher(config, beside, cfg.sharding.tensor))
+    if frozen_source(cfg) and not lists_teacher(cfg):
+        require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(
         model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
@@ -545,8 +550,8 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
     config = with_head(config, cfg)
-    if inputs.beside:
-        return with_teacher(config, inputs.beside, cfg.sharding.tensor)[0]
+    if inputs.frozen_model:
+        return with_teacher(config, inputs.frozen_model, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
 
 

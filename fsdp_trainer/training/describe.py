@@ -8,7 +8,7 @@ from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.pipeline import idle_share, micro_batches
-from fsdp_trainer.config.rules_objective import loads_reference, model_beside
+from fsdp_trainer.config.rules_objective import frozen_source, loads_reference
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.build import lossy, renumbered
 from fsdp_trainer.launch.world import World
@@ -60,7 +60,7 @@ def describe(
         *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
-        *line_on_model_beside(cfg, config, inputs.beside),
+        *line_on_frozen_model(cfg, config, inputs.frozen_model),
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
@@ -146,16 +146,16 @@ def not_followed(init_from: str | None) -> list[str]:
     return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
 
 
-def line_on_model_beside(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
+def line_on_frozen_model(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
     """Return the line on a teacher, or on a reference in memory, if there is one.
 
     folder: its own; None: it is as the trained one.
     """
-    beside = model_beside(cfg)
-    if beside is None:
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None:
         return []
     choice, config = cfg.objective, ModelConfig.from_hf(model_folder(folder)) if folder else trained
-    size = f"{config.family}, {short(config.parameters())} parameters, from {beside[1]}"
+    size = f"{config.family}, {short(config.parameters())} parameters, from {frozen_model[1]}"
     if loads_reference(cfg):
         return [f"refer  {size}; kl {choice.kl:g}"]
     stored = f"; not in memory, its {choice.top_k} likeliest tokens are stored"

@@ -58,7 +58,7 @@ from fsdp_trainer.training.rewind import rewind
 from fsdp_trainer.training.run_lock import RunLock, clear_unused
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.stop import StopSignals
-from fsdp_trainer.training.teacher import fetch_model_beside, require_same_vocabulary
+from fsdp_trainer.training.teacher import fetch_frozen_model, require_same_vocabulary
 from fsdp_trainer.training.teacher_lists import digest_for_lists
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
@@ -193,14 +193,14 @@ class Rank:
             )
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-        beside = fetch_model_beside(cfg)
+        frozen_model = fetch_frozen_model(cfg)
         if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
-            check_room(cfg, init_from, world, beside)
+            check_room(cfg, init_from, world, frozen_model)
         report = Reporter(beating(self.console, world), self.console.say)
-        inputs = RunInputs(*build_data(cfg, report), init_from, beside)
-        if beside and world.local_rank == 0:
-            require_same_vocabulary(cfg, inputs.tokenizer, beside)
-        inputs.teacher_files = digest_for_lists(cfg, beside, report.progress)
+        inputs = RunInputs(*build_data(cfg, report), init_from, frozen_model)
+        if frozen_model and world.local_rank == 0:
+            require_same_vocabulary(cfg, inputs.tokenizer, frozen_model)
+        inputs.teacher_files = digest_for_lists(cfg, frozen_model, report.progress)
         require_most_tokens(cfg.data, inputs.data)
         return inputs
 

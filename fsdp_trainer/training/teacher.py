@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.context import context_method, context_problems
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.rules_objective import REFERENCES, lists_teacher, model_beside
+from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, lists_teacher
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -129,7 +129,7 @@ def share_frozen(
 
 
 def fill_frozen(
-    beside: FrozenModel | None,
+    frozen_model: FrozenModel | None,
     cfg: TrainConfig,
     checkpoint: Path | None,
     device: torch.device,
@@ -145,13 +145,13 @@ def fill_frozen(
     UserError unless `checkpoint`, from which the run goes on, was trained with them, as far as
     that can be compared: not in another format, nor where lists of it were stored.
     """
-    if beside is None:
+    if frozen_model is None:
         return {Teacher.name: record_of_lists(files)} if files else {}
-    allocate(beside.model, device, computing)
-    fill(beside.model, beside.cfg, beside.source)
-    digest = f"{cfg.precision.param_dtype}:{digest_of_weights(beside.model)}"
-    require_same(type(beside), cfg, checkpoint, digest)
-    return {beside.name: digest}
+    allocate(frozen_model.model, device, computing)
+    fill(frozen_model.model, frozen_model.cfg, frozen_model.source)
+    digest = f"{cfg.precision.param_dtype}:{digest_of_weights(frozen_model.model)}"
+    require_same(type(frozen_model), cfg, checkpoint, digest)
+    return {frozen_model.name: digest}
 
 
 def record_of_lists(digest: str) -> str:
@@ -177,9 +177,9 @@ def require_same(
         raise UserError(f"the {kind.name} is another one", [Problem(named(cfg), text)])
 
 
-def readers(trained: ModelConfig, beside: FrozenModel | None) -> list[ModelConfig]:
+def readers(trained: ModelConfig, frozen_model: FrozenModel | None) -> list[ModelConfig]:
     """Return the architectures that read a run's rows, that of the model in training first."""
-    return [trained] if beside is None else [trained, beside.model.config]
+    return [trained] if frozen_model is None else [trained, frozen_model.model.config]
 
 
 def give_own_graphs(model: Decoder) -> None:
@@ -217,7 +217,7 @@ def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
 
 def named(cfg: TrainConfig) -> str:
     """Return the setting that names the frozen model."""
-    return "=".join(model_beside(cfg) or ())
+    return "=".join(frozen_source(cfg) or ())
 
 
 def kind(cfg: TrainConfig) -> str:
@@ -225,12 +225,12 @@ def kind(cfg: TrainConfig) -> str:
     return named(cfg).partition("=")[0].removeprefix("objective.")
 
 
-def fetch_model_beside(cfg: TrainConfig) -> Path | None:
+def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
     """Return the folder of a teacher or of a reference in memory, fetched if it is on the hub.
 
     None: there is none, or it is the model that the run begins with.
     """
-    key, value = model_beside(cfg) or ("", REFERENCES[0])
+    key, value = frozen_source(cfg) or ("", REFERENCES[0])
     return None if value in REFERENCES else fetch(value, key=key)
 
 

@@ -144,7 +144,7 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def stored_lists(cfg: TrainConfig) -> Broken:
-    """What is stored of a teacher belongs to tokens that are stored, each behind the same text."""
+    """Lists of a teacher belong to stored tokens, each of which always follows the same text."""
     stored = f"objective.top_k={cfg.objective.top_k} stores what a teacher says"
     online = "or, with the teacher in memory,  objective.top_k=null"
     if cfg.data.streaming:

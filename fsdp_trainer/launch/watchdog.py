@@ -471,7 +471,7 @@ class Watchdog:
         writer.join(DISK_SECONDS)
 
     def sentence(self, verdict: Verdict, status: RankStatus, waiting: dict[str, list[int]]) -> str:
-        """What was found about a rank, for people."""
+        """A line about a rank, for people."""
         place = status.place
         line = (
             f"rank {in_mesh(status)} on {self.host}: {verdict.reason}, in {place.phase}"
@@ -506,7 +506,7 @@ class Watchdog:
 
 
 def seconds_of(status: RankStatus) -> float:
-    """For how long a rank has been stopped, or in its phase."""
+    """Seconds for which a rank has been stopped, or in its phase."""
     return round(status.stopped or status.standing, 1)
 
 

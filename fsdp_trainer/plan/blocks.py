@@ -122,7 +122,7 @@ class Order(NamedTuple):
 
 
 class PartTrace(NamedTuple):
-    """What a part allocates. sizes: bytes of each event of `order`, negative where it frees."""
+    """Memory that a part allocates. sizes: bytes of each event of `order`, negative where it frees."""
 
     order: Order
     sizes: tuple[int, ...]

@@ -1,5 +1,5 @@
-"""What a teacher, or a reference in memory, adds to a plan: its weights, its forward in front of
-the trained model's, its logits; or the disk that stored lists of it take."""
+"""Memory and time that a teacher or a reference adds to a plan: its weights, its forward in front
+of the trained model's, its logits; or the disk that stored lists of it take."""
 
 from dataclasses import replace
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""How a rank computes attention: settled before training, and before a teacher reads alone."""
+"""The choice of how a rank computes attention, for training and for a teacher that reads alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -115,7 +115,7 @@ class ParallelCalls:
 
     @property
     def results(self) -> list[Completion]:
-        """What the calls returned, in their order."""
+        """Answers of the calls, in the order of the calls."""
         return [self._results[place] for place in range(len(self.calls))]
 
     def wait(self, seconds: float) -> None:

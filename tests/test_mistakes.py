@@ -139,6 +139,8 @@ from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.config.sweep import SweepLine
 from fsdp_trainer.errors import UserError
+from tests import composing
+composing.keep()
 told = []
 for kind, words in json.loads(sys.stdin.read()):
     said, code = io.StringIO(), 0

@@ -12,6 +12,7 @@ from world import read_lines
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generate import Speaker
+from fsdp_trainer.generation import decoding
 from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
 from fsdp_trainer.generation.ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
@@ -167,6 +168,18 @@ def test_answers_follow_weights_that_have_changed_since_the_last_ones(run):
     assert after != before
     assert after == [[recomputed(model, prompt, 20)] for prompt in prompts]
     assert list(stream_tokens(model, prompts[0], (), LONG)) == after[0][0]
+
+
+def test_one_answer_of_several_threads_is_that_of_the_model(run, monkeypatch):
+    monkeypatch.setattr(decoding, "PACKED_FROM", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # what decides the layout
+    packed = []
+    pack = decoding.pack_weight
+    monkeypatch.setattr(decoding, "pack_weight", lambda weight: packed.append(1) or pack(weight))
+    model = Speaker.load(run).model
+    prompt = [5, 6, 7]
+    assert generate_tokens(model, [prompt], (), LONG) == [[recomputed(model, prompt, 20)]]
+    assert packed
 
 
 def test_adapters_have_their_part_in_long_answers(run):

@@ -26,6 +26,9 @@ from fsdp_trainer.torch_private import can_pack, pack_weight, packed_linear
 
 LEAST_TOKENS = 16
 """The copies cost about as much time as they save in so many tokens."""
+PACKED_FROM = 2**18
+"""Numbers of a matrix from which one row is multiplied faster with its packed layout, by several
+threads; torch uses one for other layouts."""
 PLAIN_MODULES = (Attention, MLP, RMSNorm, Head, nn.Linear)
 Apply = Callable[[Tensor], Tensor]
 
@@ -201,10 +204,15 @@ def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], several: 
         weight = torch.cat([each.detach() for each in weights])
     present = [each.detach() for each in biases if each is not None]
     bias = torch.cat(present) if present else None
-    if several:
+    if several or is_packed_for_one_row(weight):
         packed = pack_weight(weight)
         return lambda x: packed_linear(x, packed, bias)
     outputs, inputs = weight.shape
     if outputs > inputs:  # one row: the product reads along the longer dimension faster
         weight = weight.t().contiguous().t()
     return lambda x: F.linear(x, weight, bias)
+
+
+def is_packed_for_one_row(weight: Tensor) -> bool:
+    """Return whether the packed layout is the fastest one for one row."""
+    return torch.get_num_threads() > 1 and weight.numel() >= PACKED_FROM and can_pack()

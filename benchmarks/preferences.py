@@ -16,10 +16,7 @@ accelerate shards on GPUs only, so that trl's weights are whole on each of 2 ran
 rank's peak up to its last step, and what that is above the process before it has a model, with all imports. Processor seconds are those of all that follows, on a rank.
 """
 
-import contextlib
 import json
-import os
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -33,6 +30,7 @@ from benchmarks.beside_trl import (
     PACKAGES,
     USED,
     Usage,
+    answer_task,
     compare,
     in_rounds,
     our_lines,
@@ -43,7 +41,7 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, rank_memory, spread, tell
+from benchmarks.harness import arguments, finish, rank_memory, spread
 
 PAIRS, STEP = 16, 8
 """Pairs in all, and of a step on each rank."""
@@ -73,11 +71,7 @@ def main() -> None:
     """Measure, print, write down."""
     given = arguments(__doc__, repeat=2, ranks="1,2", small=0, task="")
     if given.task:
-        task = json.loads(Path(given.task).read_text())
-        with contextlib.redirect_stdout(sys.stderr):
-            said = PROGRAMS[task["way"]](task)
-        tell(said)
-        os._exit(0)  # torch's threads may abort the interpreter's end
+        answer_task(given.task, PROGRAMS)
     ways = ways_to_measure(tuple(WAYS), bool(given.small))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

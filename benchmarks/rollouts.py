@@ -15,11 +15,8 @@ The first of 3 steps is not timed. accelerate shards on GPUs only, so that trl's
 a rank's peak, and what that is above the process before it has a model, with all imports. Processor seconds are those of all that follows, on a rank.
 """
 
-import contextlib
 import json
-import os
 import re
-import sys
 import tempfile
 from functools import partial
 from itertools import islice
@@ -32,6 +29,7 @@ from benchmarks.beside_trl import (
     PACKAGES,
     USED,
     Usage,
+    answer_task,
     compare,
     in_rounds,
     our_lines,
@@ -42,7 +40,7 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, rank_memory, tell
+from benchmarks.harness import arguments, finish, rank_memory
 
 PROMPTS, SAMPLES, NEW = 2, 8, 64
 """Prompts of a step, answers to each, and their tokens."""
@@ -64,11 +62,7 @@ def main() -> None:
     """Measure, print, write down."""
     given = arguments(__doc__, repeat=2, ranks="1,2", small=0, task="")
     if given.task:
-        task = json.loads(Path(given.task).read_text())
-        with contextlib.redirect_stdout(sys.stderr):
-            said = PROGRAMS[task["way"]](task)
-        tell(said)
-        os._exit(0)  # torch's threads may abort the interpreter's end
+        answer_task(given.task, PROGRAMS)
     ways = ways_to_measure(tuple(WAYS), bool(given.small))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -9,7 +9,7 @@ from fsdp_trainer.extensions import register as register
 from fsdp_trainer.version import __version__ as __version__
 
 LAZY = {"train": "fsdp_trainer.api", "load_model": "fsdp_trainer.checkpoint.load"}
-"""Functions that are imported at their first use: a wrong key is reported without torch."""
+"""Functions imported at their first use, so that a wrong key is reported without loading torch."""
 __all__ = ["Callback", "RunInfo", "load_model", "register", "train"]
 
 

@@ -1,4 +1,4 @@
-"""`python -m fsdp_trainer …` is `fsdp-trainer …`."""
+"""`python -m fsdp_trainer …` does the same as `fsdp-trainer …`."""
 
 import os
 import signal
@@ -11,10 +11,10 @@ from fsdp_trainer.process import SIGNALS, STOPPED
 
 
 def run() -> NoReturn:
-    """Run this process's command line, and end the process with its exit code."""
+    """Run this process's command line and exit with its exit code."""
     verb = "".join(sys.argv[1:2])
     if "RANK" in os.environ and (verb == "train" or "=" in verb):
-        # until StopSignals installs its handlers: a signal during start-up would end one rank alone
+        # until StopSignals installs its handlers, a signal would end this rank but not the others
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         code = main()
@@ -22,15 +22,15 @@ def run() -> NoReturn:
         traceback.print_exc()
         code = 1
     if code == STOPPED:
-        # a second Ctrl-C that comes now would end the process by the signal, not with its code
+        # a second Ctrl-C now would end the process by the signal instead of with exit code 75
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a full disk, or a reader that has gone: the work is done all the same
+        except OSError:  # a full disk or a closed pipe: the work is done anyway
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if "torch" in sys.modules:
-        # torch's threads may abort the interpreter's end, after everything is written and closed
+        # torch's threads may abort the interpreter's shutdown; everything is written and closed
         os._exit(code)
     sys.exit(code)
 

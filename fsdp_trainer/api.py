@@ -17,16 +17,16 @@ Overrides = str | Sequence[str] | Mapping[str, Any]
 
 
 class TrainResult(int):
-    """The exit code of a training, which is the number itself, with what it left behind."""
+    """The exit code of a training run, as an int, with the run's folder and last metrics."""
 
     folder: Path
-    """The run's."""
+    """The run's folder."""
     metrics: dict[str, Any]
-    """The last line of its metrics.jsonl; empty if there is none."""
+    """The last line of the run's metrics.jsonl; empty if there is none."""
 
     @property
     def exit_code(self) -> int:
-        """0: finished; 1: failed; 75: stopped, the same call goes on."""
+        """0: finished; 1: failed; 75: stopped, and the same call resumes it."""
         return int(self)
 
     def __repr__(self) -> str:
@@ -42,10 +42,11 @@ def train(
 ) -> TrainResult:
     """Train as `fsdp-trainer train OVERRIDES` does.
 
-    overrides: words, `["+recipe=quickstart", "run.seed=1"]`, a line of them, or a dictionary,
-    `{"+recipe": "quickstart", "run.seed": 1}`. callbacks: called by this run, which must be a
-    single rank or one of torchrun's; imports: modules that register extensions, also in the ranks
-    that this starts. Raises UserError for a mistake in the configuration or the input.
+    overrides: a list of words, `["+recipe=quickstart", "run.seed=1"]`, one string with all words,
+    or a dictionary, `{"+recipe": "quickstart", "run.seed": 1}`. callbacks: called by this run,
+    which must have a single rank or be started by torchrun. imports: modules that register
+    extensions, imported here and in the ranks that this call starts.
+    Raises UserError for a mistake in the configuration or the input.
     """
     from fsdp_trainer.config.compose import compose, config_flag
     from fsdp_trainer.launch.start import starts_ranks
@@ -72,7 +73,7 @@ def train(
 
 @contextmanager
 def called_by_this_run(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Register callbacks for as long as a run takes."""
+    """Register callbacks while the block runs. Raises UserError for an object that is none."""
     wrong = [callback for callback in callbacks if not isinstance(callback, Callback)]
     if wrong:
         text = "is no fsdp_trainer.Callback: derive its class from that, and pass an object of it"
@@ -87,7 +88,7 @@ def called_by_this_run(callbacks: Sequence[Callback]) -> Iterator[None]:
 
 
 def as_words(overrides: Overrides) -> list[str]:
-    """Return overrides as the command line has them."""
+    """Return overrides as words of a command line."""
     if isinstance(overrides, str):
         return shlex.split(overrides)
     if isinstance(overrides, Mapping):
@@ -96,9 +97,9 @@ def as_words(overrides: Overrides) -> list[str]:
 
 
 def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys with their values: `{"train": {"steps": 1}}` has `train.steps`.
+    """Yield dotted keys with their values: `{"train": {"steps": 1}}` gives `("train.steps", 1)`.
 
-    A dictionary below a dotted key is a value.
+    Only one level is flattened. A dictionary under a key that has a dot already is a value.
     """
     for name, value in tree.items():
         if isinstance(value, Mapping) and "." not in name:

@@ -1,4 +1,4 @@
-"""The command line: a verb, a composed configuration, and mistakes reported. Imports no torch."""
+"""The command line: find the verb, compose its configuration, report mistakes. Imports no torch."""
 
 import argparse
 import os
@@ -20,9 +20,9 @@ from fsdp_trainer.version import __version__
 class Verb(NamedTuple):
     """A verb's function, MODULE:NAME, which is imported and called with the configuration.
 
-    needs: further arguments, names of those in `run_verb`; inputs: what the configuration reads
-    must exist on this machine; starts_ranks: the function also runs in each rank, which is handed
-    the composed configuration.
+    needs: keys of `further` in `run_verb`, passed as further arguments. inputs: whether files that
+    the configuration names must exist on this machine. starts_ranks: whether the function also runs
+    in each rank that it starts; ranks receive the composed configuration from their parent.
     """
 
     function: str
@@ -36,7 +36,7 @@ VERBS = {
     "plan": Verb("fsdp_trainer.plan.verb:plan", inputs=False),
     "preview": Verb("fsdp_trainer.data.preview:preview"),
     "prepare": Verb("fsdp_trainer.training.ahead:prepare", ("words",), starts_ranks=True),
-    # doctor itself says on which node something is missing
+    # no check of inputs: doctor itself reports on which node something is missing
     "doctor": Verb("fsdp_trainer.launch.doctor:doctor", ("words",), False, starts_ranks=True),
     "launch-files": Verb("fsdp_trainer.launch.files:launch_files", ("words",), inputs=False),
     "export": Verb("fsdp_trainer.checkpoint.export:export"),
@@ -55,18 +55,19 @@ VERBS = {
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 NO_OVERRIDE = re.compile(r"[^=+~-][^=]*")
 WORD_OF_STAGE = re.compile(r"(all|tokenizer|pretrain|mid|sft)\.")
-"""A setting of a stage of `chain`."""
+"""Beginning of a setting for one stage of `chain`."""
 YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line, by default this process's, and return the exit code.
 
-    0: done; 1: failed; 2: a mistake by the user; 3: the answer is no; 75: start it again.
+    0: done; 1: failed; 2: a mistake by the user; 3: the answer is no; 75: stopped early, start it
+    again to resume.
     """
     try:
         return _dispatch(argv)
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
         return 0
     except (UserError, RunFailed) as error:
         report(error)
@@ -76,13 +77,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> int:
-    """Compose the configuration of a verb, and do what it says. Returns the exit code."""
+    """Compose a verb's configuration, run the verb and return its exit code."""
     phases.begin()
     verb = VERBS[name]
     overrides = _with_recipe_files(name, overrides)
     if verb.starts_ranks and (cfg := take_over(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
-    # Hydra, which a rank that is handed its configuration does without
+    # imports Hydra, which a rank that received its configuration does not need
     from fsdp_trainer.config.compose import compose, config_flag
 
     explained: list[str] = []
@@ -122,7 +123,7 @@ def _dispatch(argv: list[str] | None) -> int:
 
 
 def _run_or_show(verb: str, overrides: list[str], flags: argparse.Namespace) -> int:
-    """Run the verb, once or as a sweep, or print its configuration as flags ask."""
+    """Run the verb, once or as a sweep, or print what --cfg or --info request."""
     overrides = _with_recipe_files(verb, overrides)
     if flags.multirun and (flags.info or flags.cfg):
         raise _unreadable("-m", "--cfg and --info show one run: leave one of them out")
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shell-completion", "-sc", action="store_true")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--import", dest="imported", action="append")
-    # other programs' ways to name a file
+    # flags with which other programs name a configuration file
     parser.add_argument("--config", "--config-file", "--config_file", dest="recipe_file")
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-path", "-cp", dest="config_dir")
@@ -188,7 +189,7 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _with_recipe_files(verb: str, words: list[str]) -> list[str]:
-    """Return the words with `+recipe=FILE` for each that is the name of a YAML file."""
+    """Return the words, with each name of a YAML file replaced by `+recipe=FILE`."""
     if verb != "config" and not issubclass(PRIMARY[verb], PRIMARY["train"]):
         return words
     files = [word for word in words if YAML_FILE.fullmatch(word)]
@@ -200,7 +201,7 @@ def _with_recipe_files(verb: str, words: list[str]) -> list[str]:
 
 
 def _recipe_flags(flags: argparse.Namespace) -> list[str]:
-    """Return the recipe that --config FILE or --config-name NAME asks for, as a word."""
+    """Return the recipe given by --config FILE or --config-name NAME, as a list of 0 or 1 words."""
     if flags.recipe_file:
         return [flags.recipe_file]
     if not flags.config_name:
@@ -250,10 +251,10 @@ def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | No
 
 
 def _complete(words: list[str]) -> int:
-    """Complete a word, or install the scripts that ask for it.
+    """Print completions of a word, or install the shell's completion script.
 
-    The scripts are Hydra's (`-sc install=bash`). What they ask for (`-sc query=bash`) is answered
-    from the schema, without composing.
+    The scripts are Hydra's (`-sc install=bash`). Their queries (`-sc query=bash`) are answered from
+    the schema, without composing.
     """
     if words and words[0].startswith("query="):
         from fsdp_trainer.config.complete import completions

@@ -1,7 +1,4 @@
-"""The table of GPUs: memory, arithmetic, links.
-
-Imports nothing that is heavy, and nothing of ours that does more.
-"""
+"""The table of GPUs: memory, arithmetic, links. Imports only light modules."""
 
 import re
 from glob import glob
@@ -13,17 +10,19 @@ from fsdp_trainer.errors import Problem, UserError
 
 
 class Device(NamedTuple):
-    """A GPU in the machine it is usually sold in. Rates count one direction."""
+    """A GPU, with the links and network of the server it is usually sold in.
+
+    Rates count one direction.
+    """
 
     name: str
-    """The driver's name. The first device of the table whose name is part of the driver's is
-    used."""
+    """Part of the name that the driver reports. Where several match, the longest one counts."""
     memory_gib: float
     """Memory as torch reports it, which is less than the data sheet's GB."""
     flops: float | None = None
-    """Dense bfloat16 FLOP/s; None: not known, and then no times are given."""
+    """Dense bfloat16 FLOP/s; None: not known, and then `plan` reports no times."""
     flops_float32: float = 0.0
-    """Peak in float32 outside of tensor cores (TF32 is off)."""
+    """Peak float32 FLOP/s without tensor cores (TF32 is off)."""
     memory_rate: float = 0.0
     """Bytes per second of the device's memory."""
     link: float = 0.0
@@ -32,17 +31,17 @@ class Device(NamedTuple):
     """Bytes per second to the host."""
     per_node: int = 8
     network: float = 50e9
-    """Bytes per second and GPU between nodes."""
+    """Bytes per second between nodes, for each GPU."""
     reach: float = 1.0
     """Share of its peak that matrix products reach in training, relative to Hopper."""
     attention: float = 2.1
-    """Rate of matrix products over that of FlashAttention 2, counted as causal."""
+    """FLOP/s of matrix products divided by those of FlashAttention 2, counted as causal."""
     efficiency: float | None = None
-    """Share of the peak that is reached, if it was said."""
+    """Share of the peak that is reached, if the user gave one."""
     disk: float = 2e9
-    """Bytes per second that a node writes to run.root."""
+    """Bytes per second that a node can write to run.root."""
     remark: str = ""
-    """Why times of this device are less certain than others'."""
+    """The reason why times of this device are less certain than those of others."""
 
 
 def _sheet(
@@ -54,8 +53,11 @@ def _sheet(
     gbps: float,
     **more: Any,
 ) -> Device:
-    """Return a device from its data sheet. tera: TFLOP/s in bfloat16 and float32; memory, link:
-    GB/s; gbps: Gbit/s of the network, as reference designs have it."""
+    """Return a device from the figures of its data sheet.
+
+    gib: memory in GiB. tera: TFLOP/s in bfloat16 and float32. memory, link: GB/s. gbps: Gbit/s of
+    the network for each GPU, as in reference designs.
+    """
     flops, flops_float32 = tera
     is_pcie_5 = name.startswith(("H", "GH", "B", "GB", "RTX 50", "RTX PRO", "MI3"))
     return Device(
@@ -72,9 +74,10 @@ def _sheet(
 
 
 AMPERE: dict[str, Any] = {"reach": 1.4, "attention": 1.8}
-"""Published A100 trainings reach 1.25 to 1.56 times an H100's share of the peak (IBM's and
-llm-foundry's pairs). FlashAttention 2 is written for Ampere's instructions: about 150 of 312
-TFLOP/s forward and backward, 290 of 989 on Hopper (its paper and FlashAttention 3's)."""
+"""Published A100 training runs reach 1.25 to 1.56 times an H100's share of the peak (IBM and
+llm-foundry published both). FlashAttention 2 is written for Ampere's instructions: it reaches about
+150 of 312 TFLOP/s forward and backward, and 290 of 989 on Hopper (its paper and that of
+FlashAttention 3)."""
 ADA: dict[str, Any] = {"attention": 1.8}
 BLACKWELL: dict[str, Any] = {
     "reach": 0.9,
@@ -82,15 +85,15 @@ BLACKWELL: dict[str, Any] = {
     "remark": "published speeds of B200 differ by 2.3 times among themselves, "
     "so this range is less certain than others",
 }
-"""FlashAttention 2 is no faster than on Hopper there, for 2.3 times the peak. Of six published
-speeds four are 0.6, two 1.2 times an H100's share of the peak."""
+"""FlashAttention 2 is no faster than on Hopper, although the peak is 2.3 times as high. Of six
+published speeds, four reach 0.6 and two 1.2 times an H100's share of the peak."""
 MI300: dict[str, Any] = {
     "reach": 0.55,
     "remark": "one source has speeds of MI300X, all of 8,192 tokens a micro-batch",
 }
 VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is taken"}
 
-# NVIDIA's and AMD's data sheets of each; memory as torch's out-of-memory messages have it.
+# From NVIDIA's and AMD's data sheets; memory as torch's out-of-memory messages report it.
 DEVICES = {
     "h100": _sheet("H100", 79.1, (989, 67), 3350, 450, 400),
     "h100_pcie": _sheet("H100 PCIe", 79.1, (756, 51), 2000, 64, 100),
@@ -124,14 +127,14 @@ DEVICES = {
 
 
 def device(name: str) -> Device:
-    """Return the device that `plan.gpu` names, or whose key is part of what it names.
+    """Return the device for a value of `plan.gpu`: a key of the table, part of one, or longer.
 
-    Raises UserError with the names there are.
+    Examples: 3090 and H100-SXM5-80GB. Raises UserError with the known names.
     """
     typed = _parts(name)
     contained = [key for key in DEVICES if _parts(key) <= typed]
     completed = [key for key in DEVICES if typed < _parts(key)]
-    # 3090 for rtx3090, a100-40 for a100_40gb
+    # e.g. 3090 for rtx3090, a100-40 for a100_40gb
     abbreviated = [key for key in completed if _parts(key) - typed <= {"rtx", "x", "gb"}]
     matching = abbreviated if len(abbreviated) == 1 else contained
     if matching:  # the longest: a100_40gb rather than a100 for A100-SXM4-40GB
@@ -147,14 +150,14 @@ def device(name: str) -> Device:
 
 
 def gpu_names(named: str | list[str] | None) -> list[str]:
-    """Return the names in `plan.gpu`: one, a list, or several with commas in one text."""
+    """Return the names in `plan.gpu`: one name, a list, or one string with commas."""
     words = [named] if isinstance(named, str) else named or []
     names = (name.strip() for word in words for name in word.split(","))
     return list(dict.fromkeys(names))
 
 
 def unknown_gpus(named: str | list[str] | None) -> list[Problem]:
-    """Return a problem for each name in `plan.gpu` that is no device's, and for an empty list."""
+    """Return a problem for each unknown name in `plan.gpu`, and for an empty list."""
     if named == []:
         return [Problem("plan.gpu=[]", "name at least one, e.g.  plan.gpu=[h100,a100_40gb]")]
     problems = []
@@ -167,15 +170,16 @@ def unknown_gpus(named: str | list[str] | None) -> list[Problem]:
 
 
 def _parts(name: str) -> set[str]:
-    """Return the letters and numbers of a name: {h, 100, sxm, 5, 80, gb} for H100-SXM5-80GB."""
+    """Return the words and numbers in a name: {h, 100, sxm, 5, 80, gb} for H100-SXM5-80GB."""
     return set(re.findall(r"[a-z]+|[0-9]+", name.lower()))
 
 
 def with_flops(device: Device, flops: float) -> Device:
-    """Return `device` with this dense bfloat16 FLOP/s.
+    """Return `device` with this number of dense bfloat16 FLOP/s.
 
-    Other rates that are not known are those of a PCIe server: a byte of memory for 300 FLOPs, as
-    Hopper has, 32 GB/s between GPUs and 100 Gbit/s between nodes for each.
+    If its other rates are not known, they are set to those of a PCIe server: one byte of memory
+    bandwidth for 300 FLOPs, as on Hopper, 32 GB/s between GPUs, and 100 Gbit/s between nodes for
+    each GPU.
     """
     if device.memory_rate:
         return device._replace(flops=flops)
@@ -191,7 +195,7 @@ def with_flops(device: Device, flops: float) -> Device:
 
 
 def nothing_to_plan_for() -> UserError:
-    """Return the error for a plan that names no device, on a machine without one."""
+    """Return the error for a plan that names no GPU on a machine without one."""
     reason = (
         f"this machine has no GPU: name one. There are: {' '.join(DEVICES)}.\n"
         "Any other:  plan.memory_gib=48 plan.tflops=150 ; "
@@ -201,9 +205,9 @@ def nothing_to_plan_for() -> UserError:
 
 
 def named_by_driver(name: str) -> Device | None:
-    """Return the device that a driver calls `name`, such as `NVIDIA H100 80GB HBM3`.
+    """Return the device for a driver's name such as `NVIDIA H100 80GB HBM3`.
 
-    The longest name that fits counts. None where it is not known.
+    The device with the longest matching name counts. None if none matches.
     """
     fitting = [
         device
@@ -214,21 +218,20 @@ def named_by_driver(name: str) -> Device | None:
 
 
 def peak_flops(name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of the device that a driver calls `name`; None where it is not known,
-    rather than a guess."""
+    """Return the dense bfloat16 FLOP/s of the device with this driver's name; None if unknown."""
     known = named_by_driver(name)
     return known.flops if known else None
 
 
 def has_gpus(cfg: Launch) -> bool:
-    """Return whether ranks may compute on GPUs of this node."""
+    """Return whether this node has GPUs that ranks may use."""
     return cfg.device != "cpu" and bool(glob("/dev/nvidia[0-9]*") + glob("/dev/kfd"))
 
 
 def gpus(cfg: Launch) -> int:
-    """Return how many GPUs of this node ranks may compute on."""
+    """Return the number of GPUs of this node that ranks may use."""
     if not has_gpus(cfg):
         return 0
-    import torch  # only where there may be a GPU to count
+    import torch  # slow to import: only if there may be a GPU to count
 
     return torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""Small collectives between hosts, and tensors between devices: helpers that any room may use."""
+"""Small collectives, copies between devices and sizes of shards: helpers for all packages."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,15 +13,15 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.torch_private import local_shape_and_offset
 
-# torch 2.13 has other names for them than 2.11
+# torch 2.13 renamed them
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of every rank of a group, on each of them. Collective.
+    """Return the values of all ranks of a group, on each of these ranks. Collective.
 
-    group: None: all ranks.
+    group: None for all ranks.
     """
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
@@ -31,7 +31,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def run_on_all_ranks(
     what: str, work: Callable[[], Any], group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Run `work` on every rank and return every rank's result. Collective.
+    """Run `work` on every rank and return the results of all ranks. Collective.
 
     what: completes "cannot …" in the message. Raises RunFailed on all ranks if one raises OSError.
     """
@@ -62,8 +62,9 @@ def run_on_rank_0(
 def sum_in_order(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sum over the ranks of a group, added one rank after the other. Collective.
 
-    Each number of it depends on the ranks' numbers alone; in an all-reduce also on its place in the
-    tensor. For few numbers: every rank gets those of all.
+    An element's sum depends only on the ranks' values; in an all-reduce, the order of addition also
+    depends on the element's place in the tensor. For small tensors: each rank receives all ranks'
+    tensors.
     """
     if not dist.is_initialized():
         return tensor
@@ -73,7 +74,7 @@ def sum_in_order(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tens
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy an array to the device; the host does not wait for the copy."""
+    """Copy an array to the device without making the host wait for the copy."""
     tensor = torch.as_tensor(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -83,7 +84,8 @@ def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
 def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
     """Return `tensor` on the device of `other`, copied through pinned memory.
 
-    Only a copy to the host makes the host wait, and only for this tensor.
+    Only a copy to the host makes the host wait, until the work queued so far on the tensor's stream
+    is done.
     """
     if tensor.device == other.device:
         return tensor
@@ -96,7 +98,7 @@ def to_device_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def replication_factor(parameter: Tensor, ranks: int) -> int:
-    """Return how many of `ranks` ranks hold each number of a parameter."""
+    """Return how many of `ranks` ranks hold a copy of each element of a parameter."""
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -104,15 +106,15 @@ def replication_factor(parameter: Tensor, ranks: int) -> int:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor without its graph."""
+    """Return this rank's part of a DTensor, or a plain tensor detached from its graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Return what part of the whole tensor this rank holds: one slice for each dimension.
+    """Return the part of the full tensor that this rank holds: one slice for each dimension.
 
-    Every placement gives a rank one contiguous range of each dimension, uneven ones and those of
-    two mesh dimensions over one of the tensor included. A plain tensor is whole.
+    Every placement gives a rank one contiguous range of each dimension. This includes uneven shards
+    and a dimension that two mesh dimensions shard. A plain tensor is held in full.
     """
     if not isinstance(tensor, DTensor):
         return whole_slice(tensor.shape)
@@ -121,5 +123,5 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def whole_slice(shape: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices, one for each dimension, that are all of a tensor of this shape."""
+    """Return the slices, one for each dimension, that select all of a tensor of this shape."""
     return tuple(slice(0, size) for size in shape)

@@ -1,4 +1,4 @@
-"""Errors reported without a traceback, and with what to type instead."""
+"""Errors that are reported without a traceback, with the command or override that fixes them."""
 
 import json
 import os
@@ -8,14 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-WIDEST = 34  # a longer `what` gets a line of its own
+WIDEST = 34  # characters; a longer `what` is printed on its own line
 
 
 @dataclass(unsafe_hash=True)
 class Problem:
     """One mistake.
 
-    what: key=value, a file and line, or a tensor; why: and how to mend it, in one line or several.
+    what: key=value, a file and line, or a tensor. why: the reason and the fix, in one or more
+    lines.
     """
 
     what: str
@@ -31,7 +32,7 @@ class UserError(Exception):
     def __init__(self, title: str, problems: list[Problem] | None = None):
         self.title = title
         self.problems = problems or []
-        super().__init__(title, self.problems)  # both arguments, so that it pickles across ranks
+        super().__init__(title, self.problems)  # both arguments, so that it can be unpickled
 
     def __str__(self) -> str:
         short = [len(p.what) for p in self.problems if len(p.what) <= WIDEST]
@@ -46,7 +47,7 @@ class UserError(Exception):
 
 
 class RunFailed(Exception):
-    """The run cannot go on, and the input is not at fault: exit code 1, no traceback."""
+    """The run cannot continue, although the input is right: exit code 1, no traceback."""
 
     exit_code = 1
     reported = False
@@ -56,7 +57,7 @@ class RunFailed(Exception):
 
 
 class Stopped(BaseException):
-    """Raised in the main thread when a signal or time limit interrupts a wait; args[0] says which.
+    """A signal or time limit that interrupts a wait of the main thread; args[0] names it.
 
     A BaseException, so that `except Exception` does not swallow it.
     """
@@ -65,9 +66,10 @@ class Stopped(BaseException):
 
 
 def report(error: UserError | RunFailed) -> None:
-    """Print an error that all ranks may have, on rank 0 alone, and only the first time.
+    """Print an error that all ranks may have raised, on rank 0 alone and only the first time.
 
-    The torchrun of another node ends with a table of its own ranks: its line is written for that.
+    On other nodes it is written to torchrun's error file instead, which torchrun shows in the table
+    of failed ranks that it ends with.
     """
     if error.reported:
         return
@@ -79,5 +81,5 @@ def report(error: UserError | RunFailed) -> None:
         line = " ".join(str(error).split())
         now = int(time.time())
         record = {"message": {"message": line, "extraInfo": {"timestamp": now}}}
-        with suppress(OSError):  # the exit code matters more
+        with suppress(OSError):  # the exit code must be right even without the file
             Path(env["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""A user's own code in a run: callbacks, metrics, objectives and rewards. Imports no torch.
+"""The user's own code in a run: callbacks, metrics, objectives and rewards. Imports no torch.
 
 Code is named on the command line (`--import my_module`) or registered from Python, never by a
 configuration file.
@@ -15,16 +15,16 @@ from typing import Any
 from fsdp_trainer.errors import Problem, UserError
 
 IMPORTS = "FSDP_TRAINER_IMPORT"
-"""Environment variable with the modules of --import, separated by commas: ranks and jobs that this
+"""Environment variable with the modules of --import, separated by commas. Ranks and jobs that this
 program starts import them too."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The run that a callback is called by.
+    """The run that calls a callback.
 
-    folder: the run's. cfg: the configuration, a `TrainConfig`. model: this rank's part of the
-    decoder, whose parameters are DTensors.
+    folder: the run's folder. cfg: the configuration, a `TrainConfig`. model: this rank's part of
+    the decoder, whose parameters are DTensors.
     """
 
     folder: Path
@@ -37,26 +37,32 @@ class RunInfo:
 class Callback:
     """Methods that a run calls; a subclass overrides those that it needs.
 
-    Every rank calls them, but for `checkpoint`. One that raises ends the run.
+    Every rank calls them, except `checkpoint`. An exception in one of them ends the run.
     """
 
     def start(self, run: RunInfo) -> None:
-        """The run starts or goes on; nothing was trained yet."""
+        """Handle the start or resumption of the run, before its first step."""
 
     def step(self, run: RunInfo, step: int) -> None:
-        """A step is done. Its figures may still be on the device: see `metrics`."""
+        """Handle the end of a step. Its figures may still be on the device: see `metrics`."""
 
     def metrics(self, run: RunInfo, line: dict[str, Any]) -> None:
-        """A line of metrics.jsonl was written: at each logging step those of all steps before."""
+        """Handle a line written to metrics.jsonl.
+
+        A logging step writes the lines of all steps since the last logging step.
+        """
 
     def validation(self, run: RunInfo, step: int, loss: float | None) -> None:
-        """A validation is done; step 0: before the first step. None: the loss is not finite."""
+        """Handle the end of a validation.
+
+        step: 0 before the first step. loss: None if it is not finite.
+        """
 
     def checkpoint(self, run: RunInfo, step: int, path: Path) -> None:
-        """A checkpoint was committed. Rank 0 alone, in the thread that wrote it."""
+        """Handle a committed checkpoint, on rank 0 alone, in the thread that wrote it."""
 
     def end(self, run: RunInfo, reason: str, exit_code: int) -> None:
-        """The run ends in order, finished or stopped."""
+        """Handle the orderly end of the run, finished or stopped."""
 
 
 CALLBACKS: dict[str, Callback] = {}
@@ -68,7 +74,7 @@ BUILT_IN = {
     "metric": ("loss", "objective", "loss_by_source", "pairs", "rollouts"),
     "reward": ("exact", "number", "regex", "length", "code", "http", "model"),
 }
-"""Names that the program has itself."""
+"""Names of the program's own extensions, which a user's cannot have."""
 KINDS: dict[str, dict[str, Any]] = {
     "callback": CALLBACKS,
     "metric": METRICS,
@@ -78,14 +84,15 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def register(kind: str, name: str, what: Any = None) -> Any:
-    """Add to all runs of this process; without `what` a decorator of a class or a function.
+    """Register an extension for all runs of this process; without `what`, return a decorator.
 
-    callback: a `Callback`, or its class. metric: a class like those of training/metrics.py; the
-    name is its own. objective: a function of (scores, weights) that returns a scalar tensor,
-    chosen by  objective.name=NAME. reward: a function of a list of attempts (see
-    rewards/base.py) that returns a number for each, an entry of objective.rewards; further
-    parameters of it are parts of the entry.
-    Raises UserError for another kind, and for a name that is taken.
+    The kinds, and what each expects:
+    callback: a `Callback` or its class. metric: a class like those of training/metrics.py, with
+    `name` as its own name. objective: a function of (scores, weights) that returns a scalar tensor,
+    chosen with  objective.name=NAME. reward: a function of a list of attempts (see
+    rewards/base.py) that returns a number for each, used as an entry of objective.rewards; its
+    further parameters are keys of that entry.
+    Raises UserError for another kind, and for a name that is in use.
     """
     if kind not in KINDS:
         problem = Problem(f"register({kind!r}, …)", f"there are {', '.join(KINDS)}")
@@ -101,16 +108,16 @@ def register(kind: str, name: str, what: Any = None) -> Any:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import the modules of --import, and those that a parent process was given.
+    """Import the modules of --import, and those of the parent process.
 
-    Raises UserError for one that cannot be imported.
+    Raises UserError for a module that cannot be imported.
     """
     inherited = os.environ.get(IMPORTS, "").split(",")
     modules = list(dict.fromkeys(name for name in [*inherited, *names] if name))
     if not modules:
         return
     os.environ[IMPORTS] = ",".join(modules)
-    if os.getcwd() not in sys.path and "" not in sys.path:  # as `python -m` has it
+    if os.getcwd() not in sys.path and "" not in sys.path:  # as `python -m` does
         sys.path.insert(0, os.getcwd())
     for name in modules:
         try:
@@ -127,5 +134,5 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 def objective_names() -> list[str]:
-    """Return what objective.name may be."""
+    """Return the possible values of objective.name."""
     return [*BUILT_IN["objective"], *OBJECTIVES]

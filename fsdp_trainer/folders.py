@@ -1,10 +1,10 @@
-"""Folders that a command is about to make, and deletes again if it comes to nothing."""
+"""Folders that a command creates, and deletes again if it fails and leaves them empty."""
 
 from pathlib import Path
 
 
 class NewFolders:
-    """The folders among these, and those above them, that do not exist yet."""
+    """The given folders and their parents that did not exist when this object was created."""
 
     def __init__(self, *folders: Path):
         self._missing: list[Path] = []
@@ -15,9 +15,9 @@ class NewFolders:
         return folder in self._missing
 
     def delete_empty(self) -> None:
-        """Delete those that exist by now and are empty, the innermost first."""
+        """Delete the folders that exist by now and are empty, the innermost first."""
         for folder in sorted(set(self._missing), key=lambda path: -len(path.parts)):
             try:
                 folder.rmdir()
-            except OSError:  # it was not made, or holds something: those above it do too
+            except OSError:  # it was never created or is not empty
                 continue

@@ -46,7 +46,7 @@ class Speaker:
         return self.say(self.ask(messages), cfg)
 
     def ask(self, messages: list[dict]) -> str:
-        """Return a conversation as text that ends where the answer begins. Raises UserError."""
+        """Render a conversation as text that ends where the answer begins. Raises UserError."""
         try:
             return self.template.ask(messages)
         except RowError as error:
@@ -67,7 +67,7 @@ class Speaker:
                 length = len(whole)
 
     def say_all(self, texts: list[str], cfg: GenerateConfig) -> list[list[str]]:
-        """Return the continuations of each text, cfg.samples of it, computed together."""
+        """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""
         prompts = [self.encode(text) for text in texts]
         stop_ids = self.tokenizer.stop_ids
         answers = generate_tokens(self.model, prompts, stop_ids, sampling_of(cfg), rows=cfg.rows)
@@ -87,12 +87,12 @@ class Speaker:
 
 
 def sampling_of(cfg: GenerateConfig) -> Sampling:
-    """Return how the configuration wants prompts to be continued."""
+    """Return the sampling parameters of the configuration."""
     return Sampling(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.seed, cfg.samples)
 
 
 def device_of(name: str) -> str:
-    """Return the device that a configuration names; `auto`: a GPU where there is one."""
+    """Return the device that a configuration names; `auto`: a GPU if there is one, else the CPU."""
     if name != "auto":
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -133,12 +133,12 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
 
 
 def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
-    """Return the messages of a conversation that the prompt begins."""
+    """Return the messages of a conversation that begins with the prompt."""
     return [*system_turn(cfg), {"role": "user", "content": prompt}]
 
 
 def show_answers(prompt: str, answers: list[str], form: str) -> None:
-    """Print the answers to one prompt: for people, or an object a line."""
+    """Print the answers to one prompt, as text or as one JSON object per line."""
     if form == "json":
         for sample, text in enumerate(answers):
             line = {"prompt": prompt, "sample": sample, "text": text}
@@ -166,12 +166,12 @@ def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
 
 
 def system_turn(cfg: GenerateConfig) -> list[dict]:
-    """Return the messages that a conversation begins with."""
+    """Return the system message of a new conversation, if there is one, in a list."""
     return [{"role": "system", "content": cfg.system}] if cfg.system else []
 
 
 def show(pieces: Iterator[str]) -> str:
-    """Print the pieces as they come; return the whole text."""
+    """Print pieces of text as they arrive; return the complete text."""
     text = ""
     for piece in pieces:
         print(piece, end="", flush=True)

@@ -1,4 +1,4 @@
-"""Models by their name on the hub."""
+"""Download of models from the Hugging Face hub."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ WEIGHTS = ["*.safetensors"]
 def fetch(name: str, weights: bool = True, key: str = "model.init_from") -> Path:
     """Return the local folder of a model; a hub id is downloaded into the hub's own cache.
 
-    So is the base model of an adapter, whose folder is returned.
-    weights=False: configuration and tokenizer only. key: that names the model, for a message.
-    Raises UserError.
+    For an adapter, its base model is downloaded too, and the adapter's folder is returned.
+    weights: False for configuration and tokenizer only. key: configuration key that names the
+    model, for messages. Raises UserError.
     """
     folder = download(name, weights, key) if is_hub_id(name) else Path(name).expanduser()
     if is_adapter(folder) and is_hub_id(base_of_adapter(folder)):
@@ -23,7 +23,7 @@ def fetch(name: str, weights: bool = True, key: str = "model.init_from") -> Path
 
 
 def download(name: str, weights: bool, key: str) -> Path:
-    """Return the folder of a model of the hub. Raises UserError."""
+    """Download a model from the hub and return its folder. Raises UserError."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

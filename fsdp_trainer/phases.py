@@ -1,6 +1,6 @@
-"""The clock of a rank: which phase of which step each of its two threads is in, and for how long.
+"""The clock of a rank: the phase and step that each of its two threads is in, and for how long.
 
-`enter` is the one door. Whoever needs to hear of phases (the profiler, the slot that the watchdog
+All phases begin with `enter`. Code that must know of them (the profiler, the slot that the watchdog
 reads) registers a listener.
 """
 
@@ -16,18 +16,18 @@ PHASES = (
     *CHECKPOINT,
     *("agree", "export", "end", "rewind", "check", "compile"),
 )
-"""All phases in a step's order. `read` waits until the device has finished its work, `agree` is the
-all-reduce that decides whether to stop, `check` looks for wrong bits, `compile` interrupts another
-phase."""
+"""All phases, in the order of a step. `read` waits until the device has finished its work, `agree`
+is the all-reduce that decides whether to stop, `check` looks for wrong bits, `compile` interrupts
+another phase."""
 
 
 @dataclass
 class ThreadPhase:
-    """The phase a thread is in, and the seconds it has spent in each.
+    """The current phase of a thread, and the seconds it has spent in each phase.
 
-    ident: threading.get_ident() of the training thread, 0 for others;
-    since: time.monotonic() when the phase began; entered: number of phases begun, this one too;
-    spent: by phase, how often it ended and its seconds in all.
+    ident: threading.get_ident() of the training thread, 0 for the other thread. since:
+    time.monotonic() when the phase began. entered: number of phases begun, including this one.
+    spent: by phase, how often it ended and its total seconds.
     """
 
     ident: int | None = 0
@@ -52,7 +52,7 @@ class ThreadPhase:
 
 
 Listener = Callable[[ThreadPhase, str], None]
-"""Called with the thread that has begun a phase and the name of the phase that ended."""
+"""A function called with the thread that has begun a phase and the name of the phase that ended."""
 
 training = ThreadPhase(threading.main_thread().ident)
 """The thread that trains."""
@@ -63,7 +63,7 @@ _reported: dict[str, float] = {}
 
 
 def begin() -> None:
-    """Start the clock of a new run. The calling thread is the one that trains."""
+    """Start the clock of a new run. The calling thread becomes the training thread."""
     global training, background
     training = ThreadPhase(threading.get_ident())
     background = ThreadPhase()
@@ -71,32 +71,32 @@ def begin() -> None:
 
 
 def enter(phase: str, step: int | None = None) -> None:
-    """Begin a phase of the calling thread, and with `step` another step. Takes about 1 µs."""
+    """Begin a phase of the calling thread, and a new step if `step` is given. Takes about 1 µs."""
     thread = training if threading.get_ident() == training.ident else background
     thread.enter(phase, step)
 
 
 def add_listener(listener: Listener) -> None:
-    """Have `listener` called whenever a phase begins, in the thread that begins it."""
+    """Call `listener` from now on whenever a phase begins, in the thread that begins it."""
     global _listeners
     _listeners = (*_listeners, listener)
 
 
 def remove_listener(listener: Listener) -> None:
-    """End the calls of `listener`, if it is registered."""
+    """Stop calling `listener`, if it is registered."""
     global _listeners
     _listeners = tuple(other for other in _listeners if other != listener)
 
 
 def seconds() -> dict[str, float]:
-    """Return seconds of the training thread by phase. They sum to the time since `begin`."""
+    """Return the training thread's seconds in each phase. They sum to the time since `begin`."""
     spent = {phase: seconds for phase, (_, seconds) in training.spent.items()}
     current = spent.get(training.phase, 0.0) + time.monotonic() - training.since
     return spent | {training.phase: current}
 
 
 def seconds_since_last_call() -> dict[str, float]:
-    """Return `seconds` less what the call before returned, without phases that gained nothing."""
+    """Return the increase of `seconds` since the last call, without phases that did not run."""
     now = seconds()
     gained = {phase: spent - _reported.get(phase, 0.0) for phase, spent in now.items()}
     _reported.update(now)
@@ -104,9 +104,9 @@ def seconds_since_last_call() -> dict[str, float]:
 
 
 class Compiling:
-    """torch.compile's start and end callbacks: book its time as `compile`, then resume the phase.
+    """Callbacks at the start and end of torch.compile, which count its time as phase `compile`.
 
-    The compiler may run in a thread of autograd's; its time is still the training thread's.
+    The compiler may run in one of autograd's threads; its time counts for the training thread.
     """
 
     interrupted = "start"
@@ -125,10 +125,11 @@ compiling = Compiling()
 
 
 def in_collective(files: Iterable[str]) -> bool:
-    """Return True if a thread whose frames lie in `files`, innermost first, waits in a collective.
+    """Return True if a thread waits in a collective.
 
-    torch/_ops.py only forwards calls. DTensor and checkpoints issue collectives through
-    torch.distributed too, but their own files stand for work on the host.
+    files: source files of the thread's frames, innermost first. torch/_ops.py is skipped: it only
+    forwards calls. DTensor and checkpoints are below torch/distributed too, but a thread in their
+    own files works on the host.
     """
     file = next((file for file in files if not file.endswith("/torch/_ops.py")), "")
     elsewhere = "/distributed/tensor/" in file or "/distributed/checkpoint/" in file

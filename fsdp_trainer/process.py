@@ -1,4 +1,4 @@
-"""Signals and exit codes that all processes of a launch share, and what the system knows of one."""
+"""Signals and exit codes that all processes of a launch share, and facts about a process."""
 
 import ctypes
 import os
@@ -11,33 +11,36 @@ from collections.abc import Callable
 from pathlib import Path
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to stop in order."""
+"""Signals that request an orderly stop of a run."""
 ECHO_SECONDS = 2.0
-"""Signals closer together than this are one request: a scheduler signals a process and its group,
-and a launcher passes its own on."""
+"""Signals closer together than this count as one request: a scheduler signals both a process and
+its group, and a launcher forwards its own signals."""
 PARENT = "FSDP_TRAINER_PARENT"
-"""Environment variable set by our own launcher: the process that ranks and jobs of a sweep must not
-outlive."""
+"""Environment variable set by our own launcher: id of the process that ranks and jobs of a sweep
+must not outlive."""
 HOST = "FSDP_TRAINER_HOST"
-"""Environment variable set by the process that starts the nodes of launch.hosts: the number of this
-node's host among them. Standard input is then that process's."""
+"""Environment variable set by the process that starts the nodes of launch.hosts: index of this
+node's host in that list. Standard input then comes from that process."""
 STOPPED = 75
 """Exit code after a signal or a time limit, with a checkpoint committed."""
 
 
 def cores() -> int:
-    """Return how many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process has had at once."""
+    """Return the peak resident memory of this process in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0.1) -> bool:
-    """Wait until a condition holds, for so many seconds at most. Returns whether it does."""
+    """Wait until a condition holds, at most `seconds`, and return whether it does.
+
+    pause: seconds between two checks.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() >= deadline:
@@ -47,9 +50,9 @@ def wait_until(condition: Callable[[], object], seconds: float, pause: float = 0
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies (PR_SET_PDEATHSIG).
+    """Make the kernel kill this process when its parent dies (PR_SET_PDEATHSIG).
 
-    An orphaned rank would go on writing into a run that a new launch has taken over.
+    An orphaned rank would keep writing into a run that a new launch has already resumed.
     """
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -60,9 +63,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def process_stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from the state on (proc(5)), None for no such process.
+    """Return the fields of /proc/PID/stat from `state` on (proc(5)); None if there is no process.
 
-    Raises OSError where the system does not say.
+    Raises OSError if the file cannot be read.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -71,15 +74,15 @@ def process_stat(pid: int) -> list[str] | None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot; None if it has ended or is a zombie."""
+    """Return a process's start time in clock ticks since boot; None if it ended or is a zombie."""
     fields = process_stat(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def pid_namespace() -> int:
-    """Return a number for this machine and container, within which a process id names one process.
+    """Return a number that identifies this machine and container: the scope of a process id.
 
-    The ranks of one node may run in several containers. 0 where the system does not say.
+    The ranks of one node may run in several containers. 0 if the system does not provide it.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -1,4 +1,4 @@
-"""The verb `quickstart`: train random weights for a minute or two and show what they learnt."""
+"""The verb `quickstart`: train a small model from scratch in a minute or two and test it."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ data.validation=null batch.seq_len=2048
 
 
 def quickstart(cfg: QuickstartConfig) -> int:
-    """Ask held-out questions, train, and ask them again of the exported model."""
+    """Ask the model held-out questions before training and the exported model after it."""
     if cfg.task == "sums":
         return quickstart_rl(cfg)
     overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
@@ -59,7 +59,7 @@ def quickstart(cfg: QuickstartConfig) -> int:
 
 @torch.no_grad()
 def ask(speaker: Speaker, questions: list[dict]) -> tuple[int, str]:
-    """Return how many answers are right, and an example: a right answer if there is one."""
+    """Return the number of right answers, and an example: a right answer if there is one."""
     right: list[str] = []
     wrong: list[str] = []
     for row in questions:

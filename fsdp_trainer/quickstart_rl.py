@@ -1,4 +1,4 @@
-"""The verb `quickstart` with task=sums: a model that adds badly learns to add from rewards."""
+"""The verb `quickstart` with task=sums: a model that adds badly improves by rewards."""
 
 import json
 from pathlib import Path
@@ -17,14 +17,14 @@ WRONG = (
     "batch.rows=2", "train.steps=800", "optim.lr=2e-3", "schedule=linear",
     "schedule.warmup_steps=20", "logging.every=50",
 )  # fmt: skip
-"""The first run: sums of which every other answer is wrong."""
+"""Overrides of the first run, on sums of which every other answer is wrong."""
 REWARDED = (
     "run.name=sums-rewarded", "data.path=demo:sums", "objective=grpo", "objective.rewards=[exact]",
     "objective.max_new_tokens=4", "batch.seq_len=256", "batch.rows=16", "batch.micro_rows=4",
     "train.steps=100", "optim.lr=1e-3", "schedule=constant", "checkpoint.export_hf=true",
     "logging.every=5",
 )  # fmt: skip
-"""The second run: the first one's model answers, and is told which answers are right."""
+"""Overrides of the second run: the first run's model answers sums; right answers are rewarded."""
 NEXT = """
 Where everything lies
   {run}/metrics.jsonl                reward, answer_tokens, equal_groups … of every step
@@ -40,8 +40,10 @@ model.init_from=FOLDER
 
 
 def quickstart_rl(cfg: QuickstartConfig) -> int:
-    """Train on sums that are half wrong, then by rewards; compare the reward's first and last
-    third."""
+    """Train on sums of which half are wrong, then with rewards, and print the reward's increase.
+
+    The increase is from the first third of the steps to the last third.
+    """
     steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
     print("first a model that adds badly: half of the sums that it learns from are wrong\n")
     if code := start([*MODEL, *WRONG, f"run.root={cfg.root}", *steps]):
@@ -67,6 +69,6 @@ def start(overrides: list[str]) -> int:
 
 
 def thirds(values: list[float]) -> tuple[float, float]:
-    """Return the means of the first and of the last third."""
+    """Return the mean of the first third of the values and that of the last third."""
     size = max(1, len(values) // 3)
     return sum(values[:size]) / size, sum(values[-size:]) / size

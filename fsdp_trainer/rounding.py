@@ -1,6 +1,6 @@
-"""Rounding up to a multiple: of rows, tokens, bytes."""
+"""Rounding numbers of rows, tokens or bytes up to a multiple."""
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the smallest multiple that is not below `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple

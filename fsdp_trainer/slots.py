@@ -1,4 +1,7 @@
-"""A slot in memory for each rank of a node: who it is and in which phase. The watchdog reads it."""
+"""A slot in shared memory for each rank of a node, with its identity and current phase.
+
+The watchdog reads the slots.
+"""
 
 import mmap
 import os
@@ -14,9 +17,10 @@ from fsdp_trainer.process import pid_namespace, start_ticks
 
 NUMBER = {name: number for number, name in enumerate(PHASES)}
 TRACE_LENGTH = 216
-"""Phases remembered of each rank: those of about 15 steps."""
+"""Number of phases kept for each rank, which are those of about 15 steps."""
 
-# A slot is a header, the checkpoint thread's visit, and the newest visits of the training thread.
+# A slot holds a header, the checkpoint thread's current visit, and the training thread's newest
+# visits.
 # pid, started, rank, closed, thread, pid_namespace, and the rank's coordinates as text
 HEADER = Struct("qqq?QQ96s")
 VISIT = Struct("dqqqq")  # since, step, phase, collectives, entered
@@ -30,8 +34,9 @@ SLOT_BYTES = TRACE_AT + VISIT.size * TRACE_LENGTH
 class PhaseVisit(NamedTuple):
     """A phase that a thread entered.
 
-    since: time.monotonic() when it began; collectives: begun by this rank before it; entered: its
-    number, from 1. That is written last: half a visit is taken for the one that it replaces.
+    since: time.monotonic() when it began. collectives: number of collectives that this rank began
+    before it. entered: sequence number of the visit, from 1. It is the last field in memory, so a
+    reader takes a half-written visit for the older one that it replaces.
     """
 
     since: float
@@ -43,12 +48,13 @@ class PhaseVisit(NamedTuple):
 
 @dataclass
 class RankSlot:
-    """One rank as its slot shows it.
+    """The content of one rank's slot.
 
-    started: clock ticks from boot to the start of `pid`, so that a pid used again is not mistaken
-    for it; closed: left in order; thread: threading.get_ident() of the training thread;
-    pid_namespace: see process.pid_namespace; trace: of the training thread, oldest first;
-    coordinates: in each dimension of the mesh, as `context 1, tensor 0`.
+    started: clock ticks from boot to the start of process `pid`, to detect that the pid was reused.
+    closed: whether the rank left cleanly. thread: threading.get_ident() of the training thread.
+    pid_namespace: see process.pid_namespace. background: the checkpoint thread's current phase.
+    trace: the training thread's visits, oldest first. coordinates: the rank's index in each
+    dimension of the mesh, e.g. `context 1, tensor 0`.
     """
 
     pid: int
@@ -68,16 +74,16 @@ class RankSlot:
 
 
 class SlotWriter:
-    """This process's slot, kept up to date from its construction until `close`.
+    """The slot of this process, kept up to date from construction until `close`.
 
-    file: mapped by all ranks of the node; index: of the slot in it. Raises OSError.
+    file: file that all ranks of the node map. index: the slot's index in it. Raises OSError.
     """
 
     def __init__(self, file: Path, index: int, rank: int):
         descriptor = os.open(file, os.O_RDWR)
         offset = index * SLOT_BYTES
         try:
-            # a page that a full /dev/shm cannot give would be a SIGBUS later
+            # without it, a full /dev/shm would cause a SIGBUS at the first write
             os.posix_fallocate(descriptor, offset, SLOT_BYTES)
             self._slot = memoryview(mmap.mmap(descriptor, offset + SLOT_BYTES))[offset:]
         finally:
@@ -87,18 +93,18 @@ class SlotWriter:
         pid = os.getpid()
         thread = phases.training.ident
         started = start_ticks(pid) or 0
-        # last: a slot without a thread is not read
+        # written last: readers skip a slot without a thread
         facts = pid, started, rank, False, thread, pid_namespace(), b""
         HEADER.pack_into(self._slot, 0, *facts)
         phases.add_listener(self._write)
 
     def show_coordinates(self, text: str) -> None:
-        """Show where this rank is in the mesh."""
+        """Write this rank's coordinates in the mesh into the slot."""
         encoded = text.encode()[: BACKGROUND_AT - COORDINATES_AT]
         self._slot[COORDINATES_AT : COORDINATES_AT + len(encoded)] = encoded
 
     def close(self) -> None:
-        """Show that this rank leaves in order."""
+        """Mark the slot as closed: the rank leaves cleanly."""
         phases.remove_listener(self._write)
         self._slot[CLOSED_AT] = 1
 
@@ -116,25 +122,28 @@ _writer: SlotWriter | None = None
 
 
 def share(file: Path, index: int, rank: int) -> None:
-    """Show this process in slot `index` of `file` until `leave`. Raises OSError."""
+    """Keep slot `index` of `file` up to date for this process until `leave`. Raises OSError."""
     global _writer
     _writer = SlotWriter(file, index, rank)
 
 
 def count_collectives(count: Callable[[], int]) -> None:
-    """Show with each phase how many collectives this rank has begun, by calling `count`."""
+    """Store with each phase the number of collectives that this rank has begun.
+
+    count: returns that number.
+    """
     if _writer:
         _writer.count_collectives = count
 
 
 def show_coordinates(text: str) -> None:
-    """Show where this rank is in the mesh, as `context 1, tensor 0`."""
+    """Write this rank's coordinates in the mesh, e.g. `context 1, tensor 0`, into its slot."""
     if _writer:
         _writer.show_coordinates(text)
 
 
 def leave() -> None:
-    """Show that this rank leaves in order, if it shows anything."""
+    """Mark this rank's slot, if it has one, as closed: the rank leaves cleanly."""
     global _writer
     writer = _writer
     _writer = None
@@ -143,7 +152,7 @@ def leave() -> None:
 
 
 def read_slots(content: bytes) -> list[RankSlot]:
-    """Return the slots of all ranks that have come, by local rank."""
+    """Return the slots of all ranks that have started, ordered by local rank."""
     offsets = range(0, len(content) - SLOT_BYTES + 1, SLOT_BYTES)
     slots = [_read(content[offset : offset + SLOT_BYTES]) for offset in offsets]
     return [slot for slot in slots if slot.thread]

@@ -1,7 +1,7 @@
-"""Every use of a private part of torch: where to look when a new torch breaks something.
+"""All uses of private parts of torch: the place to look when a new version breaks something.
 
-Each entry says why no public name does it. Read against torch 2.11 and 2.13, which differ where it
-is said. A heavy import stays inside its function.
+Each docstring says why no public name serves. Checked against torch 2.11 and 2.13; where the two
+differ, the docstring says so. Heavy imports stay inside functions.
 """
 
 import os
@@ -27,9 +27,9 @@ from torch.utils.checkpoint import _VersionWrapper
 
 
 def local_shape_and_offset(parameter: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this rank's part and its first index in each dimension of the whole.
+    """Return the shape of this rank's part, and its offset in each dimension of the full tensor.
 
-    torch has no public way to ask where a shard lies. Strided and uneven shards are right too.
+    torch has no public function for the place of a shard. Strided and uneven shards are supported.
     """
     return compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
@@ -37,17 +37,19 @@ def local_shape_and_offset(parameter: DTensor) -> tuple[tuple[int, ...], tuple[i
 
 
 def dtensor_like(other: DTensor, local: Tensor, shape: torch.Size) -> DTensor:
-    """Return `local` as this rank's part of a tensor of `shape`, placed as `other` is.
+    """Return `local` as this rank's part of a tensor of `shape`, with the placements of `other`.
 
-    DTensor.from_local would move what sharding.cpu_offload keeps on the host to the mesh's device.
+    DTensor.from_local would move tensors that sharding.cpu_offload keeps on the host to the mesh's
+    device.
     """
     return placed_dtensor(other, local, shape, other.placements)
 
 
 def row_dtensor(other: DTensor, local: Tensor) -> DTensor:
-    """Return `local` as this rank's part of a tensor with one number for each row of `other`.
+    """Return `local` as this rank's part of a tensor with one element for each row of `other`.
 
-    Ranks that hold columns of the same rows hold copies.
+    Its shape is that of `other` with a last dimension of 1. Ranks that hold different columns of
+    the same rows hold copies.
     """
     last = other.ndim - 1
     placements = tuple(
@@ -71,16 +73,16 @@ def placed_dtensor(
 def sequence_number(group: dist.ProcessGroup, device_type: str) -> Callable[[], int]:
     """Return a function that counts the collectives begun on a group's backend, in less than 1 µs.
 
-    Public ways to ask (the flight recorder) exist for NCCL alone and cost a dump.
+    The public way, the flight recorder, exists for NCCL alone and needs a dump for each count.
     """
     backend: Any = group._get_backend(torch.device(device_type))
     return backend._get_sequence_number_for_group
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set how long collectives of a group may take.
+    """Set the timeout of a group's collectives.
 
-    init_device_mesh has no argument for it: its groups get torch's default.
+    init_device_mesh has no argument for it: its groups have torch's default.
     """
     _set_pg_timeout(timeout, group)
 
@@ -89,9 +91,9 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """Return what `.metadata` of a distributed checkpoint says of where a tensor lies.
+    """Return the entry that `.metadata` of a distributed checkpoint has for a tensor's location.
 
-    DCP's reader looks for this class, which has no public name.
+    offset, length: bytes in `file`. DCP's reader expects this class, which has no public name.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -99,9 +101,9 @@ def storage_info(file: str, offset: int, length: int) -> Any:
 
 
 def numbers_offset(path: Path, info: Any) -> int:
-    """Return the byte of a file with which the numbers of a tensor begin. Raises OSError.
+    """Return the offset in bytes at which a tensor's elements begin in a file. Raises OSError.
 
-    info: what `storage_info` returns. torch.load reads whole tensors only, from whole files.
+    info: as returned by `storage_info`. torch.load can only read complete tensors and files.
     """
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -114,10 +116,10 @@ def numbers_offset(path: Path, info: Any) -> int:
 
 
 def fsdp_tensors(module: Any) -> dict[str, list[Tensor | None]]:
-    """Return what fully_shard holds for a module, by what it is for.
+    """Return the tensors that fully_shard holds for a module, by purpose.
 
-    FSDP2 has no public way to its gathered parameters and its buffers. Before torch 2.13 a module
-    has one group in place of a list, and some of the buffers are elsewhere and missing here.
+    FSDP2 has no public access to its gathered parameters and its buffers. Before torch 2.13 a
+    module has one group instead of a list; some of the buffers are elsewhere and missing here.
     """
     held: dict[str, list[Tensor | None]] = {
         "parameters": [], "gradients": [], "gathered": [], "communication": []
@@ -126,7 +128,7 @@ def fsdp_tensors(module: Any) -> dict[str, list[Tensor | None]]:
         for parameter in group.fsdp_params:
             held["parameters"].append(parameter._sharded_param_data)
             held["gradients"].append(parameter.sharded_param.grad)
-            # there is no unsharded parameter before the first gather
+            # the unsharded parameter exists from the first all-gather on
             unsharded = getattr(parameter, "_unsharded_param", None)
             held["gathered"] += [
                 *parameter.all_gather_outputs,
@@ -142,18 +144,19 @@ def fsdp_tensors(module: Any) -> dict[str, list[Tensor | None]]:
 
 
 def reduce_scatter_groups(module: Any) -> list[dist.ProcessGroup]:
-    """Return the process groups that set_separate_reduce_scatter_group has made for a module.
+    """Return the process groups that set_separate_reduce_scatter_group created for a module.
 
-    FSDP2 makes them with torch's default timeout and has no public way to them. torch 2.13.
+    FSDP2 creates them with torch's default timeout and gives no public access. Needs torch 2.13.
     """
     return [group.mesh_info.reduce_scatter_process_group for group in _fsdp_groups(module)]
 
 
 def accumulate_gradients(module: Any) -> None:
-    """Add what a backward has left on gathered parameters to a step's gradients of them.
+    """Add the gradients that a backward left on gathered parameters to the step's gradients.
 
-    Gradients of several micro-batches are summed in the format in which they are reduced. FSDP2
-    does so at the end of a backward through the module; there is no public way for another one.
+    Gradients of several micro-batches are summed in the reduction's number format. FSDP2 does this
+    at the end of a backward through the module; there is no public way to do it after a backward
+    that does not go through the module.
     """
     for group in _fsdp_groups(module):
         for parameter in group.fsdp_params:
@@ -162,10 +165,11 @@ def accumulate_gradients(module: Any) -> None:
 
 
 def placement_on(mesh: DeviceMesh) -> Callable[[Shard], Any]:
-    """Return a function for fully_shard's shard_placement_fn: a shard on another mesh.
+    """Return a function for fully_shard's shard_placement_fn that places a shard on another mesh.
 
-    mesh: [shard] or [replicate, shard]. Parameters of one unit on two meshes have no public names
-    in torch 2.13, and are not in 2.11. All parameters of a mesh need the same description of it.
+    mesh: [shard] or [replicate, shard]. One unit with parameters on two meshes needs private names
+    in torch 2.13 and does not exist in 2.11. All parameters of a mesh must share one description of
+    it, so call this once per mesh.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         FSDPMeshInfo,
@@ -192,10 +196,10 @@ def _fsdp_groups(module: Any) -> list[Any]:
 def replace_saved_results(
     context: Any, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> None:
-    """Pack every tensor that selective checkpointing keeps of a forward.
+    """Pack every tensor that selective checkpointing saves in a forward.
 
-    It keeps them in a dictionary of its own, which saved_tensors_hooks do not see. torch 2.13 has
-    dictionaries in it, 2.11 has lists.
+    It saves them in its own dictionary, which saved_tensors_hooks do not see. The values of that
+    are dictionaries in torch 2.13 and lists in 2.11.
     """
 
     def packed(result: Any) -> Any:
@@ -210,14 +214,14 @@ def replace_saved_results(
 
 
 class PackedResult:
-    """A saved result, asked for as torch's own `_VersionWrapper` is."""
+    """A packed saved result, with the interface of torch's `_VersionWrapper`."""
 
     def __init__(self, content: Any, unpack: Callable[[Any], Tensor]):
         self.content = content
         self.unpack = unpack
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the tensor."""
+        """Return the unpacked tensor."""
         return self.unpack(self.content)
 
 
@@ -225,9 +229,10 @@ class PackedResult:
 
 
 def set_activation_memory_budget(budget: float) -> None:
-    """Set which share of activations compiled blocks keep for backward; 1: the compiler's choice.
+    """Set the share of activations that compiled blocks keep for backward.
 
-    It is read when a block is compiled. torch documents this setting under its private name.
+    budget: between 0 and 1; 1 leaves the choice to the compiler. It is read when a block is
+    compiled. torch documents this setting under its private name.
     """
     from torch._functorch import config
 
@@ -235,9 +240,9 @@ def set_activation_memory_budget(budget: float) -> None:
 
 
 def missing_compiler(device_type: str) -> str | None:
-    """Return what torch.compile needs for `device_type` and this machine lacks, or None.
+    """Return what this machine lacks for torch.compile on `device_type`; None if nothing.
 
-    torch.compile itself says so only when it first compiles, in the middle of a step.
+    torch.compile itself fails only when it first compiles, in the middle of a step.
     """
     return _missing_for_triton() if device_type == "cuda" else _missing_for_cpp()
 
@@ -266,9 +271,9 @@ def _missing_for_cpp() -> str | None:
 
 
 def count_compiled_graphs() -> tuple[int, int]:
-    """Return how many graphs this process has compiled, and how many of them the cache had.
+    """Return the number of graphs that this process compiled, and of those found in the cache.
 
-    torch has these counts for its logs alone.
+    torch exposes these counts only in its logs.
     """
     from torch._dynamo.utils import counters
 
@@ -276,7 +281,7 @@ def count_compiled_graphs() -> tuple[int, int]:
 
 
 def on_compilation(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> None:
-    """Call `begins` and `ends` around each compilation from now on, registered once.
+    """Call `begins` and `ends` around each compilation from now on. A second call adds nothing.
 
     torch has no public hook.
     """
@@ -288,14 +293,14 @@ def on_compilation(begins: Callable[[Any], None], ends: Callable[[Any], None]) -
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether the compiler raised it: its exceptions share no public base class."""
+    """Return whether torch.compile raised an error: its errors have no common public base class."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def graph_is_kept() -> bool:
-    """Return, in a backward, whether its graph is kept for another one (retain_graph).
+    """Return, when called in a backward, whether the graph is retained for another (retain_graph).
 
-    autograd tells it only to its own code; torch >= 2.11 has it.
+    autograd has no public function for it. Needs torch >= 2.11.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -306,13 +311,13 @@ def graph_is_kept() -> bool:
 def attention_and_logsumexp(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention, shaped as q, and the logarithm of each query's sum of exponentials.
+    """Return attention, with the shape of q, and the logarithm of each query's sum of exponentials.
 
-    q, k, v: [batch, heads, length, head_dim]; bias: added to scores, broadcast to [batch, heads,
-    queries, keys]. The second result is [batch, heads, queries] float32. A query without a key gets
-    numbers without a meaning.
-    torch's public attention keeps the logarithm for its own backward, and varlen_attn, which can
-    return it, takes no bias. On CUDA the memory-efficient kernel, which does.
+    q, k, v: [batch, heads, length, head_dim]. bias: added to scores, broadcast to [batch, heads,
+    queries, keys]. The second result is [batch, heads, queries] float32. For a query without any
+    key, both results are undefined.
+    torch's public attention keeps the logarithm for its own backward; varlen_attn, which can
+    return it, accepts no bias. On CUDA this calls the memory-efficient kernel, which does.
     """
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -320,7 +325,7 @@ def attention_and_logsumexp(
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     bias = _expanded(bias, q, k)
     out, logsumexp, *_ = efficient(q, k, v, bias, True, 0.0, causal, scale=scale)
-    return out, logsumexp[..., : q.shape[2]]  # it may round the number of queries up
+    return out, logsumexp[..., : q.shape[2]]  # the kernel may round the number of queries up
 
 
 def attention_gradients(
@@ -336,8 +341,8 @@ def attention_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v.
 
-    out, logsumexp: what `attention_and_logsumexp` returns, or that merged with the results of other
-    keys: these are then the gradients through the merged result. There is no public backward.
+    out, logsumexp: the results of `attention_and_logsumexp`, or these merged with the results for
+    other keys; the gradients are then those of the merged result. There is no public backward.
     """
     if q.device.type == "cpu":
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -345,7 +350,7 @@ def attention_gradients(
         return flash(*results, 0.0, causal, attn_mask=bias, scale=scale)
     efficient = torch.ops.aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
-    # there is no dropout for which numbers would be drawn
+    # the kernel requires a seed, but without dropout nothing is random
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     padded = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % 32))
     bias = _expanded(bias, q, k)
@@ -354,9 +359,9 @@ def attention_gradients(
 
 
 def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return a bias with all four dimensions, which the memory-efficient kernel wants.
+    """Return a bias expanded to all four dimensions, as the memory-efficient kernel requires.
 
-    Rows of it begin at multiples of 16 bytes.
+    Its rows begin at multiples of 16 bytes.
     """
     if bias is None:
         return None
@@ -368,23 +373,23 @@ def _expanded(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 # Linear layers
 
 PACKED_ROWS = 8
-"""The layout for this many rows is the best or nearly so for 2 to 32 of them."""
+"""Rows that the packed layout is made for. It is also the best or nearly so for 2 to 32 rows."""
 
 
 def can_pack() -> bool:
-    """Return whether `pack_weight` has a layout for this processor that is worth having."""
+    """Return whether `pack_weight` has a faster layout for this processor."""
     return torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 
 
 def pack_weight(weight: Tensor) -> Tensor:
     """Return a copy of a float32 matrix, [outputs, inputs], in oneDNN's layout for a few rows.
 
-    torch.compile packs weights so. torch.utils.mkldnn, which is public, wants inputs and results in
-    oneDNN's format too: two copies for each call.
+    torch.compile packs weights in the same way. The public torch.utils.mkldnn also needs inputs and
+    results in oneDNN's format, which costs two copies per call.
     """
     return torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_ROWS)
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `F.linear` does, from what `pack_weight` returns."""
+    """Return the result of `F.linear` for a weight packed by `pack_weight`."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

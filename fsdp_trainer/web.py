@@ -1,4 +1,4 @@
-"""Requests to servers of the user's: JSON there and back, and what went wrong in one line."""
+"""JSON requests to the user's servers, with each failure described in one line."""
 
 import json
 import time
@@ -10,20 +10,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 PAUSE_SECONDS = 1.0
-"""Wait before the second try; each later one is twice as long."""
+"""Wait before the second try; each later wait is twice as long as the one before."""
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-"""Answers of a server after which it is asked again."""
-LARGEST = 1 << 28  # bytes of an answer
+"""HTTP status codes after which a request is repeated."""
+LARGEST = 1 << 28  # bytes of an answer that are read at most
 SHOWN = 200
-"""Characters of an answer in a message."""
+"""Characters of an answer that a message shows at most."""
 
 
 class RequestFailed(Exception):
-    """A request failed; args: why, and whether it may succeed later."""
+    """A failed request; args: the reason, and whether a repetition may succeed."""
 
 
 def send(url: str, body: object = None, token: str = "", timeout: float = 60.0) -> bytes:
-    """Return what a server answers. body: sent by POST as JSON; None: GET. Raises RequestFailed."""
+    """Return a server's answer. body: sent by POST as JSON; None for GET. Raises RequestFailed."""
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -41,7 +41,10 @@ def send(url: str, body: object = None, token: str = "", timeout: float = 60.0) 
 
 
 def retried(call: Callable[[], T], retries: int) -> T:
-    """Return `call()`, repeated after failures that may pass. Raises RequestFailed."""
+    """Return `call()`, repeated up to `retries` times after transient failures.
+
+    Raises RequestFailed.
+    """
     for attempt in range(retries):
         try:
             return call()
@@ -58,7 +61,7 @@ def retried(call: Callable[[], T], retries: int) -> T:
 
 
 def first_line(content: bytes) -> str:
-    """Return the first line of an answer that says something, cut where it is long."""
+    """Return the first line of an answer that is not blank, cut to SHOWN characters."""
     lines = content.decode(errors="replace").strip().splitlines()
     line = lines[0] if lines else ""
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

@@ -1,4 +1,4 @@
-"""What Hydra is to know of our launchers and sweepers. It lies here because Hydra takes plugins from `hydra_plugins` only."""
+"""Registration of our launchers and sweepers with Hydra, which finds plugins only in this package."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,19 +13,26 @@ from fsdp_trainer.config.sweeping import LAUNCHERS, SWEEPERS
 
 
 class FsdpTrainerLauncher(Launcher):
-    """hydra/launcher=NAME, for each of config.sweeping's: hands jobs on to those who run them. For `fsdp-trainer -m`, not for other programs."""
+    """The launcher for hydra/launcher=NAME, for each NAME in config.sweeping.
+
+    It passes jobs on to the code of `fsdp-trainer -m` that runs them, and works only there.
+    """
 
     def __init__(self, **settings: Any):
-        """settings: the launcher's keys, which those read who run the jobs."""
+        """Accept the launcher's keys. They are read by the code that runs the jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: Any, config: Any) -> None:
-        """task_function: runs a batch, one job for each list of overrides, and gives their objectives."""
+        """Keep the function that runs jobs.
+
+        task_function: runs a batch, one job for each list of overrides, and returns their
+        objectives.
+        """
         self.run_batch = task_function
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Run a batch. What a job returns is its objective, for sweepers that search; NaN: it has none."""
+        """Run a batch. A job's return value is its objective, for sweepers that search; NaN: none."""
         return [
             JobReturn(
                 overrides=list(overrides), status=JobStatus.COMPLETED, _return_value=objective
@@ -41,7 +48,7 @@ for (
     settings,
 ) in (
     SWEEPERS.items()
-):  # whose jobs go past Hydra: it has no way to run some, look at them and then choose the next
+):  # their jobs bypass Hydra, which cannot choose the next jobs by the results of earlier ones
     ConfigStore.instance().store(name, asdict(settings()), "hydra/sweeper", provider="fsdp_trainer")
 for name, settings in LAUNCHERS.items():
     plugin = f"{__name__}.{FsdpTrainerLauncher.__name__}"

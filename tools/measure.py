@@ -1,4 +1,4 @@
-"""How much there is to read in fsdp_trainer/, per room, and what makes it hard.
+"""Report the amount of code in each room of fsdp_trainer/ and what makes it hard to read.
 
     python tools/measure.py             # the figures; exit code 1 if a limit is broken
     python tools/measure.py --where     # also the places that the last columns count
@@ -14,10 +14,10 @@ Columns, per room:
     private    uses of private names of torch
     docs       docstrings
     unclear    docstrings that begin with neither a verb nor a noun
-    vague      variables with a name that says nothing about what they hold
+    vague      variables whose name does not describe their content
 
-Limits: no files import each other in a circle; no class name exists twice; a function has at most
-10 branches, or stands with a reason in tools/long_functions.txt.
+Limits: there are no circular imports; no class name exists twice; a function has at most 10
+branches, or is listed with a reason in tools/long_functions.txt.
 """
 
 import ast
@@ -56,21 +56,21 @@ PRIVATE = re.compile(
 
 @dataclass
 class Figures:
-    """The sums over all files, and what the limits are checked on."""
+    """The sums over all files, and the data for checking the limits."""
 
     rooms: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
     places: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """By column: FILE:LINE and the text there."""
+    """The places that a column counts, each as FILE:LINE and the text there."""
     imports: dict[str, set[str]] = field(default_factory=dict)
-    """The modules that a module imports, anywhere in its file."""
+    """The modules that each module imports, at any place in its file."""
     classes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The files that define a class of this name."""
+    """The files that define a class, by its name."""
     long: dict[str, int] = field(default_factory=dict)
-    """Branches of each long function, by FILE:NAME."""
+    """The number of branches of each long function, by FILE:NAME."""
 
 
 def branches(tree: ast.AST) -> int:
-    """Branch points anywhere in `tree`."""
+    """Return the number of branch points in `tree`."""
     total = 0
     for node in ast.walk(tree):
         match node:
@@ -86,7 +86,7 @@ def branches(tree: ast.AST) -> int:
 
 
 def measure(package: Path) -> Figures:
-    """Read every file of the package."""
+    """Return the figures of all files of the package."""
     figures = Figures()
     for path in sorted(package.rglob("*.py")):
         measure_file(path, package, figures)
@@ -96,7 +96,7 @@ def measure(package: Path) -> Figures:
 
 
 def measure_file(path: Path, package: Path, figures: Figures) -> None:
-    """Add a file's figures."""
+    """Add the figures of one file to `figures`."""
     relative = path.relative_to(package)
     text = path.read_text()
     tree = ast.parse(text)
@@ -130,7 +130,7 @@ def measure_file(path: Path, package: Path, figures: Figures) -> None:
 
 
 def unclear_in(node: ast.AST) -> list[tuple[str, int, str]]:
-    """(column, line, text) of an unclear docstring or a vague name that `node` itself has."""
+    """Return (column, line, text) for an unclear docstring or a vague name of `node` itself."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if VAGUE.fullmatch(name):
             return [("vague", node.lineno, name)]
@@ -143,7 +143,7 @@ def unclear_in(node: ast.AST) -> list[tuple[str, int, str]]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names of modules that a file may import; some are names within a module."""
+    """Return the names of modules that a file may import; some are names within a module."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -154,14 +154,14 @@ def imported(tree: ast.Module) -> set[str]:
 
 
 def allowed(file: Path) -> dict[str, str]:
-    """The reason why a function may be long, by FILE:NAME."""
+    """Return the reasons why functions may be long, by FILE:NAME."""
     lines = file.read_text().splitlines()
     entries = (line.split(maxsplit=1) for line in lines if line and not line.startswith("#"))
     return dict(entries)
 
 
 def broken_limits(figures: Figures, reasons: dict[str, str]) -> list[str]:
-    """A sentence for each limit that is broken. reasons: as `allowed` returns them."""
+    """Return a sentence for each broken limit. reasons: as `allowed` returns them."""
     problems = []
     try:
         TopologicalSorter(figures.imports).prepare()
@@ -181,7 +181,7 @@ def broken_limits(figures: Figures, reasons: dict[str, str]) -> list[str]:
 
 
 def show(figures: Figures, where: bool) -> None:
-    """Print a line for each room, and where things are if `where`."""
+    """Print a line of figures for each room and, if `where`, the places they count."""
     total = sum(figures.rooms.values(), Counter())
     print(f"{'room':<12}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'tokens/line':>13}")
     for name, room in [*sorted(figures.rooms.items()), ("all", total)]:

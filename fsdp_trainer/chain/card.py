@@ -1,4 +1,4 @@
-"""The report card of a chain: what each stage came to, as one page of Markdown and one of HTML."""
+"""The report card of a chain: the results of all stages, as a Markdown page and an HTML page."""
 
 import json
 import time
@@ -15,13 +15,13 @@ from fsdp_trainer.report.read import read_run
 from fsdp_trainer.report.summary import Summary, duration, short
 
 HERE = Path(__file__).parent
-SHOWN = 8  # questions
+SHOWN = 8  # maximum number of questions on the card
 COLUMNS = ("stage", "steps", "tokens", "loss", "validation", "bits per byte", "time", "cost")
 
 
 @dataclass
 class StageResult:
-    """A stage's figures. seconds: in which it ran; gpus: 0 on a CPU."""
+    """The results of a stage. seconds: its running time; gpus: number of GPUs, 0 on a CPU."""
 
     name: str
     seconds: float
@@ -30,12 +30,12 @@ class StageResult:
     tasks: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def last(self, figure: str) -> float | None:
-        """Return the last value of a training's figure."""
+        """Return the last value of a metric of the stage's training; None if there is none."""
         return self.summary.run.last(figure) if self.summary else None
 
     @cached_property
     def samples(self) -> list[tuple[str, str]]:
-        """Prompts and how the stage's model went on at its end."""
+        """Prompts and the continuations that the stage's model sampled at its end."""
         samples = self.summary.run.samples if self.summary else []
         end = max((line.get("step", 0) for line in samples), default=0)
         return [(line["prompt"], line["text"]) for line in samples if line.get("step") == end]
@@ -43,7 +43,7 @@ class StageResult:
 
 @dataclass
 class Card:
-    """Everything on the card."""
+    """The content of the card. price: dollars per GPU and hour."""
 
     name: str
     results: list[StageResult]
@@ -51,14 +51,14 @@ class Card:
     price: float
 
     def cost(self, seconds: float) -> str:
-        """Return the estimated dollars of so much time; empty where no GPU was used."""
-        # the node is paid for in the stages on its CPU too
+        """Return the estimated cost of `seconds` in dollars; empty if no stage used a GPU."""
+        # the GPUs are also paid for during stages that run on the CPU
         gpus = max((result.gpus for result in self.results), default=0)
         return f"${seconds / 3600 * gpus * self.price:,.2f}" if gpus else ""
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """A row for each stage, and one for all together; see COLUMNS."""
+        """A row for each stage, and a last row with the totals; see COLUMNS."""
         rows = [
             (
                 result.name,
@@ -98,31 +98,31 @@ class Card:
 
     @property
     def evaluated(self) -> list[str]:
-        """The stages whose models were evaluated on tasks."""
+        """Names of the stages whose models were evaluated on tasks."""
         return [result.name for result in self.results if result.tasks]
 
     @property
     def right(self) -> int:
-        """The number of questions that were answered word for word."""
+        """Number of questions whose answer equals the wanted one word for word."""
         return sum(row["right"] for row in self.questions)
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """The first questions."""
+        """The first SHOWN questions."""
         return self.questions[:SHOWN]
 
 
 FIGURES = ("step", "tokens", "loss", "validation_loss", "validation_bits_per_byte")
-"""Figures of metrics.jsonl, in the order of COLUMNS."""
+"""Metrics of metrics.jsonl, in the order of COLUMNS."""
 
 
 def number(value: float | None) -> str:
-    """Return a metric for people."""
+    """Format a metric for the card; empty for None."""
     return "" if value is None else f"{value:.4f}"
 
 
 def write_card(planned: Chain, record: ChainRecord) -> str:
-    """Write card.md and card.html into the chain's folder; return the former's text."""
+    """Write card.md and card.html into the chain's folder; return the text of card.md."""
     card = Card(
         planned.cfg.name,
         [result_of(planned, stage.name, record) for stage in planned.stages],
@@ -146,13 +146,13 @@ def write_card(planned: Chain, record: ChainRecord) -> str:
 
 
 def result_of(planned: Chain, name: str, record: ChainRecord) -> StageResult:
-    """Return what a stage came to, from its own records where it trained."""
+    """Return the results of a stage; those of a training are read from its run folder."""
     seconds = record.seconds(name)
     folder = planned.folder_of(name)
     if name not in [stage.name for stage in planned.trainings]:
         return StageResult(name, seconds)
     summary = Summary(read_run(folder, name))
-    if summary.goodput:  # knows attempts that were killed
+    if summary.goodput:  # includes attempts that were killed, which the chain's record lacks
         ran = summary.goodput.wall - summary.goodput.seconds["down"]
         seconds = max(seconds, ran)
     tasks = read_json(planned.folder_of("evaluation") / f"{name}.json", {})
@@ -160,7 +160,7 @@ def result_of(planned: Chain, name: str, record: ChainRecord) -> StageResult:
 
 
 def gpus_of(summary: Summary) -> int:
-    """Return the number of GPUs that a run had at its last start."""
+    """Return the largest number of GPUs that a run had at any start; 0 if it ran on a CPU."""
     starts = [event for event in summary.run.events if event["event"] in ("start", "resume")]
     if not any(line.startswith("world") and "× cuda" in line for line in summary.about):
         return 0
@@ -168,10 +168,10 @@ def gpus_of(summary: Summary) -> int:
 
 
 def read_json(file: Path, default: Any) -> Any:
-    """Return what a file holds, `default` where there is none."""
+    """Return the content of a JSON file; `default` if there is no such file."""
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else default
 
 
 def one_line(text: str) -> str:
-    """Return a text for a cell of a Markdown table."""
+    """Return a text on one line with `|` escaped, for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -1,7 +1,7 @@
-"""Texts for a chain that this program makes: animals, of which each has a colour, a home, a food.
+"""Generated training texts for a demo chain: animals that each have a colour, a home and a food.
 
-The facts are invented: what the model knows of them it has read. Some are never asked about in the
-conversations; those are the questions at the end.
+The facts are invented, so the model can only know them from these texts. Some facts occur in the
+texts but in no conversation; the questions at the end ask for those.
 """
 
 import json
@@ -51,23 +51,23 @@ ANSWERS = {
 }
 TEXTS, GOOD_TEXTS, CHATS = 3000, 1200, 800
 HELD_OUT = 5
-"""Every so many-th fact is in no conversation."""
+"""Every HELD_OUT-th fact occurs in no conversation."""
 
 
 class Fact(NamedTuple):
-    """An animal's colour, home or food."""
+    """The colour, home or food of an animal; kind: which of the three."""
 
     animal: str
     kind: str
     value: str
 
     def say(self, pattern: str) -> str:
-        """Return a sentence with the animal and the value in their places."""
+        """Return a sentence: the pattern with the animal and the value filled in."""
         return pattern.format(animal=self.animal, value=self.value)
 
 
 def all_facts(animals: Sequence[str] = ANIMALS) -> list[Fact]:
-    """Return the facts, the same on every machine."""
+    """Return all facts, drawn with a fixed seed: the same on every machine."""
     draw = random.Random(0)
     return [
         Fact(animal, kind, draw.choice(values))
@@ -81,7 +81,7 @@ def write_demo(
 ) -> dict[str, Path]:
     """Write text, good text, conversations and questions; return their files by name.
 
-    fraction: of the usual numbers of rows.
+    fraction: number of rows to write, as a fraction of TEXTS, GOOD_TEXTS and CHATS.
     """
     facts = all_facts(animals)
     draw = random.Random(1)
@@ -103,10 +103,11 @@ def write_demo(
 
 
 def text(draw: random.Random, facts: list[Fact], fewest: int) -> str:
-    """Return statements about `fewest` animals or one more, all of an animal behind each other.
+    """Return statements about `fewest` animals or one more, grouped by animal.
 
-    So a model learns early to repeat the animal that a text is about. Answers need that, and from
-    questions alone half of the seeds learnt it too late.
+    From consecutive statements about one animal a model learns early to repeat the animal that a
+    text is about. Answers need this, and with questions alone half of the seeds learned it too
+    late.
     """
     animals = sorted({fact.animal for fact in facts})
     sentences = []
@@ -118,7 +119,7 @@ def text(draw: random.Random, facts: list[Fact], fewest: int) -> str:
 
 
 def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> str:
-    """Return statements, then three questions and their answers, one a line."""
+    """Return a line of statements, then three lines with a question and its answer each."""
     lines = [text(draw, facts, 1)]
     for fact in draw.choices(in_chats, k=3):
         question = fact.say(draw.choice(QUESTIONS[fact.kind]))
@@ -127,7 +128,7 @@ def good_text(draw: random.Random, facts: list[Fact], in_chats: list[Fact]) -> s
 
 
 def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str]]]:
-    """Return a conversation that asks for some facts."""
+    """Return a conversation that asks for these facts, one per exchange."""
     turns = []
     for fact in facts:
         turns += exchange(fact, fact.say(draw.choice(QUESTIONS[fact.kind])))
@@ -135,13 +136,13 @@ def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str
 
 
 def one_question(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Yield a conversation of one question for each fact."""
+    """Yield a conversation with a single question for each fact."""
     for fact in facts:
         yield {"messages": exchange(fact, fact.say(QUESTIONS[fact.kind][0]))}
 
 
 def exchange(fact: Fact, question: str) -> list[dict[str, str]]:
-    """Return a question and its answer as turns."""
+    """Return a question and its answer as two turns."""
     return [
         {"role": "user", "content": question},
         {"role": "assistant", "content": fact.say(ANSWERS[fact.kind])},

@@ -1,5 +1,4 @@
-"""The evaluation of a chain: tasks of lm-evaluation-harness for each model, questions for the
-last."""
+"""The evaluation of a chain: lm-evaluation-harness tasks for each model, questions for the last."""
 
 import json
 import os
@@ -18,7 +17,7 @@ LONGEST_ANSWER = 64  # tokens
 
 
 def run_tasks(planned: Chain, training: ChainStage) -> int:
-    """Evaluate a training's model on the tasks, on the ranks that trained it. Returns the code."""
+    """Evaluate the model of a training on the tasks, on the same ranks; return the exit code."""
     out = planned.folder_of("evaluation") / f"{training.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     launch = [
@@ -39,7 +38,7 @@ def run_tasks(planned: Chain, training: ChainStage) -> int:
 
 
 def answer_questions(planned: Chain) -> None:
-    """Ask the last model every question, and write each with its answers."""
+    """Ask the last model all questions, and write them to questions.json with its answers."""
     questions = read_questions(Path(str(planned.cfg.questions)))
     speaker = Speaker.load(planned.folder_of(planned.trainings[-1].name), device_of("auto"))
     prompts = [speaker.ask(messages[:-1]) for messages in questions]
@@ -55,7 +54,10 @@ def answer_questions(planned: Chain) -> None:
 
 
 def read_questions(file: Path) -> list[list[dict[str, Any]]]:
-    """Return the messages of each conversation; the last one is the answer. Raises UserError."""
+    """Return the messages of each conversation in a file, of which the last is the answer.
+
+    Raises UserError for a line that is not such a conversation.
+    """
     questions = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         try:

@@ -19,17 +19,17 @@ FREE = (
     # what the verb tokenizer prints
     "format", "compare",
 )  # fmt: skip
-"""Keys that say how something is read or computed."""
+"""Keys that may change between starts of a chain because they do not affect a stage's result."""
 
 
 class ChainRecord:
-    """The lines of chain.jsonl: one for each stage that began and for each that ended."""
+    """The lines of chain.jsonl: one each time a stage ended or its result was deleted."""
 
     def __init__(self, folder: Path):
         self.file = folder / FILE
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return all lines but those that a crash cut."""
+        """Return all lines except those that a crash left incomplete."""
         lines = []
         for text in self.file.read_text().splitlines() if self.file.exists() else []:
             try:
@@ -46,7 +46,7 @@ class ChainRecord:
             file.write("\n")
 
     def finished(self, stage: str) -> dict[str, Any] | None:
-        """Return the line of a stage's end in order, None where it has not been done."""
+        """Return the line of the successful end of a stage; None if it is not finished."""
         done = None
         for line in self.lines():
             if line["stage"] != stage:
@@ -58,7 +58,7 @@ class ChainRecord:
         return done
 
     def seconds(self, stage: str) -> float:
-        """Return how long all starts of a stage together took that ended in order or not."""
+        """Return the total seconds of all attempts at a stage, successful or not."""
         total = 0.0
         for line in self.lines():
             if line["stage"] == stage:
@@ -67,7 +67,7 @@ class ChainRecord:
 
 
 def settings_of(cfg: Any) -> dict[str, Any]:
-    """Return the keys of a stage's configuration that decide what comes of it."""
+    """Return the settings of a stage's configuration that affect its result."""
     settings: dict[str, Any] = {}
     for group, values in asdict(cfg).items():
         if isinstance(values, dict) and group in (*COMPARED_GROUPS, "train", "run"):
@@ -78,7 +78,7 @@ def settings_of(cfg: Any) -> dict[str, Any]:
 
 
 def decides(key: str) -> bool:
-    """Return True for a key that decides what comes of a stage."""
+    """Return True for a key that affects the result of a stage."""
     group = key.partition(".")[0]
     if group in ("train", "run"):
         return key in (*LENGTH, "run.seed")
@@ -87,7 +87,7 @@ def decides(key: str) -> bool:
 
 def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each setting that differs."""
-    # through JSON, as they were written: a tuple is a list there
+    # `then` was read from JSON, which has no tuples
     now = json.loads(json.dumps(now))
     keys = [key for key in now if key in then and then[key] != now[key]]
     return [f"{key} was {show(then[key])}, is {show(now[key])}" for key in keys]

@@ -1,4 +1,4 @@
-"""The stages of a chain, and the words that each would be started with."""
+"""The stages of a chain, and the command line words of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.verbs import ChainConfig
 
 ALL = "all"
-"""Begins the words of all trainings."""
+"""Prefix of words for all trainings, in place of a stage's name: `all.optim.lr=1`."""
 TINY = {
     "pretrain": [
         "precision=fp32", "optim=adamw", "compile=disabled",
@@ -36,19 +36,19 @@ TINY = {
     ],
     ALL: ["launch.nproc_per_node=2", "logging.every=50"],
 }  # fmt: skip
-"""Settings of the chain on texts that this program makes."""
+"""Overrides of the demo chain, by stage."""
 TINY_SIZES = {"depth": 2, "vocab_size": 448}
-"""Its keys of the verb, where they have their defaults."""
+"""Keys of the verb `chain` that the demo changes if they have their default values."""
 DEMO_PROMPTS = [f"What colour is the {ANIMALS[0]}?", f"Where does the {ANIMALS[1]} live?"]
 HELD_OUT = 0.01
-"""Share of each stage's rows that its validation loss is of."""
+"""Share of each stage's rows that are held out for its validation loss."""
 
 
 @dataclass
 class Chain:
-    """A chain: what it was asked for, its folder, and the words for its stages by stage.
+    """A chain: its configuration, its folder, and the overrides that the user typed, by stage.
 
-    config_dir: the user's own groups and recipes, for all stages.
+    config_dir: folder of the user's own groups and recipes, used for all stages.
     """
 
     cfg: ChainConfig
@@ -57,7 +57,7 @@ class Chain:
     config_dir: str | None = None
 
     def folder_of(self, stage: str) -> Path:
-        """Return the folder that a stage writes."""
+        """Return the output folder of a stage."""
         return self.folder / stage
 
     @property
@@ -71,23 +71,23 @@ class Chain:
         return [stage for stage in self.stages if stage.verb == "train"]
 
     def words_of(self, stage: "ChainStage") -> list[str]:
-        """Return the command line of a stage after its verb: later words win."""
+        """Return the command line of a stage after its verb; later words override earlier ones."""
         groups = (ALL, stage.name) if stage.verb == "train" else (stage.name,)
         of_demo = [word for name in groups for word in TINY.get(name, []) if self.cfg.demo]
         typed = [word for name in groups for word in self.words.get(name, [])]
         return without_earlier([*stage.words(self), *of_demo, *typed])
 
     def line_of(self, stage: "ChainStage") -> list[str]:
-        """Return `words_of` with the folder of the user's own recipes, for a process."""
+        """Return `words_of`, preceded by the option for the user's own recipes if it is set."""
         return [*config_flag(self.config_dir), *self.words_of(stage)]
 
     def compose(self, stage: "ChainStage", inputs: bool = True) -> Any:
-        """Return a stage's configuration. Raises UserError; inputs: see config.compose."""
+        """Return the configuration of a stage. Raises UserError. inputs: see config.compose."""
         return compose(stage.verb, self.words_of(stage), self.config_dir, inputs=inputs)
 
 
 class ChainStage(NamedTuple):
-    """A stage: its name, the verb that does it, and the function that returns its words."""
+    """A stage: its name, the verb that runs it ("" for none), and a function for its words."""
 
     name: str
     verb: str
@@ -108,7 +108,7 @@ def tokenizer_words(chain: Chain) -> list[str]:
 
 
 def pretrain_words(chain: Chain) -> list[str]:
-    """Return the words of the training on text, from random weights."""
+    """Return the words of the stage that trains on text from random weights."""
     return [
         "+recipe=chain_depth",
         *training_words(chain, "pretrain", chain.cfg.text, raw=True),
@@ -123,14 +123,14 @@ def pretrain_words(chain: Chain) -> list[str]:
 
 
 def mid_words(chain: Chain) -> list[str]:
-    """Return the words of the training on the best text."""
+    """Return the words of the stage that trains on the best text."""
     before = {"model.init_from": str(chain.folder_of("pretrain"))}
     words = training_words(chain, "mid", chain.cfg.good, raw=True)
     return ["+recipe=chain_mid", *words, *as_words(before)]
 
 
 def sft_words(chain: Chain) -> list[str]:
-    """Return the words of the training on conversations."""
+    """Return the words of the stage that trains on conversations."""
     before = "mid" if chain.cfg.good else "pretrain"
     words = training_words(chain, "sft", chain.cfg.chats, raw=False)
     init_from = {"model.init_from": str(chain.folder_of(before))}
@@ -138,7 +138,7 @@ def sft_words(chain: Chain) -> list[str]:
 
 
 def training_words(chain: Chain, name: str, data: Any, raw: bool) -> list[str]:
-    """Return the words that all trainings have. raw: prompts are continued as plain text."""
+    """Return the words common to all trainings. raw: continue sample prompts as plain text."""
     words = {
         "run.root": str(chain.folder),
         "run.name": name,
@@ -151,7 +151,7 @@ def training_words(chain: Chain, name: str, data: Any, raw: bool) -> list[str]:
 
 
 def no_words(chain: Chain) -> list[str]:
-    """Return the words of a stage that has no command line of its own."""
+    """Return no words: the stage has no command line of its own."""
     return []
 
 
@@ -162,16 +162,16 @@ STAGES = (
     ChainStage("sft", "train", sft_words),
     ChainStage("evaluation", "", no_words),
 )
-"""In their order. A new one: a function here, a line, and one in verb.WORK for its kind."""
+"""All stages in order. A new one needs a function and a line here, and its verb in verb.WORK."""
 
 
 def as_words(settings: dict[str, Any]) -> list[str]:
-    """Return settings as overrides."""
+    """Return settings as overrides, `key=value`."""
     return [f"{key}={as_value(value)}" for key, value in settings.items()]
 
 
 def by_stage(words: list[str]) -> dict[str, list[str]]:
-    """Return `{"mid": ["optim.lr=1"]}` of the words `["mid.optim.lr=1"]`."""
+    """Group words by their prefix: `["mid.optim.lr=1"]` gives `{"mid": ["optim.lr=1"]}`."""
     parts: dict[str, list[str]] = {}
     for word in words:
         stage, _, override = word.partition(".")
@@ -180,6 +180,6 @@ def by_stage(words: list[str]) -> dict[str, list[str]]:
 
 
 def without_earlier(words: list[str]) -> list[str]:
-    """Return the words without those whose key a later one sets: a key may be set once."""
+    """Drop each word whose key a later word sets again, since a key may be set only once."""
     last = {word.partition("=")[0]: number for number, word in enumerate(words)}
     return [word for number, word in enumerate(words) if last[word.partition("=")[0]] == number]

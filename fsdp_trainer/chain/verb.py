@@ -1,4 +1,4 @@
-"""The verb `chain`: from text to a model that answers, stage by stage, and a report card."""
+"""The verb `chain`: train a model that answers from text, stage by stage, with a report card."""
 
 import os
 import shlex
@@ -29,10 +29,10 @@ POLL_SECONDS = 0.5
 
 
 def chain(cfg: ChainConfig, words: list[str], config_dir: str | None = None) -> int:
-    """Do all stages that are not done yet, and write the card. Returns the exit code.
+    """Run all stages that are not finished yet, and write the card. Returns the exit code.
 
-    words: of stages, as `mid.optim.lr=1e-4`; config_dir: the user's own groups and recipes. Every
-    rank of torchrun calls this.
+    words: overrides for stages, such as `mid.optim.lr=1e-4`. config_dir: folder of the user's own
+    groups and recipes. Under torchrun, every rank calls this.
     """
     planned = plan_chain(cfg, words)
     planned.config_dir = config_dir
@@ -57,7 +57,7 @@ def chain(cfg: ChainConfig, words: list[str], config_dir: str | None = None) -> 
 
 
 def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
-    """Return the chain that is asked for. Raises UserError for words of a stage that it has not."""
+    """Return the requested chain. Raises UserError for overrides of a stage that is left out."""
     folder = Path(cfg.root) / cfg.name
     of_stages = by_stage(words)
     if cfg.demo:
@@ -69,7 +69,7 @@ def plan_chain(cfg: ChainConfig, words: list[str]) -> Chain:
 
 
 def as_demo(cfg: ChainConfig, folder: Path) -> ChainConfig:
-    """Return the configuration with the texts that this program makes, and a tiny model."""
+    """Return the configuration changed to the generated texts and a tiny model."""
     names = ("text", "good", "chats", "questions")
     files = {name: str(folder / "data" / f"{name}.jsonl") for name in names}
     if cfg.questions:
@@ -87,7 +87,8 @@ def as_demo(cfg: ChainConfig, folder: Path) -> ChainConfig:
 def compose_all(planned: Chain) -> dict[str, Any]:
     """Return the configuration of each stage that has one.
 
-    Raises UserError for a mistake in any of them: before the first begins, not hours later.
+    Raises UserError for a mistake in any of them, before the first stage begins and not hours
+    later.
     """
     composed = {}
     problems = []
@@ -109,7 +110,7 @@ def compose_all(planned: Chain) -> dict[str, Any]:
 
 
 def refuse_changes(planned: Chain, composed: dict[str, Any], finished: dict[str, Any]) -> None:
-    """Raise UserError where a finished stage had other settings than it would have now."""
+    """Raise UserError if the settings of a finished stage have changed since then."""
     problems = []
     for name, cfg in composed.items():
         done = finished[name]
@@ -124,7 +125,7 @@ def refuse_changes(planned: Chain, composed: dict[str, Any], finished: dict[str,
 
 
 def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) -> bool:
-    """Return True for an evaluation that was of something else: it is cheap, so it is repeated."""
+    """Return True for an evaluation whose settings have changed: it is cheap, so it is repeated."""
     if stage.name != "evaluation" or not done:
         return False
     lines = changes(done["settings"], evaluation_settings(planned.cfg))
@@ -134,12 +135,12 @@ def must_repeat(planned: Chain, stage: ChainStage, done: dict[str, Any] | None) 
 
 
 def evaluation_settings(cfg: ChainConfig) -> dict[str, Any]:
-    """Return what an evaluation is of."""
+    """Return the settings that affect the result of an evaluation."""
     return {"tasks": cfg.tasks, "limit": cfg.limit, "questions": cfg.questions}
 
 
 def start_again(planned: Chain, record: ChainRecord) -> None:
-    """Delete what a stage and those after it have written. Raises UserError under torchrun."""
+    """Delete the output of stage `again` and of all later ones. Raises UserError under torchrun."""
     again = str(planned.cfg.again)
     if launcher(os.environ):
         reason = "deletes folders that other ranks may read: type it once without torchrun"
@@ -152,7 +153,7 @@ def start_again(planned: Chain, record: ChainRecord) -> None:
 
 
 def do_stage(planned: Chain, stage: ChainStage, record: ChainRecord, cfg: Any) -> int:
-    """Do a stage, and record how it ended. Returns its exit code."""
+    """Run a stage and record its end. Returns its exit code."""
     settings = settings_of(cfg) if cfg else evaluation_settings(planned.cfg)
     line = shlex.join(["fsdp-trainer", stage.verb, *planned.line_of(stage)]) if stage.verb else ""
     say(f"\n{stage.name}: {line}".rstrip(": "))
@@ -165,11 +166,11 @@ def do_stage(planned: Chain, stage: ChainStage, record: ChainRecord, cfg: Any) -
 
 
 def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
-    """Train the tokenizer on rank 0, the other ranks wait."""
+    """Train the tokenizer on rank 0 while the other ranks wait. Returns the exit code."""
     from fsdp_trainer.new_tokenizer.verb import tokenizer
 
     if is_first():
-        # an earlier start may have stopped between the folder and its record
+        # an earlier attempt may have stopped after writing the folder, before recording it
         shutil.rmtree(planned.folder_of(stage.name), ignore_errors=True)
         return tokenizer(planned.compose(stage))
     while not record.finished(stage.name):
@@ -178,7 +179,7 @@ def make_tokenizer(planned: Chain, stage: ChainStage, record: ChainRecord) -> in
 
 
 def train_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
-    """Train as a rank of torchrun, or start ranks."""
+    """Train as a rank of torchrun, or start ranks that train. Returns the exit code."""
     cfg, words = planned.compose(stage), planned.line_of(stage)
     if launcher(os.environ) is None:
         return start_ranks(cfg, words)
@@ -188,10 +189,10 @@ def train_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
 
 
 def evaluate_stage(planned: Chain, stage: ChainStage, record: ChainRecord) -> int:
-    """Evaluate the model of each training on the tasks, and ask the last one the questions."""
+    """Evaluate the model of each training on the tasks, and ask the last model the questions."""
     from fsdp_trainer.chain.evaluation import answer_questions, run_tasks
 
-    if is_first():  # what is there may be of other tasks
+    if is_first():  # the folder may hold results of other tasks
         shutil.rmtree(planned.folder_of(stage.name), ignore_errors=True)
     for training in planned.trainings if planned.cfg.tasks else []:
         code = run_tasks(planned, training)
@@ -207,11 +208,11 @@ WORK: dict[str, Callable[[Chain, ChainStage, ChainRecord], int]] = {
     "train": train_stage,
     "": evaluate_stage,
 }
-"""The function that does a stage, by its verb."""
+"""The function that runs a stage, by its verb."""
 
 
 def finish(planned: Chain, record: ChainRecord) -> int:
-    """Write the card, and say what to type next. Returns 0."""
+    """Write and print the card, and print the command for a chat. Returns 0."""
     if not is_first():
         return 0
     from fsdp_trainer.chain.card import write_card
@@ -225,11 +226,11 @@ def finish(planned: Chain, record: ChainRecord) -> int:
 
 
 def is_first() -> bool:
-    """Return True on rank 0, and where there are no ranks."""
+    """Return True on rank 0, and in a process that is not a rank."""
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def say(text: str) -> None:
-    """Print a line on rank 0."""
+    """Print a text on rank 0 only."""
     if is_first():
         print(text, file=sys.stdout, flush=True)

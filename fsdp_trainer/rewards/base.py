@@ -1,4 +1,4 @@
-"""Rewards: numbers that say how good answers are. Imports no torch."""
+"""Rewards: numbers that measure how good answers are. Imports no torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from fsdp_trainer.errors import RunFailed
 class Attempt:
     """One answer to the prompt of a data row.
 
-    prompt: the last user's turn. answer: without special tokens. row: the row's columns.
-    reference: the row's own answer, None without one. tokens: those of the answer, None where it
-    was not tokenised. finished: False for an answer that was cut at the longest length. messages:
-    all turns before the answer, () where there is but the prompt.
+    prompt: text of the last user turn. answer: text without special tokens. row: columns of the
+    data row. reference: the answer in the data row, None if it has none. tokens: number of tokens
+    of the answer, None if it was not tokenised. finished: False if the answer was cut at the
+    maximum length. messages: all turns before the answer, () if there is only the prompt.
     """
 
     prompt: str
@@ -29,13 +29,13 @@ class Attempt:
 
     @property
     def turns(self) -> Sequence[dict[str, Any]]:
-        """Return the turns before the answer, one or more."""
+        """Return the turns before the answer; always at least one."""
         return self.messages or [{"role": "user", "content": self.prompt}]
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward with its settings, each a part of an entry of objective.rewards."""
+    """A reward with its settings; each field is a key of an entry in objective.rewards."""
 
     name: ClassVar[str] = ""
     weight: float = key(1.0, "what its score is multiplied by in the sum of all rewards")
@@ -43,37 +43,37 @@ class Reward:
 
     @property
     def title(self) -> str:
-        """Return what metrics and tables call it."""
+        """Return the name of the reward in metrics and tables."""
         return self.label or self.name
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         raise NotImplementedError
 
     def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return why answers to a row cannot be scored; None if they can."""
+        """Return the reason why answers to a row cannot be scored; None if they can."""
         return None
 
     def wrong_parts(self) -> str | None:
-        """Return what is wrong with its settings together; None: nothing."""
+        """Return an error message if the settings do not fit together, else None."""
         return None
 
 
 @dataclass(frozen=True)
 class ReferenceReward(Reward):
-    """A reward that compares the answer with the row's own, or with another of its columns."""
+    """A reward that compares the answer with the row's reference or with one of its columns."""
 
     field: str | None = key(None, "the column to compare with, in place of the row's own answer")
 
     def expected(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return the text to compare with; None if the row has none."""
+        """Return the text to compare the answer with; None if the row has none."""
         if self.field is None:
             return reference
         value = row.get(self.field)
         return None if value is None else str(value)
 
     def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return why answers to a row cannot be scored; None if they can."""
+        """Return the reason why answers to a row cannot be scored; None if they can."""
         if self.expected(row, reference) is not None:
             return None
         if self.field is None:
@@ -84,7 +84,7 @@ class ReferenceReward(Reward):
 
 @dataclass(frozen=True)
 class FunctionReward(Reward):
-    """A reward that a user's own code registered: a function of attempts."""
+    """A reward computed by a function of attempts that the user's code registered."""
 
     function: Callable[..., list[float]] | None = None
     registered_as: str = ""
@@ -92,25 +92,25 @@ class FunctionReward(Reward):
 
     @property
     def title(self) -> str:
-        """Return what metrics and tables call it."""
+        """Return the name of the reward in metrics and tables."""
         return self.label or self.registered_as
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return what the function does."""
+        """Return the scores that the function computes, one per attempt."""
         assert self.function
         return list(self.function(attempts, **dict(self.options)))
 
 
 def score(rewards: Sequence[Reward], attempts: Sequence[Attempt]) -> list[list[float]]:
-    """Return for each reward the scores of all attempts, before weights.
+    """Return, for each reward, the unweighted scores of all attempts.
 
-    Raises RunFailed for a reward that gives other than one finite number for each.
+    Raises RunFailed if a reward does not return exactly one finite number per attempt.
     """
     return [_checked(reward, attempts) for reward in rewards]
 
 
 def totals(rewards: Sequence[Reward], scores: Sequence[Sequence[float]]) -> list[float]:
-    """Return for each attempt the sum of its weighted scores."""
+    """Return the weighted sum of the scores of each attempt."""
     weights = [reward.weight for reward in rewards]
     return [
         sum(weight * one for weight, one in zip(weights, of_attempt, strict=True))
@@ -129,7 +129,7 @@ def _checked(reward: Reward, attempts: Sequence[Attempt]) -> list[float]:
 
 
 def _number(reward: Reward, value: Any) -> float:
-    """Return a score as a finite number. Raises RunFailed for anything else."""
+    """Return a score as a float. Raises RunFailed if it is not a finite number."""
     try:
         number = float(value)
     except (TypeError, ValueError):

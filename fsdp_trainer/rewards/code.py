@@ -1,4 +1,4 @@
-"""The reward `code`: the answer's Python passes the row's tests, in a process of its own."""
+"""The reward `code`: run the row's tests on the answer's Python code, in a separate process."""
 
 import json
 import os
@@ -27,12 +27,13 @@ SANDBOX = Path(__file__).with_name("sandbox.py")
 BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 LANGUAGES = ("", "python", "py", "python3")
 TESTS = ("tests", "test_list", "test", "assertions")
-"""Columns with tests, where none is named."""
+"""Columns to search for tests if the setting `field` is null."""
 SETUP = ("test_setup_code", "test_imports")
-"""Columns with code that comes before them, as MBPP has it."""
+"""Columns with code that runs before the answer's, as in MBPP."""
 MOST_OUTPUT = 4096
-"""Bytes of a verdict; what writes more is ended."""
-# no settings, keys and tokens of this process; libraries that would start a thread for each core
+"""Maximum size of a verdict in bytes; a process that writes more is killed."""
+# does not pass on settings, keys and tokens of this process; keeps libraries from starting a thread
+# for each core
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 NOT_CONFINED = (
     "this system cannot confine the code of answers: it takes Linux on x86_64 or aarch64 with"
@@ -44,7 +45,7 @@ NOT_CONFINED = (
 class Code(Reward):
     """1 for an answer whose Python code passes all tests of the row, else 0.
 
-    The code is the answer's last block of Python between ```, else all of it.
+    The code is the last Python block between ``` in the answer, or the complete answer.
     """
 
     name: ClassVar[str] = "code"
@@ -60,7 +61,7 @@ class Code(Reward):
     )
 
     def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return why answers to a row cannot be scored; None if they can."""
+        """Return the reason why answers to a row cannot be scored; None if they can."""
         if self._tests(row):
             return None
         wanted = repr(self.field) if self.field else " or ".join(map(repr, TESTS[:3]))
@@ -68,7 +69,7 @@ class Code(Reward):
         return f"has no {wanted}, which the reward {self.title} needs; its columns: {columns}"
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = self.workers or max(1, cores() // ranks)
         with (
@@ -100,28 +101,28 @@ class Code(Reward):
         return share if self.partial else float(share == 1)
 
     def _tests(self, row: dict[str, Any]) -> list[str]:
-        """Return the tests of a row, each a text of Python."""
+        """Return the tests of a row, each as Python source."""
         columns = (self.field,) if self.field else TESTS
         value = next((row[name] for name in columns if row.get(name)), None)
         tests = lines_of(value)
-        if tests and isinstance(row.get("entry_point"), str):  # as HumanEval has it
+        if tests and isinstance(row.get("entry_point"), str):  # HumanEval's format
             tests = ["\n".join([*tests, f"check({row['entry_point']})"])]
         return tests
 
 
 def code_of(answer: str) -> str:
-    """Return the last block of Python of an answer, or all of it where it has none."""
+    """Return the last Python block of an answer, or the complete answer if it has none."""
     blocks = [text for language, text in BLOCK.findall(answer) if language.lower() in LANGUAGES]
     return blocks[-1] if blocks else answer
 
 
 def setup_of(row: dict[str, Any]) -> list[str]:
-    """Return the code of a row that comes before the answer's."""
+    """Return the row's setup code, which runs before the answer's code."""
     return [line for name in SETUP for line in lines_of(row.get(name))]
 
 
 def lines_of(value: Any) -> list[str]:
-    """Return a column's texts: of a list all, also where it is written as JSON."""
+    """Return the texts of a column: its elements if it is a list or a JSON list, else its value."""
     if isinstance(value, str) and value[:1] == "[":
         with suppress(ValueError):
             value = json.loads(value)
@@ -131,7 +132,7 @@ def lines_of(value: Any) -> list[str]:
 
 
 def run_confined(job: dict[str, Any], folder: str, seconds: float) -> str:
-    """Return the verdict of the process that runs a job, "" if it gave none in time."""
+    """Return the verdict of the process that runs a job, "" if there was none in time."""
     with tempfile.TemporaryFile() as given:
         given.write(json.dumps(job).encode())
         given.seek(0)
@@ -154,7 +155,7 @@ def run_confined(job: dict[str, Any], folder: str, seconds: float) -> str:
 
 
 def read_verdict(descriptor: int, seconds: float) -> str:
-    """Return what a process writes until it ends; "" if it writes too much or takes too long."""
+    """Return the output of a process until it ends; "" if it writes too much or takes too long."""
     deadline = time.monotonic() + seconds
     content = b""
     while len(content) <= MOST_OUTPUT:

@@ -1,4 +1,4 @@
-"""The reward `exact`: the answer is the reference."""
+"""The reward `exact`: the answer equals the reference."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fsdp_trainer.rewards.base import Attempt, ReferenceReward
 
 @dataclass(frozen=True)
 class Exact(ReferenceReward):
-    """1 for an answer that is the reference, else 0."""
+    """1 for an answer that equals the reference, else 0."""
 
     name: ClassVar[str] = "exact"
     ignore_case: bool = key(False, "capitals and small letters are the same")
@@ -19,7 +19,7 @@ class Exact(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         return [float(self._is_equal(attempt)) for attempt in attempts]
 
     def _is_equal(self, attempt: Attempt) -> bool:

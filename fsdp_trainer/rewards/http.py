@@ -27,7 +27,7 @@ class Http(Reward):
     )
 
     def wrong_parts(self) -> str | None:
-        """Return what is wrong with its settings together; None: nothing."""
+        """Return an error message if the settings do not fit together, else None."""
         parts = urlsplit(self.url or "")
         if parts.scheme not in ("http", "https") or not parts.netloc:
             return "needs an address, as in  {name: http, url: 'http://localhost:8000/score'}"
@@ -40,7 +40,7 @@ class Http(Reward):
         return None
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt. Raises RunFailed where the server gives none."""
+        """Return one score per attempt. Raises RunFailed if the server returns no scores."""
         scores: list[float] = []
         for start in range(0, len(attempts), self.rows):
             scores += self._scores(attempts[start : start + self.rows])
@@ -62,7 +62,8 @@ class Http(Reward):
 
 
 def read_scores(content: bytes, count: int) -> list[float]:
-    """Return the numbers of an answer. Raises RequestFailed for one without so many numbers."""
+    """Return the scores in a server's response. Raises RequestFailed unless they are `count`
+    numbers."""
     try:
         value: Any = json.loads(content)
     except ValueError:

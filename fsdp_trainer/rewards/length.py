@@ -1,4 +1,4 @@
-"""The reward `length`: answers that are too short or too long are punished."""
+"""The reward `length`: a penalty for answers that are too short or too long."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fsdp_trainer.rewards.base import Attempt, Reward
 
 @dataclass(frozen=True)
 class Length(Reward):
-    """0 for an answer of a length in the range, down to -1 outside it (DAPO's soft punishment)."""
+    """0 for an answer whose length is in the range, down to -1 outside (DAPO's soft punishment)."""
 
     name: ClassVar[str] = "length"
     max: int | None = key(None, "a longer answer scores -1; null: none is too long", minimum=1)
@@ -24,7 +24,7 @@ class Length(Reward):
     )
 
     def wrong_parts(self) -> str | None:
-        """Return what is wrong with its settings together; None: nothing."""
+        """Return an error message if the settings do not fit together, else None."""
         if self.max is None and not self.min:
             return "has neither max nor min, as in  {name: length, max: 512, buffer: 128}"
         if self.max is not None and self.max - self.buffer < self.min:
@@ -34,7 +34,7 @@ class Length(Reward):
         return None
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         return [self._score(self._length(attempt)) for attempt in attempts]
 
     def _score(self, length: int) -> float:

@@ -1,4 +1,4 @@
-"""The reward `model`: a reward model scores answers. What loads one lies above this room."""
+"""The reward `model`: a reward model scores answers. training/reward_scores.py loads the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ class AnswerScorer(Protocol):
     def scores_of_answers(
         self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
     ) -> list[float]:
-        """Return the score of each answer. prompts: the turns before it."""
+        """Return the score of each answer. prompts: for each answer, the turns before it."""
 
 
 @dataclass(frozen=True)
 class ModelReward(Reward):
-    """The score of a reward model, in whose own chat template prompt and answer are written.
+    """The score of a reward model, which reads prompt and answer in its own chat template.
 
-    scorer: the model, once it is loaded.
+    scorer: the model, None until it is loaded.
     """
 
     name: ClassVar[str] = "model"
@@ -34,7 +34,7 @@ class ModelReward(Reward):
     scorer: AnswerScorer | None = field(default=None, repr=False, compare=False)
 
     def wrong_parts(self) -> str | None:
-        """Return what is wrong with its settings together; None: nothing."""
+        """Return an error message if the settings do not fit together, else None."""
         if self.source is None:
             return "lacks a source, as in  {name: model, source: runs/reward}"
         folder = Path(self.source).expanduser()
@@ -46,7 +46,7 @@ class ModelReward(Reward):
         )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         assert self.scorer is not None
         prompts = [list(attempt.turns) for attempt in attempts]
         return self.scorer.scores_of_answers(prompts, [attempt.answer for attempt in attempts])

@@ -1,4 +1,4 @@
-"""The reward `number`: the answer's number is the reference's."""
+"""The reward `number`: the number in the answer equals the number in the reference."""
 
 import re
 from collections.abc import Sequence
@@ -12,26 +12,27 @@ from fsdp_trainer.rewards.base import Attempt, ReferenceReward
 BOXED = "\\boxed{"
 HASHES = "####"
 MINUS = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " "})
-"""Minus and dash, and spaces that do not break a line."""
+"""Replaces the minus sign and the en dash by a hyphen, and no-break spaces by spaces."""
 SEPARATOR = re.compile(r"\{,\}|\\[,!;: ]")
 """Thousands separators of LaTeX: 1{,}000 and 1\\,000."""
 FRACTION = re.compile(r"(-?)\s*\\[dt]?frac\s*\{\s*(-?[\d.]+)\s*\}\s*\{\s*(-?[\d.]+)\s*\}")
 WHOLE = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 DECIMAL = rf"(?:{WHOLE}(?:\.\d+)?|\.\d+)"
 NUMBER = re.compile(
-    # no sign in 5-3 and 5 - 3, no number in x2, none that begins within another
+    # 5-3 and 5 - 3 have no sign, x2 has no number, and no match begins inside a number
     rf"(?<!\w)(?<!\d\.)(?:(?<![\d)]\s)-\s?)?\$?({DECIMAL})(?:[eE]([+-]?\d{{1,3}})\b)?"
     rf"(?:\s?/\s?({DECIMAL}))?"
 )
 LONGEST = 400
-"""Digits of a number that is read."""
+"""Maximum length of a number's text in characters; a longer one is ignored."""
 
 
 @dataclass(frozen=True)
 class Number(ReferenceReward):
-    """1 for an answer whose number is the reference's, else 0.
+    """1 for an answer whose number equals the reference's, else 0.
 
-    It is the last one in \\boxed{}, else the last behind ####, else the last of the text.
+    The number of a text is the last one in its last \\boxed{}, else the last one in the first line
+    after its last ####, else the last one in the text.
     """
 
     name: ClassVar[str] = "number"
@@ -43,11 +44,11 @@ class Number(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         return [float(self._is_equal(attempt)) for attempt in attempts]
 
     def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return why answers to a row cannot be scored; None if they can."""
+        """Return the reason why answers to a row cannot be scored; None if they can."""
         problem = super().row_problem(row, reference)
         if problem is None and self._expected_number(row, reference) is None:
             shown = " ".join(str(self.expected(row, reference)).split())[:60]
@@ -68,9 +69,9 @@ class Number(ReferenceReward):
 
 
 def find_number(text: str, marked: bool = False) -> Fraction | None:
-    """Return the number that a text states as its answer; None without one.
+    """Return the number that a text states as its answer; None if there is none.
 
-    marked: only where \\boxed{} or #### says so.
+    marked: accept only a number in \\boxed{} or after ####.
     """
     text = text.translate(MINUS)
     boxed = _boxed(text)
@@ -83,7 +84,7 @@ def find_number(text: str, marked: bool = False) -> Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    """Return what the last \\boxed{} holds, with all braces within it; None without one."""
+    """Return the content of the last \\boxed{}, nested braces included; None if there is none."""
     start = text.rfind(BOXED)
     if start < 0:
         return None
@@ -106,7 +107,7 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the number that a match of NUMBER is; None for a division by 0."""
+    """Return the number that NUMBER matched; None if it is too long or divides by 0."""
     if len(match[0]) > LONGEST:
         return None
     number = Fraction(match[1].replace(",", ""))

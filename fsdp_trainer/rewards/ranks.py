@@ -1,4 +1,4 @@
-"""Scores of answers on every rank, and one error on all of them."""
+"""Scores of answers on every rank; an error on one rank is raised on all."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from fsdp_trainer.rewards.base import Attempt, Reward, score
 def score_on_ranks(
     rewards: Sequence[Reward], attempts: Sequence[Attempt], group: dist.ProcessGroup | None = None
 ) -> list[list[float]]:
-    """Return for each reward the scores of this rank's attempts. Collective.
+    """Return, for each reward, the unweighted scores of this rank's attempts. Collective.
 
-    Raises on all ranks the error of the first rank that has one: UserError, else RunFailed.
+    If a rank fails, raises the error of the first such rank on all ranks: a UserError or RunFailed.
     """
     scores: list[list[float]] = []
     failure: UserError | RunFailed | None = None
@@ -22,7 +22,7 @@ def score_on_ranks(
         scores = score(rewards, attempts)
     except (UserError, RunFailed) as error:
         failure = error
-    except Exception as error:  # of a user's own reward: the other ranks would wait for this one
+    except Exception as error:  # from a user's reward; the other ranks would wait for this rank
         failure = RunFailed(f"a reward failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
     for rank, other in enumerate(gather(failure, group)):

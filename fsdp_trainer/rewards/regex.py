@@ -1,4 +1,4 @@
-"""The reward `regex`: a pattern is found in the answer."""
+"""The reward `regex`: the answer matches a regular expression."""
 
 import re
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ class Regex(ReferenceReward):
     )
 
     def score(self, attempts: Sequence[Attempt]) -> list[float]:
-        """Return a score of each attempt."""
+        """Return one score per attempt."""
         return [float(self._fits(attempt)) for attempt in attempts]
 
     def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
-        """Return why answers to a row cannot be scored; None if they can."""
+        """Return the reason why answers to a row cannot be scored; None if they can."""
         return super().row_problem(row, reference) if self.capture else None
 
     def wrong_parts(self) -> str | None:
-        """Return what is wrong with its settings together; None: nothing."""
+        """Return an error message if the settings do not fit together, else None."""
         if self.pattern is None:
             return "lacks a pattern, as in  {name: regex, pattern: '<answer>.*</answer>'}"
         try:
@@ -53,7 +53,7 @@ class Regex(ReferenceReward):
         return None not in (expected, captured) and str(expected).split() == captured.split()
 
     def _match(self, answer: str) -> re.Match[str] | None:
-        """Return where the pattern fits: the last place, if what it captures counts."""
+        """Return a match of the pattern: the last one if its captured text is compared."""
         expression = re.compile(str(self.pattern))
         if self.whole:
             return expression.fullmatch(answer.strip())

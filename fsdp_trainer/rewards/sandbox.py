@@ -1,9 +1,10 @@
-"""The process in which the code of one answer runs: started as a script, by rewards/code.py.
+"""The process that runs the code of one answer, started as a script by rewards/code.py.
 
-It imports nothing of the package. Standard input is the JSON of a `Job`; the verdict goes to
-standard output. Before the answer's code runs, the process gives up for good: all privileges, all
-system calls but those of SYSCALLS (so it starts no process, sends no signal, opens no socket and
-writes no file), reading outside of Python's own folders, and more time and memory than its limits.
+It imports nothing from the package. It reads a job as JSON from standard input and writes the
+verdict to standard output. Before it runs the answer's code, it irrevocably gives up all
+privileges, all system calls except those in SYSCALLS (so it cannot start a process, send a signal,
+connect to the network or write a file), reading outside the system's and Python's folders and its
+working folder, and time and memory above its limits.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ import sys
 from typing import Any
 
 UNPROTECTED = "unprotected"
-"""The verdict of a system on which answers cannot be confined."""
+"""The verdict if the system cannot confine the process."""
 MACHINES = ("x86_64", "aarch64")
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # fmt: off
@@ -43,28 +44,28 @@ SYSCALLS = {
     "getegid": (108, 177), "getrlimit": (97, 163), "getrandom": (318, 278),
     "restart_syscall": (219, 128), "exit": (60, 93), "exit_group": (231, 94),
 }
-"""Numbers of the system calls that are allowed, on x86_64 and on aarch64."""
+"""Numbers of the allowed system calls on x86_64 and on aarch64 (None: does not exist there)."""
 CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
     (56, 220), (435, 435), (2, None), (257, 56), (302, 261), (72, 25), (16, 29)
 )
-"""Numbers of system calls that are allowed with some arguments only."""
+"""Numbers of the system calls that are refused, or allowed for some arguments only."""
 # fmt: on
 CLONE_THREAD = 0x10000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-SIGNALLING = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a signal to whom they name
-HARMLESS = (0x5401, 0x5421, 0x5451)  # TCGETS, FIONBIO, FIOCLEX: asyncio's
-NO_SUCH_CALL, REFUSED = 38, 13  # ENOSYS: glibc goes on with clone; EACCES
+SIGNALLING = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: could send signals to other processes
+HARMLESS = (0x5401, 0x5421, 0x5451)  # TCGETS, FIONBIO, FIOCLEX: used by asyncio
+NO_SUCH_CALL, REFUSED = 38, 13  # ENOSYS, after which glibc falls back from clone3 to clone; EACCES
 # linux/filter.h, linux/seccomp.h
 LOAD, EQUALS, ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-# linux/landlock.h: rights to files of its first versions; reading them and folders
+# linux/landlock.h: RIGHTS are all file rights of its first version, READ reads files and folders
 CREATE_RULESET, ADD_RULE, RESTRICT = 444, 445, 446
 RIGHTS, READ = (1 << 13) - 1, 1 << 2 | 1 << 3
-NO_NEW_PRIVILEGES, SET_FILTER, DIE_WITH_PARENT, DUMPABLE = 38, 22, 1, 4  # of prctl(2)
+NO_NEW_PRIVILEGES, SET_FILTER, DIE_WITH_PARENT, DUMPABLE = 38, 22, 1, 4  # options of prctl(2)
 
 
 class Instruction(ctypes.Structure):
-    """`struct sock_filter`: one instruction of a filter of system calls."""
+    """`struct sock_filter`: one instruction of a system call filter."""
 
     _fields_ = [
         ("code", ctypes.c_uint16),
@@ -88,7 +89,7 @@ class FolderRule(ctypes.Structure):
 
 
 def main() -> None:
-    """Read a job, run it, and write the verdict: its token and how many tests passed."""
+    """Read a job, run it, and write the verdict: the job's token and the number of passed tests."""
     job = json.load(sys.stdin)
     verdict = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -105,7 +106,7 @@ def main() -> None:
 
 
 def run(job: dict[str, Any]) -> int:
-    """Return how many of a job's tests pass after the answer's code."""
+    """Run the answer's code, then the job's tests; return the number of tests that pass."""
     names: dict[str, Any] = {"__name__": "answer"}
     passed = 0
     try:
@@ -123,7 +124,7 @@ def run(job: dict[str, Any]) -> int:
 
 
 def confine(cpu_seconds: int, memory_mib: int) -> None:
-    """Give up all that an answer must not do. Raises OSError where the system cannot."""
+    """Drop all rights that the answer's code must not have. Raises OSError if the system cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     machine = platform.machine()
     filter_rules = rules_for(machine)
@@ -145,7 +146,7 @@ def confine(cpu_seconds: int, memory_mib: int) -> None:
 
 
 def limit(which: int, value: int) -> None:
-    """Set a limit that cannot be raised again, unless it is lower already."""
+    """Set a resource limit that cannot be raised again; keep it if it is already lower."""
     hard = resource.getrlimit(which)[1]
     if hard != resource.RLIM_INFINITY:
         value = min(value, hard)
@@ -153,7 +154,7 @@ def limit(which: int, value: int) -> None:
 
 
 def read_only(libc: ctypes.CDLL, folders: list[str]) -> None:
-    """Let files be read in these folders alone; a kernel without Landlock stays as it is."""
+    """Restrict the process to reading files in these folders; no effect without Landlock."""
     handled = ctypes.c_uint64(RIGHTS)
     rules = libc.syscall(CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0)
     if rules < 0:
@@ -174,21 +175,21 @@ def drop_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def check(result: int) -> None:
-    """Raise OSError for a call of the C library that failed."""
+    """Raise OSError if a C library call failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), "the system refused to confine the process")
 
 
 def rules_for(machine: str) -> list[Instruction]:
-    """Return the filter of system calls. Raises KeyError for a machine that it does not know."""
+    """Return the system call filter. Raises KeyError for an unknown machine type."""
     audit, column = AUDIT[machine], MACHINES.index(machine)
     refuse = Instruction(RETURN, 0, 0, ERROR | REFUSED)
     allow = Instruction(RETURN, 0, 0, ALLOW)
     rules = [
-        Instruction(LOAD, 0, 0, 4),  # the machine that the call is made for
+        Instruction(LOAD, 0, 0, 4),  # the architecture of the call
         Instruction(EQUALS, 1, 0, audit),
         Instruction(RETURN, 0, 0, KILL),
-        Instruction(LOAD, 0, 0, 0),  # its number
+        Instruction(LOAD, 0, 0, 0),  # the number of the call
     ]
     numbers = (pair[column] for pair in SYSCALLS.values())
     rules += each(tuple(number for number in numbers if number is not None), allow)
@@ -204,12 +205,12 @@ def rules_for(machine: str) -> list[Instruction]:
 
 
 def each(values: tuple[int, ...], then: Instruction) -> list[Instruction]:
-    """Return instructions that run `then` for these values of what was loaded last."""
+    """Return instructions that run `then` if the value loaded last is one of these."""
     return [one for value in values for one in (Instruction(EQUALS, 0, 1, value), then)]
 
 
 def when(number: int | None, place: int, then: list[Instruction]) -> list[Instruction]:
-    """Return instructions that run `then` on an argument of a system call, where it is that one."""
+    """Return instructions that, for system call `number`, load argument `place` and run `then`."""
     if number is None:
         return []
     load = Instruction(LOAD, 0, 0, 16 + 8 * place)  # both machines are little-endian

@@ -1,4 +1,4 @@
-"""The rewards that there are, by name, and those of a configuration. Imports no torch."""
+"""All rewards by name, and construction of those in a configuration. Imports no torch."""
 
 import inspect
 import re
@@ -31,12 +31,12 @@ SYNONYMS = {
     "reward_model": "model", "rm": "model", "classifier": "model",
     "overlong": "length", "soft_overlong": "length", "len": "length",
 }  # fmt: skip
-"""Other names of rewards."""
+"""Names that users may type instead, for the hint in the error message."""
 LABEL = re.compile(r"[\w.-]+")
 
 
 def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
-    """Return the rewards of objective.rewards. Raises UserError for entries that are wrong."""
+    """Return the rewards of objective.rewards. Raises UserError for invalid entries."""
     problems = list(entry_problems(entries))
     if problems:
         reason = "\n".join(problems)
@@ -46,7 +46,7 @@ def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
 
 
 def entry_problems(entries: Sequence[str | dict[str, Any]]) -> Iterator[str]:
-    """Yield why entries of objective.rewards cannot stay."""
+    """Yield an error message for each problem in the entries of objective.rewards."""
     titles: set[str] = set()
     for entry in entries:
         problems = list(_problems_of(entry))
@@ -65,7 +65,7 @@ def names() -> list[str]:
 
 
 def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with an entry by itself."""
+    """Yield the problems of one entry, regardless of the other entries."""
     parts = _parts_of(entry)
     name = parts.pop("name", None)
     if name is None:
@@ -85,7 +85,7 @@ def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong_part(name: str, part: str, value: Any) -> str | None:
-    """Return why a part of an entry cannot stay; None if it can."""
+    """Return the error message for one key of an entry; None if it is valid."""
     known = _known_parts(name)
     if part not in known:
         close = nearest(part, known)
@@ -106,7 +106,7 @@ def _wrong_part(name: str, part: str, value: Any) -> str | None:
 
 
 def _known_parts(name: str) -> dict[str, Field | None]:
-    """Return the parts of a reward; None for a parameter of a function, which may be anything."""
+    """Return the keys of a reward with their fields; None for a function's untyped parameter."""
     if name in REWARDS:
         return {field.name: field for field in fields(REWARDS[name]) if field.metadata}
     own: dict[str, Field | None] = {field.name: field for field in fields(Reward)}
@@ -119,7 +119,7 @@ def _parts_of(entry: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _make(entry: str | dict[str, Any]) -> Reward:
-    """Return the reward of an entry without problems."""
+    """Build the reward of a valid entry."""
     parts = _parts_of(entry)
     name = parts.pop("name")
     known = _known_parts(name)

@@ -20,14 +20,14 @@ from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.table import make_rewards
 
 SHOWN_ANSWER = 60
-"""Characters of an answer in a table."""
+"""Maximum number of characters of an answer in a table."""
 ANSWER_KEYS = ("text", "answer", "completion", "response", "output")
-"""Keys under which a line of a file has an answer; the first is generate's."""
+"""Keys that may hold the answer in a line of a JSON file; `generate` writes the first one."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An attempt with FILE:LINE of its row, its scores in the order of the rewards, and the sum."""
+    """An attempt with the FILE:LINE of its row, one score per reward, and their weighted sum."""
 
     where: str
     attempt: Attempt
@@ -36,7 +36,7 @@ class Scored:
 
 
 def rewards(cfg: RewardsConfig) -> int:
-    """Print how answers score, by default the data's own; returns the exit code."""
+    """Print the scores of answers, by default of those in the data; return the exit code."""
     console = Console(quiet=False, stream=sys.stderr if cfg.format == "json" else None)
     chosen = with_models(make_rewards(cfg.objective.rewards), cfg)
     problems = Problems(cfg.data.on_error)
@@ -62,10 +62,10 @@ def rewards(cfg: RewardsConfig) -> int:
 
 
 def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
-    """Return the rewards, with the reward models among them in memory."""
+    """Return the rewards after loading the reward models among them."""
     if not any(isinstance(reward, ModelReward) for reward in chosen):
         return chosen
-    # imports torch, which other rewards do without
+    # imported here because torch is slow to import and only reward models need it
     import torch
 
     from fsdp_trainer.generate import device_of
@@ -77,7 +77,7 @@ def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
 def questions_of(
     cfg: RewardsConfig, chosen: list[Reward], problems: Problems, console: Console
 ) -> Iterator[DataQuestion]:
-    """Return the rows of data.path that the rewards can score answers to."""
+    """Yield the rows of data.path for which the rewards can score answers."""
 
     def check(question: DataQuestion) -> str | None:
         reasons = (reward.row_problem(question.columns, question.reference) for reward in chosen)
@@ -90,9 +90,10 @@ def questions_of(
 
 
 def answered(questions: list[DataQuestion], answers: str | None) -> list[tuple[str, Attempt]]:
-    """Return FILE:LINE of its row and the attempt of each answer.
+    """Return for each answer the FILE:LINE of its row and the attempt.
 
-    answers: a file of them; None: the rows' own. Raises UserError for a file that does not fit.
+    answers: a file of answers; None: use the references of the rows. Raises UserError if no answer
+    in the file belongs to a row.
     """
     if answers is None:
         own = [question for question in questions if question.reference is not None]
@@ -118,9 +119,10 @@ def answered(questions: list[DataQuestion], answers: str | None) -> list[tuple[s
 
 
 def read_answers(path: Path) -> list[tuple[str | None, str]]:
-    """Return (prompt, answer) of each line of a file; a prompt of None: the row of that number.
+    """Return (prompt, answer) for each line of a file.
 
-    Raises UserError for a file that is not text, and for a line without an answer.
+    A prompt of None means that the answer belongs to the row with the same number. Raises UserError
+    for a file that is not text, and for a line without an answer.
     """
     try:
         lines = path.read_text().splitlines()
@@ -150,7 +152,7 @@ def _read_line(path: Path, number: int, line: str) -> tuple[str | None, str]:
 def with_lengths(
     cfg: RewardsConfig, chosen: list[Reward], attempts: list[Attempt]
 ) -> list[Attempt]:
-    """Return the attempts with their numbers of tokens, where a reward asks for them."""
+    """Return the attempts, with their token counts if a reward needs them."""
     counts = any(getattr(reward, "unit", None) == "tokens" for reward in chosen)
     if not counts or not (cfg.tokenizer.path or cfg.model.init_from):
         return attempts
@@ -165,7 +167,7 @@ def _attempt(question: DataQuestion, answer: str) -> tuple[str, Attempt]:
 
 
 def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:
-    """Return the figures of each reward and of the sum, and all answers with their scores."""
+    """Return statistics of each reward and of the sum, and all answers with their scores."""
     columns = {reward.title: [one.scores[i] for one in scored] for i, reward in enumerate(chosen)}
     return {
         "answers": len(scored),
@@ -187,7 +189,7 @@ def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:
 
 
 def figures(scores: list[float]) -> dict[str, float]:
-    """Return mean, lowest and highest of some scores, and the share of the highest one."""
+    """Return the mean, lowest and highest score, and the share of scores that are the highest."""
     top = max(scores)
     return {
         "mean": sum(scores) / len(scores),
@@ -198,8 +200,7 @@ def figures(scores: list[float]) -> dict[str, float]:
 
 
 def table(cfg: RewardsConfig, chosen: list[Reward], scored: list[Scored]) -> list[str]:
-    """Return the lines that people read: figures of each reward, then the answers that score
-    lowest."""
+    """Return the printed lines: statistics of each reward, then the lowest-scoring answers."""
     width = max(len("reward"), *(len(reward.title) for reward in chosen))
     lines = [f"{'reward':{width}}  weight    mean  lowest  highest"]
     for i, reward in enumerate(chosen):

@@ -1,4 +1,4 @@
-"""PEFT's folders in: where the numbers of a model's adapters are."""
+"""Import of PEFT folders: the stored tensors that each parameter of an adapter is read from."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from fsdp_trainer.models.peft_experts import SeparateTensors, StackedRows, Stack
 from fsdp_trainer.models.peft_names import Source, resolve
 
 KEPT = 8
-"""Tensors that are kept whole: those that threads read at a time."""
+"""Number of complete tensors in the cache: enough for those that threads read at a time."""
 
 
 def adapted_model(config: ModelConfig, spec: AdapterSpec | None) -> Decoder:
@@ -32,7 +32,7 @@ def adapted_model(config: ModelConfig, spec: AdapterSpec | None) -> Decoder:
 def peft_adapter(
     config: ModelConfig, folder: Path, base: str
 ) -> tuple[AdapterSpec, dict[str, TensorOnDisk]]:
-    """Return a PEFT folder's adapters and where their numbers are, by parameter name.
+    """Return the specification of a PEFT folder's adapters, and their tensors by parameter name.
 
     Raises UserError with everything that does not fit the model.
     """
@@ -57,7 +57,10 @@ def peft_adapter(
 
 
 def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRead) -> TensorOnDisk:
-    """Return numbers of PEFT's tensors as a parameter of ours. cache: of B of all experts."""
+    """Return one of our parameters, read from PEFT's tensors.
+
+    cache: holds complete tensors of all experts' B, of which several parameters read a part.
+    """
     if isinstance(source, SeparateTensors):
         matrices = [stored[f"{name}.weight"] for name in source.tensors]
         return stacked(source.tensors[0], list(matrices))
@@ -77,7 +80,7 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRea
 
 
 def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, cache: LastRead) -> TensorOnDisk:
-    """Return A or B of all experts, stacked, of PEFT's tensor of them."""
+    """Return A or B of all experts of one matrix, stacked, as part of PEFT's tensor."""
     if not source.is_b:
         starts = [expert * source.whole + source.first for expert in range(source.experts)]
         return stacked(source.tensor, [whole.whole_rows(start, source.rank) for start in starts])
@@ -88,7 +91,7 @@ def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, cache: LastRea
 
 
 def equal(a: TensorOnDisk, b: TensorOnDisk) -> bool:
-    """Return True if two tensors hold the same numbers; both are read whole, by pieces."""
+    """Return True if two tensors hold the same numbers. Both are read completely, in pieces."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(map(torch.equal, a.pieces(), b.pieces()))

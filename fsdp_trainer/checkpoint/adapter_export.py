@@ -1,4 +1,4 @@
-"""The adapter of a run as a folder of PEFT's, which peft and vLLM load."""
+"""Export of a run's adapter as a PEFT folder, which peft and vLLM load."""
 
 import json
 import math
@@ -55,7 +55,7 @@ class Placed:
 
 @dataclass
 class Assembled(TensorOnDisk):
-    """Tensors side by side; 0 where there is none."""
+    """A tensor assembled from smaller ones, with 0 in the gaps."""
 
     placed: list[Placed]
 
@@ -74,12 +74,12 @@ class Assembled(TensorOnDisk):
 
 @dataclass
 class RowLengths(TensorOnDisk):
-    """The length of each row of a matrix: [out] float32."""
+    """The L2 norm of each row of a matrix: [out] float32."""
 
     matrix: TensorOnDisk
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Compute those of rows `first` to `last` into `buffer`, uint8; return them."""
+        """Compute the norms of rows `first` to `last` into `buffer`, uint8; return them."""
         lengths = as_tensor(buffer, self.dtype, (last - first,))
         rows = read_whole(self.matrix, first, last).double()
         return lengths.copy_(torch.linalg.vector_norm(rows, dim=1))
@@ -87,7 +87,7 @@ class RowLengths(TensorOnDisk):
 
 @dataclass
 class PeftFiles:
-    """The content of the folder: adapter_config.json, tensors by name, the file's metadata."""
+    """The content of a PEFT folder: adapter_config.json, tensors by name, the file's metadata."""
 
     config: dict[str, Any]
     tensors: dict[str, TensorOnDisk]
@@ -97,11 +97,11 @@ class PeftFiles:
 def export_adapter(
     checkpoint: Path, out: Path, dtype: str | None = None, experts: str = "stacked"
 ) -> None:
-    """Write the adapter of a run under a temporary name and rename it when whole.
+    """Write the adapter of a run under a temporary name and rename it when it is complete.
 
-    dtype: of all numbers; None: as they were trained. experts: the form of their adapters,
-    `stacked` or `separate`, see models.peft_experts. Raises OSError, and UserError for an adapter
-    that PEFT's format cannot hold.
+    dtype: number format of all tensors; None: as they were trained. experts: the form of the
+    experts' adapters, `stacked` or `separate`, see models.peft_experts. Raises OSError, and
+    UserError for an adapter that PEFT's format cannot hold.
     """
     config = ModelConfig.from_hf(checkpoint / "hf")
     base = read_base(checkpoint)
@@ -177,14 +177,17 @@ def saved_tensors(
     weights: dict[str, TensorOnDisk],
     tied: bool,
 ) -> dict[str, TensorOnDisk]:
-    """Return parameters of the base's folder, each made of the weights of its parts."""
+    """Return parameters named as in the base model's folder, assembled from their parts' weights.
+
+    tied: the model's head is its embedding.
+    """
     tensors: dict[str, TensorOnDisk] = {}
     for name, (shape, parts) in saved.items():
         kind = name.rpartition(".")[2]
         placed = [Placed(weights[f"{part.layer}.{kind}"], part.first) for part in parts]
         tensors[name] = Assembled(placed[0].tensor.dtype, shape, [], placed)
     if tied and EMBEDDING in tensors:
-        # PEFT makes a copy of each of both modules, and reads each
+        # PEFT copies both modules and reads a tensor for each
         tensors[HEAD] = tensors[EMBEDDING]
     return tensors
 
@@ -192,10 +195,10 @@ def saved_tensors(
 def saved_parameters(
     spec: AdapterSpec, layout: Layout
 ) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
-    """Return the parameters of the base's folder that the adapter replaces: `adapter.also`.
+    """Return shape and parts of the parameters in the base's folder that `adapter.also` replaces.
 
-    Of a fused matrix all, where a part is trained in full: its other parts are as they were, or
-    with their adapters merged.
+    A fused matrix is replaced completely if one part is trained in full: its other parts are
+    unchanged, or have their adapters merged.
     """
     saved = {}
     for name, (shape, parts) in layout.parameters.items():
@@ -208,7 +211,7 @@ def saved_parameters(
 
 
 def module_rank(spec: AdapterSpec, layers: list[str]) -> tuple[int, float]:
-    """Return rank and alpha of the adapter of a matrix that has those of `layers` side by side."""
+    """Return rank and alpha of a matrix's adapter, which joins the adapters of `layers`."""
     if len(layers) == 1:
         return spec.layers[layers[0]]
     rank = sum(spec.layers[layer][0] for layer in layers)
@@ -216,7 +219,7 @@ def module_rank(spec: AdapterSpec, layers: list[str]) -> tuple[int, float]:
 
 
 def alpha_for(spec: AdapterSpec, scale: float, rank: int) -> float:
-    """Return the alpha that gives a scale at a rank."""
+    """Return the alpha with which an adapter of this rank has this scale."""
     return scale * (math.sqrt(rank) if spec.scaling == "rslora" else rank)
 
 
@@ -229,8 +232,8 @@ def module_tensors(
 ) -> dict[str, TensorOnDisk]:
     """Return the tensors of one matrix's adapter.
 
-    Of a fused matrix A is those of its parts, one after the other, and B is block-diagonal; a part
-    without an adapter has zeros. weights: all, by parameter name.
+    For a fused matrix, A is the concatenation of its parts' A, and B is block-diagonal, with zeros
+    in the rows of a part without an adapter. weights: all weights, by parameter name.
     """
     adapted = [part for part in parts if part.layer in spec.layers]
     scale = spec.scale(adapted[0].layer)
@@ -258,7 +261,7 @@ def magnitude(
     spec: AdapterSpec,
     weights: dict[str, TensorOnDisk],
 ) -> TensorOnDisk:
-    """Return DoRA's lengths of a part's rows; those of the base's, where it has no adapter."""
+    """Return DoRA's norms of a part's rows; of a part without an adapter, the base weight's."""
     if part.layer in spec.layers:
         return weights[f"{part.layer}.{MAGNITUDE}"]
     return RowLengths(torch.float32, (part.rows,), [], weights[f"{part.layer}.weight"])
@@ -275,9 +278,10 @@ def adapter_config(
     layout: Layout,
     base: Base,
 ) -> dict[str, Any]:
-    """Return adapter_config.json. ranks: rank and alpha of each adapted matrix, without experts.
+    """Return the content of adapter_config.json.
 
-    `r` is the largest rank, by which vLLM sizes its buffers, and lora_alpha what most have.
+    `r` is the largest rank, by which vLLM sizes its buffers; `lora_alpha` gives the most common
+    scale at that rank. ranks: rank and alpha of each adapted matrix, without experts.
     """
     ranks = names_for_peft(spec, ranks, layout, of_experts.are_separate)
     modules, parameters = target_names(list(ranks), of_experts, layout)
@@ -316,11 +320,12 @@ def adapter_config(
 def names_for_peft(
     spec: AdapterSpec, ranks: dict[str, Any], layout: Layout, separate: bool
 ) -> dict[str, Any]:
-    """Return rank and alpha of each adapted matrix, by the name that PEFT has to find it by.
+    """Return rank and alpha of each adapted matrix, by the name under which PEFT finds it.
 
-    Beside experts peft takes `gate_proj` and the like for names of theirs (0.21,
-    `_convert_peft_config_moe`): those of other feed-forwards are named as parameters, but for DoRA,
-    which PEFT does not have for parameters. ranks: by module. separate: the form of the experts.
+    In a model with experts peft 0.21 takes names such as `gate_proj` for the experts'
+    (`_convert_peft_config_moe`). The matrices of other feed-forwards are therefore named as
+    parameters, except for DoRA, which PEFT does not support for parameters. ranks: by module.
+    separate: True if each expert has its own adapter.
     """
     if not layout.stacks or separate or spec.kind == "dora":
         return ranks
@@ -333,7 +338,10 @@ def names_for_peft(
 def target_names(
     names: list[str], of_experts: PeftExperts, layout: Layout
 ) -> tuple[list[str], list[str]]:
-    """Return target_modules and target_parameters. names: see names_for_peft, without experts."""
+    """Return target_modules and target_parameters.
+
+    names: names from names_for_peft, without experts.
+    """
     linears = list(layout.linears)
     if of_experts.are_separate:
         every = [name for stack in layout.stacks.values() for name in stack.names]
@@ -345,14 +353,14 @@ def target_names(
 
 
 def number(value: float) -> float | int:
-    """Return a whole number as one."""
+    """Return an integral value as int, any other unchanged."""
     return int(value) if float(value).is_integer() else value
 
 
 def base_name(base: Base) -> str | None:
-    """Return the base model's name on the hub, else its folder; None: it was drawn.
+    """Return the base model's name on the hub, else its folder; None if it was random.
 
-    Of a run that is its hf/, if that was made of the checkpoint.
+    The folder of a base that is a checkpoint is its run's hf/, if that was exported from it.
     """
     if not base.source:
         return None
@@ -366,7 +374,10 @@ def base_name(base: Base) -> str | None:
 
 
 def module_names(adapted: list[str], linears: list[str]) -> list[str]:
-    """Return target_modules: last names where all layers of that name are adapted, else whole."""
+    """Return the entries of target_modules: last parts of names, or full names.
+
+    The last part stands for all modules that end in it; it is used if all of them are adapted.
+    """
     names: dict[str, None] = {}
     for module in adapted:
         leaf = last_name(module)
@@ -376,13 +387,17 @@ def module_names(adapted: list[str], linears: list[str]) -> list[str]:
 
 
 def last_name(name: str) -> str:
-    """Return the last name of a module or of a parameter, with the end `.weight` if it has one."""
+    """Return the last part of a module's name, or of a parameter's, then followed by `.weight`."""
     end = ".weight" if name.endswith(".weight") else ""
     return name.removesuffix(end).rpartition(".")[2] + end
 
 
 def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
-    """Return a rank_pattern or alpha_pattern: by last names where all of a name have one value."""
+    """Return a rank_pattern or alpha_pattern.
+
+    An entry is keyed by the last part of a name if all adapted modules that end in it have the
+    same value, else by the full name.
+    """
     pattern: dict[str, Any] = {}
     for module, value in values.items():
         leaf = last_name(module)

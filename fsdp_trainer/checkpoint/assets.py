@@ -1,4 +1,4 @@
-"""The Hugging Face folder without weights in every checkpoint, which an export begins with."""
+"""The Hugging Face folder without weights in every checkpoint, from which an export starts."""
 
 import json
 from pathlib import Path

@@ -53,18 +53,18 @@ MIX_1 = -4658895280553007687
 MIX_2 = -7723592293110705685
 MAX_SHOWN_WEIGHTS = 3
 CODES = f"{NF4}:"
-"""The beginning of the digest of a weight in 4 bits."""
+"""Prefix of the digest of a weight kept in 4 bits."""
 
 
 @dataclass
 class Base:
     """The origin of a run's frozen weights: `frozen` in the trainer.json of its checkpoints.
 
-    source: a Hugging Face folder or a checkpoint; "": they are random, from `seed`. hub_id: the
-    name under which that folder was fetched, or "". dtype: the number format in which they are
-    kept in training; digests: of each frozen weight in that format, or of its 4-bit codes, by name.
-    adapters: those that are trained beside them; adapter_source: the PEFT folder or checkpoint that
-    frozen parts of these were read from, "": none was.
+    source: a Hugging Face folder or a checkpoint; "": the weights are random, from `seed`. hub_id:
+    the name under which that folder was fetched, or "". dtype: number format of the frozen weights
+    in training. digests: digest of each frozen weight in that format, or of its 4-bit codes, by
+    name. adapters: the adapters trained on top of them. adapter_source: the PEFT folder or
+    checkpoint from which frozen parts of the adapters were read; "": none.
     """
 
     source: str
@@ -78,7 +78,7 @@ class Base:
 
 @dataclass
 class RandomWeight(TensorOnDisk):
-    """A weight that was drawn and can be drawn again: it is on no disk."""
+    """A randomly initialised weight, which is drawn again instead of stored on disk."""
 
     config: ModelConfig
     name: str
@@ -96,7 +96,7 @@ NOTHING_FROZEN = Base("", "", 0, "float32", {})
 
 
 def read_base(checkpoint: Path) -> Base:
-    """Return where the weights are that a checkpoint does not hold."""
+    """Return the origin of the frozen weights, which a checkpoint does not hold."""
     stored = read_progress(checkpoint).get("frozen")
     if not stored:
         return NOTHING_FROZEN
@@ -107,9 +107,9 @@ def read_base(checkpoint: Path) -> Base:
 def base_of_new_run(
     model: Decoder, cfg: TrainConfig, init_from: Path | None, adapters: AdapterSpec | None
 ) -> Base | None:
-    """Return where the frozen weights, just read or drawn, are from; None: none is. Collective.
+    """Return the origin of the frozen weights, just read or drawn; None if none is frozen.
 
-    init_from: model.init_from, fetched.
+    Collective. init_from: local path of model.init_from.
     """
     frozen = list(frozen_parameters(model.whole))
     dtype = frozen_dtype(cfg.precision, adapters)
@@ -130,10 +130,10 @@ def base_of_new_run(
 
 
 def require_base_of_adapter(base: Base, adapter: Path) -> None:
-    """Raise UserError unless an adapter to go on from was trained beside this base.
+    """Raise UserError if an adapter to continue from was trained on another base model.
 
-    As far as it is known: what other programs write has no digests, and digests in other formats
-    cannot be compared.
+    An adapter written by another program has no digests, and digests of different formats cannot
+    be compared: both are accepted.
     """
     if base.source:
         refuse_merging_twice(adapter, Path(base.source))
@@ -156,10 +156,10 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
 def base_of_resumed_run(
     model: Decoder, cfg: TrainConfig, checkpoint: Path, adapters: AdapterSpec | None
 ) -> Base | None:
-    """Return where the frozen weights, just loaded, are from; None: none is. Collective.
+    """Return the origin of the frozen weights, just loaded; None if none is frozen. Collective.
 
-    What was frozen before may be trained now, in a run that allows that change; adapters: as they
-    are now, perhaps with another scale.
+    Weights that were frozen before may be trained now, in a run that allows that change. adapters:
+    those of this start, perhaps with another scale than before.
     """
     base = read_base(checkpoint)
     frozen = list(frozen_parameters(model.whole))
@@ -176,7 +176,7 @@ def base_of_resumed_run(
 def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str]:
     """Return the weights that a checkpoint does not hold because they were frozen.
 
-    stored: those that it holds. Raises UserError if one of them is frozen now.
+    stored: names of the weights that it holds. Raises UserError if one of them is frozen now.
     """
     trained_before = [name for name in frozen_parameters(model.whole) if name in stored]
     if trained_before:
@@ -190,14 +190,14 @@ def names_in_base(model: Decoder, checkpoint: Path, stored: set[str]) -> set[str
 
 
 def freezing_key(model: Decoder) -> str:
-    """Return what froze a model's weights, for a message."""
+    """Return the configuration key that froze a model's weights, for a message."""
     return "adapter" if is_adapted(model) else "train.freeze"
 
 
 def require_trained_rows(model: Decoder, known: int) -> None:
     """Raise UserError if embedding or head is frozen and has rows for new tokens.
 
-    known: rows that the weights of the start have.
+    known: number of rows of the initial weights.
     """
     frozen = [name for name in VOCABULARY if name in frozen_parameters(model.whole)]
     count = model.config.vocab_size - known
@@ -244,10 +244,10 @@ def load_weights(
 def weights_on_disk(
     config: ModelConfig, source: Path, merge_into: str = "original"
 ) -> dict[str, TensorOnDisk]:
-    """Return every weight of a model without adapters, by name; those of `source` are merged.
+    """Return every weight of a model by name, with the adapters of `source` merged into them.
 
-    source: a Hugging Face folder, a run, a checkpoint or a PEFT folder. merge_into: where matrices
-    were kept in 4 bits, `original` takes them as they were before, `trained` as 4 bits hold them.
+    source: a Hugging Face folder, a run, a checkpoint or a PEFT folder. merge_into: for matrices
+    kept in 4 bits, `original` uses their numbers before quantization, `trained` those after it.
     Raises UserError if a base is gone or an adapter does not fit it, and RunFailed for a checkpoint
     that lacks rows.
     """
@@ -268,7 +268,7 @@ def weights_on_disk(
 
 
 def as_trained(weights: dict[str, TensorOnDisk], base: Base) -> dict[str, TensorOnDisk]:
-    """Return the weights with those that were kept in 4 bits as these hold them."""
+    """Return the weights, with those that were kept in 4 bits rounded as in training."""
     names = [name for name, digest in base.digests.items() if is_of_codes(digest)]
     dtype = getattr(torch, base.dtype)
     return weights | {name: as_trained_on(weights[name], dtype) for name in names}
@@ -281,7 +281,7 @@ def kept_in_four_bits(source: Path) -> bool:
 
 
 def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorOnDisk]:
-    """Return every weight of a checkpoint and its base by name, adapters by themselves."""
+    """Return every weight of a checkpoint and its base by name, adapters not merged."""
     base = read_base(checkpoint)
     model = adapted_model(config, base.adapters)
     stored = StoredTensors(checkpoint)
@@ -296,9 +296,10 @@ def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorO
 def adapter_on_disk(
     config: ModelConfig, source: Path, base: str
 ) -> tuple[AdapterSpec, dict[str, TensorOnDisk]]:
-    """Return adapters, and what they train by parameter name: matrices and `adapter.also`.
+    """Return the specification of adapters, and their tensors by parameter name.
 
-    source: a PEFT folder, a run with an adapter, or a checkpoint of one. base: as in AdapterSpec.
+    The tensors are their matrices and the parameters in `adapter.also`. source: a PEFT folder, a
+    run with an adapter, or a checkpoint of one. base: as in AdapterSpec.
     """
     checkpoint = find_checkpoint(source)
     if checkpoint is None:
@@ -311,14 +312,15 @@ def adapter_on_disk(
 
 
 def is_of_adapter(name: str, spec: AdapterSpec | None) -> bool:
-    """Return whether a parameter is in an adapter's folder: its matrices and `adapter.also`."""
+    """Return True if an adapter's folder holds a parameter: its matrices and `adapter.also`."""
     return spec is not None and (".lora_" in name or name in spec.also)
 
 
 def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
-    """Return the formats in which a model's weights came: by parameter, all others `default`.
+    """Return the number formats of a model's original weights.
 
-    source: as for weights_on_disk; an adapter's are its base model's.
+    The key `default` has the format of all parameters that have no entry of their own. source: as
+    for weights_on_disk; a PEFT folder has the formats of its base model.
     """
     if is_adapter(source):
         return number_formats(config, base_folder(source))
@@ -331,14 +333,17 @@ def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
 
 
 def with_default(formats: dict[str, str]) -> dict[str, str]:
-    """Return the most common of the formats as `default`, and those that differ by parameter."""
+    """Return the most common format as `default`, and other formats by parameter."""
     default, _ = Counter(formats.values()).most_common(1)[0]
     others = {name: dtype for name, dtype in formats.items() if dtype != default}
     return {"default": default} | others
 
 
 def model_config(source: Path) -> ModelConfig:
-    """Return the architecture of what weights_on_disk takes. Raises UserError without a base."""
+    """Return the architecture of a source of weights_on_disk.
+
+    Raises UserError if the base model of a PEFT folder is not found.
+    """
     if is_adapter(source):
         base_folder(source)
     return ModelConfig.from_hf(model_folder(source))
@@ -347,7 +352,7 @@ def model_config(source: Path) -> ModelConfig:
 def base_folder(adapter: Path) -> Path:
     """Return the folder, run or checkpoint of a PEFT folder's base model.
 
-    Raises UserError if it is nowhere.
+    Raises UserError if it is not found.
     """
     name = base_of_adapter(adapter)
     if is_hub_id(name):
@@ -398,7 +403,10 @@ def frozen_in_adapter(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk
 def random_weights(
     model: Decoder, names: Iterable[str], seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, TensorOnDisk]:
-    """Return weights that are drawn when they are read, by name. The model has no 4-bit ones."""
+    """Return weights that are drawn when they are read, by name.
+
+    model: gives their shapes; it has no 4-bit weights.
+    """
     shapes = {name: model.get_parameter(name).shape for name in names}
     return {
         name: RandomWeight(dtype, shape, [], model.config, name, seed)
@@ -407,10 +415,10 @@ def random_weights(
 
 
 def require_unchanged(config: ModelConfig, source: Path) -> None:
-    """Read the frozen weights of a checkpoint or a PEFT folder.
+    """Read the frozen weights of a checkpoint or a PEFT folder and compare their digests.
 
-    Raises UserError if they are gone or have changed, as far as it is known what they were, or if
-    they have the adapter merged into them already.
+    Raises UserError if they are gone, if they differ from the recorded digests, or if the adapter
+    is merged into them already. A PEFT folder of another program has no digests.
     """
     if is_adapter(source):
         base = recorded_base(source)
@@ -441,12 +449,12 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
 
 
 def recorded_base(folder: Path) -> Base:
-    """Return the base model of a PEFT folder; digests: empty where the folder is not ours."""
+    """Return the base model of a PEFT folder, without digests if another program wrote it."""
     return replace(recorded_digests(folder), source=str(base_folder(folder).resolve()))
 
 
 def recorded_digests(folder: Path) -> Base:
-    """Return what a PEFT folder of ours records of its base model; else nothing frozen."""
+    """Return the base model that a PEFT folder of ours records; NOTHING_FROZEN for any other."""
     base = read_origin(folder).get("base")
     if not base:
         return NOTHING_FROZEN
@@ -484,13 +492,13 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
 
 
 def _known_rows(model: Decoder, name: str) -> int:
-    """Return the rows of a parameter that mean something: a vocabulary may be padded."""
+    """Return the number of rows of a parameter, without the padding of a vocabulary."""
     return model.config.vocab_size if name in VOCABULARY else len(model.named_weights()[name])
 
 
 @torch.no_grad()
 def clear_padding(model: Decoder) -> None:
-    """Set to 0 what pads the vocabulary: another layout's checkpoint has less of it, or none."""
+    """Zero the vocabulary's padding rows: another layout's checkpoint has fewer or none."""
     for name, parameter in model.named_parameters():
         if name in VOCABULARY:
             first = local_slice(parameter)[0].start
@@ -501,9 +509,8 @@ def clear_padding(model: Decoder) -> None:
 def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -> dict[str, str]:
     """Return a digest of each parameter, rounded to `dtype`: the same for every sharding.
 
-    One in 4 bits is taken as it is encoded.
-    Collective, unless this process is `alone` in it. A sum, modulo 2^64, over all numbers of a
-    hash of their bits and their place.
+    A digest is the sum, modulo 2^64, of a hash of each number's bits and position; for a parameter
+    in 4 bits, of each byte of its codes. Collective, unless this process is `alone` in it.
     """
     if not names:
         return {}
@@ -524,9 +531,10 @@ def digests(model: Decoder, names: list[str], dtype: str, alone: bool = False) -
 
 
 def held_first(model: Decoder) -> set[str]:
-    """Return the parameters of which this rank's stage has the copy that counts.
+    """Return the names of the parameters whose digest this rank's stage computes.
 
-    Without a pipeline these are all. Of a tied embedding it is the first stage's.
+    Without a pipeline these are all. Of a tied embedding, which two stages hold, the first stage's
+    copy counts.
     """
     own = {name for name, _ in model.named_parameters()}
     stages = stages_of(model)
@@ -536,17 +544,17 @@ def held_first(model: Decoder) -> set[str]:
 
 
 def is_of_codes(digest: str) -> bool:
-    """Return whether a digest is that of a weight in 4 bits."""
+    """Return True for the digest of a weight in 4 bits."""
     return digest.startswith(CODES)
 
 
 def same_format(one: str, other: str) -> bool:
-    """Return whether two digests are of weights in the same format."""
+    """Return True if two digests are both of 4-bit weights, or neither is."""
     return is_of_codes(one) == is_of_codes(other)
 
 
 def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of the sum; of several replicas the first one counts."""
+    """Return this rank's part of the sum. Of several replicas only the first one contributes."""
     parameter = plain(model.get_parameter(name).detach())
     local = local_part(parameter)
     part = local_slice(parameter)
@@ -567,9 +575,9 @@ def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
 def _digest(
     numbers: Tensor, part: tuple[slice, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Return the sum of hashes of `numbers`, which are the part `part` of a tensor of `shape`.
+    """Return the sum of hashes of `numbers`, the part `part` of a tensor of shape `shape`.
 
-    Of numbers in `dtype`, or of the bytes of 4-bit codes.
+    Numbers are hashed in `dtype`, 4-bit codes as bytes.
     """
     places = torch.zeros((), dtype=torch.int64, device=numbers.device)
     for size, span in zip(shape, part, strict=True):

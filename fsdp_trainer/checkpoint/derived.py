@@ -1,4 +1,4 @@
-"""Tensors that are parts of others, or are made of several, as these are read."""
+"""Tensors derived from others while these are read: parts, transposes, stacks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class SomeRows(TensorOnDisk):
 
 
 def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
-    """Return `count` rows of a tensor of whatever kind as one by itself."""
+    """Return `count` rows of any kind of tensor as a tensor of their own."""
     return SomeRows(source.dtype, (count, *source.shape[1:]), source.chunks, source, first)
 
 
@@ -42,7 +42,7 @@ class Columns(TensorOnDisk):
 
 @dataclass
 class Transposed(TensorOnDisk):
-    """A small matrix, transposed: all of it is read for any rows."""
+    """A small matrix, transposed. Reading any of its rows reads the complete matrix."""
 
     matrix: TensorOnDisk
 
@@ -59,12 +59,12 @@ def transposed(matrix: TensorOnDisk) -> Transposed:
 
 @dataclass
 class Stacked(TensorOnDisk):
-    """Matrices of one shape, [matrices, rows, columns], of one matrix of all their rows."""
+    """Matrices of one shape, [matrices, rows, columns], as a view of one matrix of all rows."""
 
     matrix: TensorOnDisk
 
     def as_matrix(self) -> TensorOnDisk:
-        """See TensorOnDisk."""
+        """Return the matrix of all rows."""
         return self.matrix
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class JoinedRows(TensorOnDisk):
 
 
 def stacked_like(whole: TensorOnDisk, matrix: TensorOnDisk) -> Stacked:
-    """Return a matrix of all rows of stacked matrices as these, as many as `whole` has."""
+    """Return a matrix of all rows as stacked matrices, of the number and height of `whole`'s."""
     shape = (*whole.shape[:2], *matrix.shape[1:])
     return Stacked(matrix.dtype, shape, matrix.chunks, matrix)
 
@@ -108,22 +108,22 @@ def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
 
 
 class LastRead:
-    """Parts of files that were read last: threads that convert pieces of one read it once."""
+    """A cache of the last parts of files, so that threads converting pieces of one read it once."""
 
     def __init__(self, count: int):
-        """count: how many are kept."""
+        """count: number of parts that are kept."""
         self.count = count
         self._parts: dict[tuple[int, str, int, int], Tensor] = {}
         self._lock = Lock()
 
     def rows(self, tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-        """Return rows of a tensor that is one chunk, read again only if others came since."""
+        """Return rows of a tensor that is a single chunk, from the cache if they are in it."""
         key = tensor.chunks[0].offset, str(tensor.chunks[0].file), first, last
         with self._lock:
             rows = self._parts.pop(key, None)
             if rows is None:
                 rows = read_whole(tensor, first, last)
-            self._parts[key] = rows  # behind all others
+            self._parts[key] = rows  # last in the order of use
             if len(self._parts) > self.count:
                 del self._parts[next(iter(self._parts))]
             return rows

@@ -1,4 +1,4 @@
-"""One short name for all weights of a checkpoint: equal digests are equal weights, bit by bit."""
+"""A short digest of all weights of a checkpoint: equal digests mean bitwise equal weights."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from fsdp_trainer.checkpoint.stream import as_bytes
 def weights_digest(source: Path) -> str:
     """Return the first 16 hexadecimal digits of SHA-256 over all weights, in order of their names.
 
-    Name, number format, shape and bytes of each count; what ranks wrote which part does not.
+    The name, number format, shape and bytes of each weight count, not which rank wrote which part.
     source: a checkpoint or a PEFT folder. Memory: one piece of a tensor.
     Raises RunFailed for a checkpoint that lacks rows, and OSError.
     """

@@ -27,7 +27,7 @@ class PeftExperts:
     """The adapters of experts in PEFT's terms.
 
     ranks: rank and alpha by PEFT's name of each adapted matrix. fused_ranks: see
-    peft_config.FUSED_RANKS. all_names: of all matrices that could be adapted.
+    peft_config.FUSED_RANKS. all_names: names of all matrices that could be adapted.
     """
 
     are_separate: bool
@@ -38,9 +38,9 @@ class PeftExperts:
 
 
 def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
-    """Return an adapter for each expert's matrix. weights: all, by parameter name.
+    """Return an adapter for each expert's matrix. weights: all weights, by parameter name.
 
-    Raises UserError where one tensor of a folder holds all experts.
+    Raises UserError for a family whose folders hold all experts in one tensor.
     """
     experts = PeftExperts(are_separate=True)
     for layer, stack in layout.stacks.items():
@@ -59,7 +59,10 @@ def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Pef
 
 
 def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
-    """Return an adapter for each of transformers' parameters. weights: all, by parameter name."""
+    """Return an adapter for each parameter that transformers stacks experts in.
+
+    weights: all weights, by parameter name.
+    """
     experts = PeftExperts(are_separate=False)
     for module, stacks in by_experts(layout.stacks.values()).items():
         experts.all_names += [f"{module}.{name}" for name in STACKED_PARTS]
@@ -72,7 +75,8 @@ def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Peft
 def trained_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Weights:
     """Return transformers' parameters of the experts that are trained in full, by name.
 
-    weights: merged, by parameter name. Where transformers has our parameters, nothing.
+    weights: merged weights, by parameter name. Parameters that transformers names as we do are left
+    out: adapter_export.saved_parameters has them.
     """
     tensors: Weights = {}
     for stacks in by_experts(layout.stacks.values()).values():
@@ -95,7 +99,7 @@ def trained_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Weig
 def _add_stacked(
     experts: PeftExperts, parameter: StackedParameter, spec: AdapterSpec, weights: Weights
 ) -> None:
-    """Add the adapter of one parameter: A's of its parts one after the other, B block-diagonal."""
+    """Add the adapter of one parameter: the A of its parts concatenated, and B block-diagonal."""
     count, rows, columns = parameter.shape
     layers = [part.layer for part in parameter.parts if part.layer in spec.layers]
     scale = spec.scale(layers[0])

@@ -1,4 +1,4 @@
-"""Adapters of experts on disk: PEFT's tensors as ours, and ours as PEFT's. See peft_experts."""
+"""Conversion of experts' adapters on disk from PEFT's tensors to ours and back."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 
 @dataclass
 class OwnB(TensorOnDisk):
-    """Our B [experts, out, rank] of PEFT's [out, ranks · experts], as a matrix of all rows.
+    """Our B [experts, out, rank], as a matrix of all rows, read from PEFT's [out, ranks · experts].
 
-    source: the file's tensor. row: where our rows begin in it. first, whole: of how many ranks
-    ours begin where. cache: whole tensors of all sources.
+    source: PEFT's tensor. row: the first of our rows in it. first: the first of our ranks in it.
+    whole: number of its ranks. cache: holds complete source tensors.
     """
 
     source: TensorOnDisk
@@ -24,7 +24,7 @@ class OwnB(TensorOnDisk):
     cache: LastRead
 
     def as_matrix(self) -> TensorOnDisk:
-        """See TensorOnDisk: it is one already."""
+        """Return this tensor, which is a matrix already."""
         return self
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
@@ -40,9 +40,10 @@ class OwnB(TensorOnDisk):
 
 @dataclass
 class PlacedStack:
-    """A or B of experts, stacked, among the ranks of PEFT's: from `rank` on, B from `row` on.
+    """Position of our stacked A or B in PEFT's tensor.
 
-    factor: of B.
+    rank: the first of PEFT's ranks that it has. row: the first of PEFT's rows that B has. factor:
+    multiplies B.
     """
 
     tensor: TensorOnDisk
@@ -53,7 +54,7 @@ class PlacedStack:
 
 @dataclass
 class StackedA(TensorOnDisk):
-    """PEFT's A, [experts · ranks, in]: of each expert the ranks of all parts."""
+    """PEFT's A, [experts · ranks, in]: for each expert the ranks of all parts."""
 
     ranks: int
     placed: list[PlacedStack]
@@ -76,7 +77,7 @@ class StackedA(TensorOnDisk):
 
 @dataclass
 class StackedB(TensorOnDisk):
-    """PEFT's B, [out, ranks · experts]; 0 where a part's rows meet another part's ranks."""
+    """PEFT's B, [out, ranks · experts]; 0 in a part's rows at another part's ranks."""
 
     experts: int
     placed: list[PlacedStack]

@@ -1,4 +1,4 @@
-"""A complete Hugging Face folder from a checkpoint, a few pieces of tensors at a time."""
+"""Export of a checkpoint as a complete Hugging Face folder, a few pieces of tensors at a time."""
 
 import json
 import shutil
@@ -125,12 +125,12 @@ def export_checkpoint(
     shard_gib: float = 4.0,
     merge_into: str = "original",
 ) -> None:
-    """Write `out` under a temporary name and rename it when whole.
+    """Write `out` under a temporary name and rename it when it is complete.
 
-    source: a checkpoint or a PEFT folder; adapters are merged. dtype: of all parameters; None: as
-    they were imported, as buffers always are. merge_into: as for weights_on_disk. Raises RunFailed
-    for a checkpoint that lacks weights, UserError for one whose frozen weights are gone or have
-    changed, and OSError.
+    source: a checkpoint or a PEFT folder; adapters are merged. dtype: number format of all
+    parameters; None: the one they were imported in, which buffers always keep. merge_into: as for
+    weights_on_disk. Raises RunFailed for a checkpoint that lacks weights, UserError for one whose
+    frozen weights are gone or have changed, and OSError.
     """
     config = model_config(source)
     model = meta_decoder(config)
@@ -152,7 +152,7 @@ def export_checkpoint(
     with whole_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
         hf_config = json.loads((partial / "config.json").read_text())
-        hf_config.pop("quantization_config", None)  # of a base that is decoded as it is read
+        hf_config.pop("quantization_config", None)  # a quantized base is decoded as it is read
         write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
         write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:
@@ -162,14 +162,14 @@ def export_checkpoint(
             handle = opened.enter_context((partial / file).open("wb", 0))
             places |= write_header(handle, {name: tensors[name] for name in names})
         pieces = export_pieces(sources, parts, tensors, places)
-        # what is read has at most float32: of a number, twice its bytes in the export
+        # numbers are read as float32 at most: at most twice their bytes in the export
         matrices = [tensor.as_matrix() for tensor in tensors.values()]
         largest = piece_bytes(2 * matrix.row_bytes for matrix in matrices)
         in_threads(export_piece, pieces, 2 * largest)
 
 
 def copy_assets(source: Path, out: Path) -> None:
-    """Copy what a Hugging Face folder has besides weights: configuration, tokenizer, template."""
+    """Copy a Hugging Face folder's files except weights: configuration, tokenizer, template."""
     for folder in dict.fromkeys([model_folder(source), tokenizer_folder(source)]):
         for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
             for file in folder.glob(pattern):
@@ -192,7 +192,7 @@ def record(source: Path, dtype: str | None, merge_into: str) -> dict[str, Any]:
 
 
 def is_export_of(folder: Path, checkpoint: Path, dtype: str | None) -> bool:
-    """Return whether `folder` is what export_checkpoint would write."""
+    """Return True if `folder` is what export_checkpoint would write."""
     recorded = read_origin(folder)
     expected = origin(checkpoint, dtype)
     return bool(recorded) and expected.items() <= recorded.items()
@@ -224,9 +224,9 @@ def export_pieces(
     tensors: dict[str, TensorOnDisk],
     places: dict[str, tuple[int, int]],
 ) -> Iterator[ExportPiece]:
-    """Yield all that is to be copied, in the order of the export.
+    """Yield every piece to copy, in the order of the export, without a vocabulary's padding rows.
 
-    Of a padded vocabulary that is the rows that count. sources: all parameters.
+    sources: all parameters, by name. places: open file and first byte of each exported tensor.
     """
     sources = {name: source.as_matrix() for name, source in sources.items()}
     for part in parts:

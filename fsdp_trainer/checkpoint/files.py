@@ -1,4 +1,4 @@
-"""Files that exist whole or not at all, and the manifest that proves it."""
+"""Files and folders that appear only when they are complete, and the manifest to verify them by."""
 
 import json
 import os
@@ -46,9 +46,9 @@ def files_below(folder: Path) -> list[str]:
 
 
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """Return a manifest as it is written: a checksum of all else is its last entry.
+    """Return the text of a manifest, whose last entry is a checksum of all other entries.
 
-    manifest: JSON, with `files` as `describe` gives them.
+    manifest: JSON, with `files` as `describe` returns them.
     """
     return json.dumps(manifest | {"crc32": zlib.crc32(json.dumps(manifest).encode())}, indent=1)
 
@@ -56,8 +56,8 @@ def manifest_text(manifest: dict[str, Any]) -> str:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder.
 
-    Raises OSError, and ValueError if a single bit is not as it was written; manifests of earlier
-    versions had no checksum of themselves.
+    Raises OSError, and ValueError if any bit has changed since it was written; that cannot be
+    checked in manifests of earlier versions, which have no checksum of themselves.
     """
     text = (folder / MANIFEST).read_text()
     manifest = json.loads(text)
@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def named_checkpoint(source: str) -> Path:
-    """Return the checkpoint that `source` names; one that has lost its manifest is one, too.
+    """Return the checkpoint that `source` names, even if it has lost its manifest.
 
     Raises UserError if there is none.
     """
@@ -82,10 +82,10 @@ def named_checkpoint(source: str) -> Path:
 
 
 def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
-    """Return which files of a committed folder are missing, shortened or altered.
+    """Return a Problem for each missing, shortened or altered file of a committed folder.
 
-    A rank looks at the shards of its own number: those that it is about to read if as many ranks
-    wrote them. All else is small, and every rank reads it.
+    A rank checks the shards whose number, modulo `ranks`, is its own: those that it is about to
+    read if as many ranks wrote them. All other files are small, and every rank checks them.
     """
     try:
         files = read_manifest(folder)["files"]
@@ -103,7 +103,10 @@ def damage(folder: Path, rank: int = 0, ranks: int = 1) -> list[Problem]:
 
 
 def require_undamaged(checkpoint: Path) -> None:
-    """Raise UserError naming a checkpoint's damaged files, and the newest whole one of its run."""
+    """Raise UserError if a checkpoint is damaged.
+
+    It names the damaged files, and the newest undamaged checkpoint of the run.
+    """
     problems = damage(checkpoint)
     if problems:
         problems[-1].why += f"\n{newest_whole(checkpoint)}"
@@ -111,7 +114,7 @@ def require_undamaged(checkpoint: Path) -> None:
 
 
 def newest_whole(damaged: Path) -> str:
-    """Return what to say of the newest whole checkpoint of the same run."""
+    """Return a sentence on the newest undamaged checkpoint of the same run, for a message."""
     others = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
     whole = next((path for path in reversed(others) if not damage(path)), None)
     if whole is None:
@@ -120,7 +123,7 @@ def newest_whole(damaged: Path) -> str:
 
 
 def fault_of(path: Path, entry: dict[str, int]) -> str:
-    """Return how a file differs from its entry in the manifest; nothing if it does not."""
+    """Return how a file differs from its entry in the manifest; "" if it does not."""
     try:
         size = path.stat().st_size
         if size != entry["bytes"]:
@@ -146,7 +149,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make what a file holds, or the names in a folder, survive a power cut."""
+    """Flush a file's content, or the names in a folder, so that they survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,15 +158,15 @@ def sync(path: Path) -> None:
 
 
 def unfinished(target: Path) -> Path:
-    """Return the name of a file or folder while it is not whole."""
+    """Return the temporary name of a file or folder that is being written."""
     return target.with_name(f".{target.name}.partial")
 
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that takes the name of `target` when the block ends well.
+    """Yield a temporary folder that is renamed to `target` when the block succeeds.
 
-    It disappears when the block raises.
+    It is deleted when the block raises.
     """
     partial = unfinished(target)
     make_empty(partial)
@@ -176,16 +179,16 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def make_empty(folder: Path) -> None:
-    """Make an empty folder, whatever a crash left there."""
+    """Make an empty folder, deleting what a crash left there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
 def commit(partial: Path, target: Path) -> None:
-    """Give a finished folder its name, durably.
+    """Rename a finished folder to `target`, durably.
 
-    An older folder of that name is renamed first; if this process is killed before the new one has
-    the name, `put_back` finds the old one.
+    An older folder of that name is renamed first. If this process is killed before the new one has
+    the name, a later `put_back` restores the old one.
     """
     for path in [*partial.rglob("*"), partial]:
         sync(path)
@@ -199,7 +202,7 @@ def commit(partial: Path, target: Path) -> None:
 
 
 def replaced(target: Path) -> Path:
-    """Return the name of a folder while another takes its own."""
+    """Return the temporary name of a folder that is being replaced."""
     return target.with_name(f".{target.name}.replaced")
 
 

@@ -13,15 +13,15 @@ SIDE = 128
 FLOAT8 = "F8_E4M3"
 """The name of the number format in a safetensors file."""
 SCALES = "_scale_inv"
-"""The end of the name of a matrix's scales, behind the matrix's own name."""
+"""Suffix of a matrix's name that makes the name of its scales."""
 
 
 @dataclass
 class Float8Matrix(TensorOnDisk):
-    """A matrix as bfloat16 holds it.
+    """A float8 matrix, decoded to bfloat16.
 
-    codes: [rows, columns] uint8; scales: [rows / 128, columns / 128] float32. number_format: as
-    safetensors spells that of what is read.
+    codes: [rows, columns] uint8. scales: [rows / 128, columns / 128] float32. number_format:
+    safetensors' name of the decoded format.
     """
 
     codes: TensorOnDisk
@@ -29,7 +29,7 @@ class Float8Matrix(TensorOnDisk):
     number_format: str = "BF16"
 
     def whole_rows(self, first: int, count: int) -> TensorOnDisk:
-        """Return `count` rows as a matrix by itself."""
+        """Return `count` rows as a matrix of their own."""
         return rows_of(self, first, count)
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:

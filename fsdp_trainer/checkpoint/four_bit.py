@@ -1,4 +1,4 @@
-"""4-bit weights, made of others as these are read: a few rows at a time, never a whole matrix."""
+"""Encoding of weights in 4 bits while they are read, a few rows at a time, no complete matrix."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ TEMPORARIES = 8  # bytes that encoding needs at once for a byte of its input
 
 @dataclass
 class EncodedTensor(TensorOnDisk):
-    """A matrix of the disk as `Linear4` keeps it: [rows, encoded_columns] uint8."""
+    """A matrix on disk, encoded as `Linear4` keeps it: [rows, encoded_columns] uint8."""
 
     original: TensorOnDisk
 
@@ -29,7 +29,7 @@ class EncodedTensor(TensorOnDisk):
 
 @dataclass
 class DecodedTensor(TensorOnDisk):
-    """A matrix of the disk as a 4-bit model computes with it: encoded, and decoded to `dtype`."""
+    """A matrix on disk, encoded and decoded to `dtype`, as a 4-bit model computes with it."""
 
     original: TensorOnDisk
 
@@ -43,7 +43,7 @@ class DecodedTensor(TensorOnDisk):
 
 
 def encoded(original: TensorOnDisk) -> TensorOnDisk:
-    """Return a matrix of the disk, or a stack, in 4 bits a number, as it is kept in training."""
+    """Return a matrix on disk, or a stack of them, encoded in 4 bits a number as in training."""
     if len(original.shape) == 3:
         return stacked_like(original, encoded(original.as_matrix()))
     rows, columns = original.shape
@@ -52,9 +52,9 @@ def encoded(original: TensorOnDisk) -> TensorOnDisk:
 
 
 def as_trained_on(original: TensorOnDisk, dtype: torch.dtype) -> TensorOnDisk:
-    """Return a matrix of the disk, or a stack, with the numbers that a 4-bit model has for it.
+    """Return a matrix on disk, or a stack of them, rounded to what 4 bits can hold.
 
-    dtype: in which it computes.
+    dtype: number format of the result, in which the 4-bit model computes.
     """
     if len(original.shape) == 3:
         return stacked_like(original, as_trained_on(original.as_matrix(), dtype))
@@ -62,9 +62,9 @@ def as_trained_on(original: TensorOnDisk, dtype: torch.dtype) -> TensorOnDisk:
 
 
 def originals(tensor: TensorOnDisk, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the rows from `first` to `last`, a piece at a time, each with its first row's number.
+    """Yield rows `first` to `last` in pieces, each with the number of its first row.
 
-    In memory of its own, which the next piece uses again. Raises OSError.
+    The next piece overwrites the memory of a piece. Raises OSError.
     """
     buffer = torch.empty(piece_bytes([tensor.row_bytes]), dtype=torch.uint8)
     for start, end in row_ranges(first, last, TEMPORARIES * tensor.row_bytes):

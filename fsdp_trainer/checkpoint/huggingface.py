@@ -1,4 +1,4 @@
-"""Hugging Face folders in: all headers are checked first, then every rank reads its own slices."""
+"""Import of Hugging Face folders: all headers are checked, then every rank reads its own slices."""
 
 import json
 import math
@@ -40,10 +40,10 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
-# a folder for text and images has more than a language model, which it keeps under another name
 SCORE = "score.weight"
-"""The head of a reward model, which is drawn where a run begins with a language model."""
+"""The head of a reward model. It is random in a run that begins with a language model."""
 
+# a folder for text and images holds its language model under another name, next to other parts
 NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
 BLOCK = re.compile(r"model\.layers\.(\d+)\.")
@@ -53,10 +53,10 @@ NOT_NEEDED = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
 
 @dataclass
 class TensorPart:
-    """Rows of a parameter that are rows of a tensor of a Hugging Face folder.
+    """Rows of a parameter, and the rows of a Hugging Face folder's tensor that hold them.
 
-    The tensor of a fused projection has several parameters; the matrices of experts, one parameter
-    here, are a tensor each, or is_stack: one tensor as well, of which all is meant.
+    The tensor of a fused projection holds several parameters. The matrices of all experts are one
+    parameter here; in the folder each is a tensor, or, with is_stack, all of them are one tensor.
     """
 
     parameter: str
@@ -69,7 +69,7 @@ class TensorPart:
 
 @dataclass
 class ImportPiece:
-    """Rows of a tensor from `first` on, whose `columns` belong `into` a part of a parameter."""
+    """Rows of a tensor from `first` on, whose `columns` are copied `into` a part of a parameter."""
 
     source: TensorOnDisk
     first: int
@@ -78,9 +78,9 @@ class ImportPiece:
 
 
 def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
-    """Return which rows of which tensor are which rows of every parameter, in order.
+    """Return the stored rows of every parameter, in the order of the parameters.
 
-    Stacked matrices count as one, of all their rows, also where a tensor holds them stacked.
+    Rows of stacked matrices are counted as in one matrix of all rows, in parameters and in tensors.
     vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
     """
     family = model.config.family_spec
@@ -120,7 +120,7 @@ def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[in
 
 
 def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
-    """Return every tensor of a Hugging Face folder, and its files that are missing or broken.
+    """Return every tensor of a Hugging Face folder, and a Problem for each missing or broken file.
 
     Raises UserError if there are no weights.
     """
@@ -138,7 +138,7 @@ def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Probl
 
 
 def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors, matrices in float8 together with their scales."""
+    """Return the tensors, with each float8 matrix and its scales joined into one."""
     joined = dict(tensors)
     for name, tensor in tensors.items():
         scales = tensors.get(name + SCALES)
@@ -182,12 +182,12 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> dict[str, HuggingFaceTensor]:
-    """Return the tensors of a safetensors file, but for those that are no language model's.
+    """Return the tensors of a safetensors file that belong to a language model, by name.
 
     Raises OSError and SafetensorError.
     """
     with safe_open(path, "np"):
-        pass  # it has checked the header against itself and against the size of the file
+        pass  # opening checks the header's consistency, and the size of the file against it
     begin, header = _read_json(path)
     tensors = {}
     for name, entry in header.items():
@@ -202,7 +202,7 @@ def read_header(path: Path) -> dict[str, HuggingFaceTensor]:
 
 
 def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
-    """Return the byte of a safetensors file with which its numbers begin, and its header."""
+    """Return the offset in bytes of the numbers in a safetensors file, and its header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return 8 + length, json.loads(file.read(min(length, path.stat().st_size)))
@@ -211,7 +211,7 @@ def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
 def check_tensors(
     model: Decoder, stored: dict[str, HuggingFaceTensor], vocab_size: int
 ) -> list[Problem]:
-    """Return all missing, unexpected, mis-shaped and unreadable tensors.
+    """Return a Problem for each missing, unexpected, mis-shaped or unreadable tensor.
 
     vocab_size: that of the folder's config.json.
     """
@@ -230,7 +230,7 @@ def check_tensors(
 
 
 def is_not_needed(name: str, config: ModelConfig) -> bool:
-    """Return True for a tensor that a folder may have and the model has not."""
+    """Return True for a tensor that a folder may hold although the model has no use for it."""
     block = BLOCK.match(name)
     if block and config.family_spec.further_blocks and int(block[1]) >= config.num_hidden_layers:
         return True
@@ -250,9 +250,9 @@ def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
 
 
 def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list[Problem]:
-    """Return a Problem if a tied head is stored and is not what it is tied to.
+    """Return a Problem if a tied head is stored and differs from the embedding.
 
-    Every rank reads both whole, a piece at a time.
+    Every rank reads both completely, a piece at a time.
     """
     if HEAD not in stored or not model.config.tie_word_embeddings:
         return []
@@ -271,8 +271,8 @@ def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> lis
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """Fill a materialised model, sharded or not, from a Hugging Face folder.
 
-    Returns each parameter's stored dtype by torch's name. Rows of the vocabulary that the folder
-    does not have stay as they are. Host memory: the shard itself and a few pieces.
+    Returns each parameter's stored dtype by torch's name. Vocabulary rows that the folder does not
+    have are left unchanged. Host memory: the shard itself and a few pieces.
     Raises UserError before anything is read if the folder does not fit the model, and OSError when
     a file cannot be read.
     """
@@ -284,7 +284,8 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
 def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnDisk]:
     """Return every parameter of a model without adapters in a Hugging Face folder, by name.
 
-    Of a vocabulary that is the rows that the folder has. Raises UserError if it does not fit.
+    Embedding and head have as many rows as in the folder. Raises UserError if the folder does not
+    fit the model.
     """
     model = meta_decoder(config)
     vocab_size = ModelConfig.from_hf(folder).vocab_size
@@ -307,7 +308,7 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
 def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
     """Return matrices of one shape as one tensor, [matrices, rows, columns].
 
-    Raises UserError if they are not all in one number format.
+    Raises UserError if their number formats differ.
     """
     dtypes = {matrix.dtype for matrix in matrices}
     if len(dtypes) > 1:
@@ -327,10 +328,10 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
 
 @torch.no_grad()
 def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
-    """Fill parameters, sharded or not; rows that their source does not have stay as they are.
+    """Fill parameters, sharded or not. Rows that their source does not have are left unchanged.
 
-    A source of a 4-bit parameter is the matrix that it stands for: it is encoded as it is read.
-    Of a model in stages only those of this rank are read. Raises OSError when a file cannot be
+    The source of a 4-bit parameter is the original matrix, which is encoded as it is read. In a
+    pipeline only parameters of this rank's stages are read. Raises OSError when a file cannot be
     read.
     """
     own = model.named_weights()
@@ -356,7 +357,7 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
 
 
 def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
-    """Yield what this rank reads of a parameter."""
+    """Yield the pieces of a parameter that this rank reads."""
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
@@ -375,7 +376,7 @@ def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[Impo
 def _pieces_of_rows(
     source: TensorOnDisk, rows: slice, columns: list[slice], into: Tensor
 ) -> Iterator[ImportPiece]:
-    """Yield these rows of a source, as far as it has them."""
+    """Yield `rows` of a source in pieces, without rows that it does not have."""
     last = min(rows.stop, source.shape[0]) if into.numel() else rows.start
     for begin, end in row_ranges(rows.start, last, source.row_bytes):
         part = into[begin - rows.start : end - rows.start]
@@ -383,6 +384,6 @@ def _pieces_of_rows(
 
 
 def _fill(piece: ImportPiece, buffer: Tensor) -> None:
-    """Read a piece; it is sent to the device as it is stored and converted there."""
+    """Read a piece, copy it to the device in its stored format, and convert it there."""
     rows = piece.source.read_rows(piece.first, piece.first + len(piece.into), buffer)
     piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))

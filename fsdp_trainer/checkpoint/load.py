@@ -1,4 +1,4 @@
-"""A whole model in one process, for inference and comparison."""
+"""Loading of a complete model in one process, for inference and comparison."""
 
 from pathlib import Path
 
@@ -27,10 +27,10 @@ def load_model(
 ) -> Decoder:
     """Return a decoder from a Hugging Face folder, a checkpoint or a run, ready for `logits`.
 
-    Of a run with an adapter, or a PEFT folder, the adapter is merged into its base model; where
-    that was kept in 4 bits, into what it was trained beside, or into the `original`. scores: True
-    for a reward model, whose only logit is a score.
-    Raises UserError, also for a model of the other kind, and RunFailed.
+    The adapter of a run or of a PEFT folder is merged into its base model. merge_into: for a base
+    kept in 4 bits, `trained` merges into the rounded weights that it was trained on, `original`
+    into those before rounding. scores: True for a reward model, whose only logit is a score.
+    Raises UserError, also if `scores` does not fit the model, and RunFailed.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint:
@@ -51,7 +51,7 @@ def read_model(
     dtype: torch.dtype = torch.float32,
     merge_into: str = "trained",
 ) -> Decoder:
-    """Return what `load_model` does, without the checksums of a checkpoint's files."""
+    """Return a decoder as `load_model` does, without checking the files and the kind of model."""
     path = Path(path).expanduser()
     model = meta_decoder(model_config(path)).to(dtype)
     model.to_empty(device=device)
@@ -61,7 +61,7 @@ def read_model(
 
 
 def read_into(model: Decoder, path: Path, merge_into: str = "trained", alone: bool = False) -> None:
-    """Fill a model, sharded or not, with what `path` holds.
+    """Fill a model, sharded or not, with the weights of a folder, a checkpoint or a run.
 
     Collective, unless this process is `alone` in it. Raises UserError and RunFailed.
     """

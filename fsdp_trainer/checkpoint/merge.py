@@ -13,13 +13,13 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import is_stacked
 
 BLOCK_ROWS = 64
-"""Rows that are multiplied at once, from a multiple of it on: a product's last bits may depend on
-its shape, and a row must not depend on the rows that are read with it."""
+"""Rows that are multiplied at once, beginning at a multiple of this number. The last bits of a
+product may depend on its shape, and a row must not depend on the rows that are read with it."""
 
 
 @dataclass
 class MergedWeight(TensorOnDisk):
-    """W + scale · B·A in float32, [out, in]; DoRA: with rows of the trained lengths.
+    """W + scale · B·A in float32, [out, in]; with DoRA, its rows rescaled to the trained norms.
 
     base: W. a: [rank, in]. b: [out, rank]. magnitude: [out], or None.
     """
@@ -68,7 +68,7 @@ class MergedStack(TensorOnDisk):
     is_transposed: bool
 
     def as_matrix(self) -> TensorOnDisk:
-        """See TensorOnDisk: it is one already."""
+        """Return this tensor, which is a matrix already."""
         return self
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class MergedStack(TensorOnDisk):
         return rows
 
     def adapter(self, expert: int) -> tuple[TensorOnDisk, TensorOnDisk]:
-        """Return A and B of an expert; those whose product is that of both transposed, if W is."""
+        """Return A and B of an expert; Bᵀ and Aᵀ, whose product is (B·A)ᵀ, if W is transposed."""
         a, b = (
             rows_of(matrix, expert * rows, rows)
             for matrix in (self.a, self.b)
@@ -97,7 +97,7 @@ class MergedStack(TensorOnDisk):
 def merged(
     tensors: Mapping[str, TensorOnDisk], spec: AdapterSpec, config: ModelConfig
 ) -> dict[str, TensorOnDisk]:
-    """Return the weights of a model without adapters. tensors: those with them, by name."""
+    """Return a model's weights with its adapters merged. tensors: weights and adapters, by name."""
     is_transposed = config.family_spec.clamped_experts
     weights = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
     for layer in spec.layers:

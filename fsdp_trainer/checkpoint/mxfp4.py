@@ -1,6 +1,6 @@
 """Experts in MXFP4 (OCP Microscaling Formats 1.0), as GPT-OSS is published, read as bfloat16.
 
-A number has 4 bits. 32 numbers that follow each other share a power of two, of 8 bits.
+A number has 4 bits. 32 consecutive numbers share a power of two, which has 8 bits.
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ from fsdp_trainer.checkpoint.derived import LastRead
 from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Ends of the names of the two tensors that stand for one."""
+"""Suffixes of the names of the two tensors that are stored for one."""
 BYTES = 16
 """Bytes of a block: 32 numbers, two in a byte, the first in its lower half."""
 NUMBERS = 2 * BYTES
 KEPT = 4
-"""Blocks and scales of two experts: threads read pieces that follow each other."""
+"""Number of cached tensors: blocks and scales of two experts, as threads read adjacent pieces."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
 """The bias of the exponents: a scale of 127 is 2⁰."""
@@ -26,10 +26,10 @@ BIAS = 127
 
 @dataclass
 class Mxfp4Tensor(HuggingFaceTensor):
-    """Matrices of experts, [experts, in, out], of which the file has each transposed.
+    """Matrices of experts, [experts, in, out], each of which is stored transposed.
 
-    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8. cache: the
-    experts that several threads decode pieces of.
+    blocks: [experts, out, in / 32, 16] uint8; scales: [experts, out, in / 32] uint8. cache: holds
+    the experts of which threads are decoding pieces.
     """
 
     blocks: TensorOnDisk
@@ -37,11 +37,11 @@ class Mxfp4Tensor(HuggingFaceTensor):
     cache: LastRead
 
     def as_matrix(self) -> "Mxfp4Tensor":
-        """See TensorOnDisk."""
+        """Return all matrices as one matrix of all their rows."""
         return replace(self, shape=(prod(self.shape[:-1]), self.shape[-1]))
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """See TensorOnDisk; of the matrix of all rows."""
+        """Read rows of the matrix of all rows, decode them into `buffer`, uint8; return them."""
         rows = as_tensor(buffer, self.dtype, (last - first, self.shape[-1]))
         of_expert = NUMBERS * self.scales.shape[-1]
         row = first
@@ -54,8 +54,10 @@ class Mxfp4Tensor(HuggingFaceTensor):
         return rows
 
     def read_expert(self, expert: int, start: int, stop: int) -> Tensor:
-        """Return rows of one expert's matrix. The whole of it is read, once: its columns are rows
-        of the file, of which each holds a part of these."""
+        """Return rows of one expert's matrix.
+
+        The complete expert is read, once, because every stored row is a column of it.
+        """
         blocks, scales = (
             self.cache.rows(tensor, expert, expert + 1)[0] for tensor in (self.blocks, self.scales)
         )
@@ -65,7 +67,7 @@ class Mxfp4Tensor(HuggingFaceTensor):
 
 
 def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return the numbers of blocks that follow each other: [..., blocks · 32] bfloat16.
+    """Return the numbers of consecutive blocks: [..., blocks · 32] bfloat16.
 
     blocks: [..., blocks, 16]; scales: [..., blocks].
     """
@@ -77,7 +79,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
-    """Return the tensors of a folder; blocks and scales that belong together as one tensor."""
+    """Return the tensors of a folder, with each pair of blocks and scales joined into one."""
     joined = dict(tensors)
     cache = LastRead(KEPT)
     for name, blocks in tensors.items():

@@ -13,9 +13,9 @@ ORIGIN = "fsdp_trainer.json"
 
 
 def origin(source: Path, dtype: str | None) -> dict[str, Any]:
-    """Return what an export records of the checkpoint or PEFT folder that it is made of.
+    """Return what an export records of its source, a checkpoint or a PEFT folder.
 
-    The checksum is another in each branch of a run.
+    The checksum tells checkpoints of the same step in different branches of a run apart.
     """
     if is_adapter(source):
         return {"adapter_crc32": checksum(source / WEIGHTS_FILE), "dtype": dtype}
@@ -27,7 +27,7 @@ def origin(source: Path, dtype: str | None) -> dict[str, Any]:
 
 
 def read_origin(folder: Path) -> dict[str, Any]:
-    """Return what a folder records, {} where it is no export."""
+    """Return the content of a folder's ORIGIN, {} if the folder is no export."""
     try:
         record = json.loads((folder / ORIGIN).read_text())
     except (OSError, ValueError):
@@ -36,7 +36,7 @@ def read_origin(folder: Path) -> dict[str, Any]:
 
 
 def identity(adapter: Path) -> list[str]:
-    """Return names that an adapter is known by: of its checkpoint and of its PEFT file."""
+    """Return the identifiers of an adapter: of its checkpoint and of its PEFT file."""
     if not is_adapter(adapter):
         return [f"checkpoint {checksum(adapter / MANIFEST)}"]
     names = [f"file {checksum(adapter / WEIGHTS_FILE)}"]

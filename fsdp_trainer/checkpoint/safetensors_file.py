@@ -1,4 +1,4 @@
-"""Safetensors files out: the header first, then the numbers, a few pieces at a time."""
+"""Writing of safetensors files: the header first, then the numbers, a few pieces at a time."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass
 class ExportPiece:
-    """Rows of a checkpoint's tensor, to be written as `dtype` from byte `offset` of a file on."""
+    """Rows `first` to `last` of a tensor, to be written as `dtype` at byte `offset` of a file."""
 
     source: TensorOnDisk
     first: int
@@ -29,9 +29,9 @@ class ExportPiece:
 def write_header(
     file: BinaryIO, tensors: Mapping[str, TensorOnDisk], metadata: dict[str, str] | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Begin a safetensors file and give it its size.
+    """Write the header of a safetensors file and extend the file to its final size.
 
-    Returns for each tensor the open file, and the byte in it with which the tensor begins.
+    Returns for each tensor the file's descriptor and the byte in it at which the tensor begins.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | (metadata or {})}
     starts = {}
@@ -52,7 +52,10 @@ def write_header(
 
 
 def export_piece(piece: ExportPiece, buffer: Tensor) -> None:
-    """Read, convert, write: one half of the buffer, uint8, is read into, one converted into."""
+    """Read, convert and write a piece.
+
+    buffer: uint8; one half is for reading, the other for converting.
+    """
     read_into, convert_into = buffer.chunk(2)
     rows = piece.source.read_rows(piece.first, piece.last, read_into)
     if rows.dtype != piece.dtype:

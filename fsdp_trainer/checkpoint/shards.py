@@ -1,9 +1,9 @@
-"""A rank's file of a checkpoint, as torch.distributed.checkpoint has it, written by large pieces.
+"""A rank's file of a checkpoint in the format of torch.distributed.checkpoint, in large writes.
 
-`dcp.save` plans, pickles and gathers anew at every save, under the interpreter's lock, and its
-writes go through the page cache. Where a tensor's numbers lie in the file depends on shapes alone:
-so the plan is made at the first save, the copy in host memory is already the file, and what a
-thread has to do meanwhile is to sum and to write. `dcp.load` reads the result as its own.
+`dcp.save` plans, pickles and gathers at every save, holding the interpreter's lock, and its writes
+go through the page cache. Here the layout of the file, which depends on shapes alone, is planned at
+the first save, and the copy in host memory is already the content of the file. A background thread
+only has to compute checksums and write. `dcp.load` reads the result as its own.
 """
 
 import fcntl
@@ -37,9 +37,9 @@ from fsdp_trainer.distributed import local_part
 from fsdp_trainer.rounding import round_up
 from fsdp_trainer.torch_private import storage_info
 
-# what a disk that is written to without the page cache asks of addresses, lengths and offsets
+# bytes; writes past the page cache need addresses, lengths and offsets that are multiples of it
 ALIGNED = 4096
-# of host memory with checkpoint.mode=sync; a larger tensor has a window of its own
+# bytes of host memory with checkpoint.mode=sync; a larger tensor has a window of its own
 WINDOW_BYTES = 2**26
 WRITE_BYTES = 2**24
 DIRECT = getattr(os, "O_DIRECT", 0)
@@ -63,11 +63,11 @@ class Archive:
 
     @property
     def room(self) -> int:
-        """Bytes in the file; the next archive begins where a direct write may."""
+        """Bytes in the file, rounded up so that the next archive is aligned for direct writes."""
         return round_up(self.length, ALIGNED)
 
     def fill(self, memory: Tensor, tensor: Tensor) -> None:
-        """Copy to `memory`, uint8; from a GPU it is complete when the stream has done it."""
+        """Copy the archive to `memory`, uint8; from a GPU the copy is asynchronous."""
         view = memory.numpy().data
         begin = len(self.head)
         end = self.length - len(self.tail)
@@ -79,12 +79,13 @@ class Archive:
 
 
 class ShardWriter:
-    """Lays out and fills `file`, this rank's part of every checkpoint."""
+    """Layout and content of `file`, this rank's part of every checkpoint."""
 
     def __init__(self, group: dist.ProcessGroup | None, whole: bool):
-        """group: over which the ranks plan; None: the default one.
+        """group: process group for planning; None: the default one.
 
-        whole: make all of the file in memory at once, so that the state may change meanwhile.
+        whole: copy the complete file to memory at once, so that the state may change while it is
+        being written.
         """
         self.group = group
         self.file = file_of(dist.get_rank())
@@ -96,7 +97,7 @@ class ShardWriter:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def windows(self, state: dict[str, Tensor]) -> Iterator[Tensor]:
-        """Yield the file's bytes, uint8 in host memory, which the next window uses again."""
+        """Yield the file's bytes, uint8 in host memory that the next window overwrites."""
         for window in self._windows:
             end = 0
             for archive in window:
@@ -107,15 +108,16 @@ class ShardWriter:
             yield self._memory[:end]
 
     def plan(self, state: dict[str, Tensor]) -> None:
-        """Decide which rank writes what several have, and what lies where.
+        """Decide which rank writes a tensor that several have, and the layout of every file.
 
-        Collective if shapes are not those of the last time.
+        The plan of the last call is kept if all names, shapes, dtypes and placements are the same;
+        otherwise collective.
         """
         described = [
             (name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None)
             for name, t in state.items()
         ]
-        if described == self._planned:  # on all ranks or on none
+        if described == self._planned:  # on all ranks or on none of them
             return
         self._planned = described
         world = dist.get_world_size()
@@ -139,12 +141,12 @@ class ShardWriter:
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file, as DCP has it."""
+    """Return DCP's name of a rank's file."""
     return f"__{rank}_0.distcp"
 
 
 def places(archives: list[Archive], rank: int) -> Iterator[tuple[MetadataIndex, Any]]:
-    """Yield where in the file of a rank each archive lies."""
+    """Yield the location of each archive in a rank's file."""
     start = 0
     for archive in archives:
         yield archive.index, storage_info(file_of(rank), start, archive.length)
@@ -160,11 +162,11 @@ def archive_of(item: Any) -> Archive:
 
 @cache
 def frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Return what torch.save writes before and after the numbers of a tensor.
+    """Return the bytes that torch.save writes before and after the numbers of a tensor.
 
-    It does not look at the numbers: their checksum is in the manifest.
+    They do not depend on the numbers, whose checksum is in the manifest.
     """
-    # of a large tensor the system gives no page that is not touched
+    # uninitialised: a large tensor takes no memory until its pages are touched
     tensor = torch.empty(shape, dtype=dtype)
     around = _Around(tensor.data_ptr())
     before = get_crc32_options()
@@ -177,7 +179,7 @@ def frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
 
 
 class _Around(io.RawIOBase):
-    """Takes what is written before and after the numbers at a certain address."""
+    """A file that keeps what is written before and after the numbers at a given address."""
 
     def __init__(self, numbers: int) -> None:
         self.numbers = numbers
@@ -194,9 +196,9 @@ class _Around(io.RawIOBase):
 
 
 def host_memory(size: int, pinned: bool) -> Tensor:
-    """Return [size] uint8 that begins with a page, as direct writes ask for. size: above 0.
+    """Return [size] uint8 that is aligned to a page, as direct writes need. size: above 0.
 
-    torch's own would round pinned memory up to a power of two.
+    torch's allocator would round pinned memory up to a power of two.
     """
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -210,7 +212,7 @@ def host_memory(size: int, pinned: bool) -> Tensor:
 def pin(memory: Tensor) -> None:
     """Pin host memory, which lets a GPU copy into it while it computes.
 
-    Where the system refuses, as sandboxed containers do, it stays as it is and copies are slower.
+    If the system refuses, as sandboxed containers do, a warning says that copies are slower.
     """
     cuda = torch.cuda.cudart()
     code = int(cuda.cudaHostRegister(memory.data_ptr(), len(memory), 0))
@@ -222,7 +224,7 @@ def pin(memory: Tensor) -> None:
         "copies from the GPU are slower",
         stacklevel=2,
     )
-    # CUDA reports the error once more, to whatever it does next
+    # the next CUDA call reports the error once more
     with suppress(RuntimeError, AssertionError):
         torch.ones(1, device="cuda").add_(1)
 
@@ -230,8 +232,8 @@ def pin(memory: Tensor) -> None:
 def write_file(path: Path, windows: Iterable[Tensor]) -> dict[str, int]:
     """Write a file durably, past the page cache where the system can.
 
-    Returns its size, and the checksum of what was handed over. Raises OSError.
-    windows: uint8 in host memory, as `ShardWriter.windows` gives them.
+    Returns its size, and the checksum of the bytes in memory. Raises OSError.
+    windows: uint8 in host memory, as `ShardWriter.windows` yields them.
     """
     size = crc32 = 0
     with open_directly(path) as file:
@@ -245,14 +247,14 @@ def write_file(path: Path, windows: Iterable[Tensor]) -> dict[str, int]:
 
 
 def write_directly(file: int, offset: int, piece: Tensor) -> None:
-    """Write a piece; without O_DIRECT from where a file system refuses it. Raises OSError.
+    """Write a piece; if the file system refuses, go on without O_DIRECT. Raises OSError.
 
-    Some refuse all such writes. A disk that is nearly full takes a part of a piece, and what
-    follows is no longer aligned.
+    Some file systems refuse all direct writes. A nearly full disk writes only a part of a piece,
+    and the rest is no longer aligned.
     """
     try:
         write(file, offset, piece)
-    except OSError:  # one of another cause comes again
+    except OSError:  # an error of another cause is raised again below
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~DIRECT)
         write(file, offset, piece)
 
@@ -263,6 +265,6 @@ def open_directly(path: Path) -> BinaryIO:
     def opener(name: str, flags: int) -> int:
         return os.open(name, flags | DIRECT, 0o666)
 
-    with suppress(OSError):  # one of another cause comes again
+    with suppress(OSError):  # an error of another cause is raised again below
         return open(path, "wb", 0, opener=opener)
     return path.open("wb", 0)

@@ -16,18 +16,19 @@ OPTIMIZER = "optimizer/"
 
 
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that belong into a training checkpoint: those trained, by name, once.
+    """Return the parameters that a training checkpoint holds: the trained ones, by name.
 
-    A tied head is its embedding. Frozen weights are where they came from (`checkpoint.base`).
+    A tied head is stored once, as the embedding. Frozen weights are read from their origin
+    (`checkpoint.base`).
     """
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def stored_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that belong into a training checkpoint, and all buffers, by name.
+    """Return the parameters that a training checkpoint holds, and all buffers, by name.
 
-    What writes or checks weights of a checkpoint asks here. Buffers are few numbers that training
-    may change without a gradient.
+    All code that writes or checks weights of a checkpoint uses this function. Buffers are few
+    numbers, which training may change without a gradient.
     """
     return {**stored_parameters(model), **dict(model.named_buffers())}
 
@@ -65,9 +66,10 @@ def parameter_of(name: str) -> str:
 
 
 def prepare_optimizer(model: nn.Module, optimizer: TrainerOptimizer, checkpoint: str) -> None:
-    """Give a fresh optimizer empty state of each parameter of which the checkpoint holds some.
+    """Give a new optimizer empty state for each parameter whose state the checkpoint holds.
 
-    It is then loaded in place. Raises UserError where the state has another number format.
+    The state is then loaded in place. Raises UserError if the checkpoint keeps it in another
+    number format.
     """
     stored: dict[str, set[str]] = defaultdict(set)
     for full in StoredTensors(checkpoint).shapes:

@@ -60,7 +60,7 @@ NOTHING_PENDING.set_result(None)
 
 
 class CheckpointStore:
-    """`folder`/step-00000100/ and so on. Its methods are collective: every rank calls them."""
+    """The checkpoints `folder`/step-00000100/ and so on. Methods are collective unless noted."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class CheckpointStore:
         write_assets: Callable[[Path, Json], None],
         on_commit: Callable[[Json], None],
     ):
-        """Rank 0 calls write_assets and on_commit, with cfg.mode=async in the thread that writes.
+        """Create the background thread and, with cfg.mode=async, its process group.
 
-        write_assets fills a folder, given the progress, with what a checkpoint holds besides it and
-        tensors; on_commit gets the details of a committed checkpoint. timeout: of a collective, in
-        seconds.
+        write_assets: writes a checkpoint's files except tensors and progress; it gets the folder
+        and the progress. on_commit: gets the details of a committed checkpoint. Rank 0 calls both,
+        with cfg.mode=async in the background thread. timeout: of a collective, in seconds.
         """
         self.run = run
         self.folder = run / "checkpoints"
@@ -82,7 +82,7 @@ class CheckpointStore:
         self.write_assets = write_assets
         self.on_commit = on_commit
         self.longest_save = 0.0
-        """Seconds that a checkpoint took, from the decision to the commit."""
+        """Seconds that the longest save took, from the decision to save."""
         self._commits = 0
         self._pending = NOTHING_PENDING
         self._background = cfg.mode == "async"
@@ -96,8 +96,8 @@ class CheckpointStore:
     def save(self, step: int, state: dict[str, Tensor], progress: Json, started: float) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`.
 
-        With mode=async in the background, once `state` is copied; the checkpoint before must have
-        been waited for. started: time.perf_counter() when this one was decided on.
+        With mode=async it is written in the background, once `state` is copied; `wait` must have
+        been called for the previous one. started: time.perf_counter() at the decision to save.
         Raises RunFailed on every rank if any rank could not write it.
         """
         self._shard.plan(state)
@@ -116,9 +116,9 @@ class CheckpointStore:
         return self._pending.done() and self._pending.exception() is not None
 
     def wait(self) -> float:
-        """Wait for the save in the background; return for how many seconds.
+        """Wait for the save in the background and return the seconds waited.
 
-        Raises what the save failed with.
+        Raises the exception that the save failed with.
         """
         pending = self._pending
         self._pending = NOTHING_PENDING
@@ -135,7 +135,7 @@ class CheckpointStore:
         windows: Iterable[Tensor],
         stall: float | None = None,
     ) -> None:
-        """Write and commit. stall: seconds that training waited; None: all the time."""
+        """Write and commit a checkpoint. stall: seconds that training waited; None: throughout."""
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
         what = f"write the checkpoint {target}"
@@ -168,13 +168,13 @@ class CheckpointStore:
             raise
         if dist.get_rank() == 0:
             phases.enter("prune")
-            # the new one is committed; what cannot be deleted now is the next time
+            # the new one is committed; what cannot be deleted now is deleted at the next save
             with suppress(OSError):
                 self._retain(progress["best_step"] if self.cfg.best else None)
         self.longest_save = max(self.longest_save, time.perf_counter() - started)
 
     def _complete(self, half: Path, step: int, progress: Json, shards: list[dict]) -> None:
-        """Write all that is not a shard; the manifest comes last."""
+        """Write all files except shards, the manifest last."""
         self.write_assets(half, progress)
         write_durably(half / PROGRESS, json.dumps(progress, indent=1))
         (half / METADATA).write_bytes(self._shard.metadata)
@@ -207,7 +207,7 @@ class CheckpointStore:
             )
 
     def _retain(self, best_step: int | None) -> None:
-        """Delete all but the newest checkpoints and the best one; `best` is made a link to it."""
+        """Delete all but the newest checkpoints and the best one, and link `best` to that one."""
         committed = committed_checkpoints(self.run)
         best = None if best_step is None else self.folder / checkpoint_name(best_step)
         if best in committed:
@@ -240,9 +240,10 @@ class CheckpointStore:
     def newest_good(
         self, on_damage: Callable[[Path, list[Problem]], None], before: float = math.inf
     ) -> Path | None:
-        """Return the newest checkpoint whose files are as they were written, on all ranks alike.
+        """Return the newest undamaged checkpoint, the same one on all ranks. Collective.
 
-        on_damage is called for each newer one that is not. before: of an earlier step than this.
+        on_damage: called with each newer, damaged one and its problems. before: only checkpoints of
+        steps earlier than this are considered.
         """
         for candidate in reversed(self.listed(checkpoint_folders)):
             if step_of(candidate) < before:
@@ -253,11 +254,11 @@ class CheckpointStore:
         return None
 
     def clear_up(self, step: int) -> None:
-        """Rename checkpoints of later steps, which a run that goes on from `step` replaces.
+        """Rename checkpoints of later steps, which a run that continues from `step` will replace.
 
-        They are damaged or another branch's, and are deleted when the run has committed
-        checkpoint.keep new ones. What a crash left half written or half deleted goes now.
-        Rank 0's task.
+        They are damaged or belong to another branch, and are deleted when the run has committed
+        checkpoint.keep new ones. Checkpoints that a crash left half written or half deleted are
+        deleted now. Called by rank 0 only.
         """
         for half in self.folder.glob(unfinished(self.folder / "step-*").name):
             shutil.rmtree(half)
@@ -273,10 +274,10 @@ class CheckpointStore:
 
 
 def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[Problem]:
-    """Return what any rank finds wrong with a checkpoint, on all ranks alike. Collective.
+    """Return the problems that any rank finds in a checkpoint, to all ranks. Collective.
 
-    The ranks share the large files. A rank of another node may see later than others what was
-    written to a shared disk.
+    Each rank checks a part of the large files. A rank on another node may see files on a shared
+    disk later than rank 0, so it waits up to LAG_SECONDS for the manifest.
     """
     manifest = checkpoint / MANIFEST
     deadline = time.monotonic() + LAG_SECONDS
@@ -288,12 +289,12 @@ def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) ->
 
 
 def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
-    """Fill `state` in place from a verified checkpoint, whatever number of ranks wrote it.
+    """Fill `state` in place from a verified checkpoint that any number of ranks wrote.
 
     Collective, unless this process is `alone` in it. Raises RunFailed.
     """
     with warnings.catch_warnings():
-        # which `alone` says already
+        # that is intended if `alone`
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
             dcp.load(state, checkpoint_id=checkpoint, planner=VocabularyPlanner(), no_dist=alone)
@@ -303,8 +304,10 @@ def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
 
 
 class VocabularyPlanner(DefaultLoadPlanner):
-    """Reads of a vocabulary, and of its optimizer state, the rows that both have, stored and
-    wanted. All else must fit."""
+    """A load planner that accepts another number of vocabulary rows, here and in optimizer state.
+
+    It reads the rows that both have, the checkpoint and the model. All other shapes must be equal.
+    """
 
     def set_up_planner(
         self,
@@ -323,20 +326,20 @@ class VocabularyPlanner(DefaultLoadPlanner):
 
 
 def read_progress(checkpoint: Path) -> Json:
-    """Return what the trainer had done when the checkpoint was written."""
+    """Return the trainer's progress at the time of a checkpoint, the content of trainer.json."""
     return json.loads((checkpoint / PROGRESS).read_text())
 
 
 def rename_aside(checkpoint: Path) -> None:
-    """Rename a checkpoint to what no longer counts as one."""
+    """Rename a checkpoint so that it no longer counts as one."""
     aside = checkpoint.with_name(checkpoint.name + ".left")
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
 
 
 def link_best(link: Path, best: Path) -> None:
-    """Make `link` a symbolic link to `best` beside it, in one step."""
-    # a copy of the run, made by a tool that follows links
+    """Make `link` a symbolic link to `best` in the same folder, atomically."""
+    # in a copy of the run, made by a tool that follows links, it is a folder
     if link.is_dir() and not link.is_symlink():
         shutil.rmtree(link)
     fresh = unfinished(link)

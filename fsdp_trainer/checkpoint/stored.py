@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, to be read by rows, whatever parts of them ranks wrote."""
+"""Tensors of a checkpoint, to be read by rows, in whatever parts the ranks wrote them."""
 
 from operator import add
 from pathlib import Path
@@ -30,9 +30,9 @@ class StoredTensors:
         return {name: entry.size for name, entry in self.entries.items()}
 
     def tensor(self, name: str, rows: int | None = None) -> TensorOnDisk:
-        """Return a tensor of which the first `rows` rows are there; None: all rows.
+        """Return a tensor after checking that its first `rows` rows are stored; None: all rows.
 
-        Raises RunFailed where the checkpoint holds fewer, and OSError.
+        Raises RunFailed if the checkpoint holds fewer, and OSError.
         """
         if name not in self.entries:
             raise RunFailed(f"{self.checkpoint} does not hold {name}")

@@ -1,4 +1,4 @@
-"""Large tensors in files, read and written by pieces of a few rows, in several threads."""
+"""Large tensors in files, read and written in pieces of a few rows, by several threads."""
 
 import errno
 import math
@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-# read at once: a few of them fit a processor's cache, and a disk is at full speed
+# read at once: a few pieces fit a processor's cache, and a disk reaches its full speed
 PIECE_BYTES = 2**22
 THREADS = 4
 READ_AHEAD_BYTES = 2**25
@@ -23,9 +23,9 @@ R = TypeVar("R")
 
 @dataclass(order=True)
 class Chunk:
-    """A part of a tensor whose numbers lie together in a file, from byte `offset` on.
+    """A part of a tensor that is contiguous in a file, from byte `offset` on.
 
-    part: where it is in the whole tensor, a slice for each dimension.
+    part: its position in the complete tensor, a slice for each dimension.
     """
 
     file: Path
@@ -43,7 +43,7 @@ class TensorOnDisk:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of the first dimension."""
+        """Bytes of a row, which is one index of the first dimension."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
@@ -52,7 +52,7 @@ class TensorOnDisk:
         return self.shape[0] * self.row_bytes
 
     def whole_rows(self, first: int, count: int) -> "TensorOnDisk":
-        """Return `count` rows as a tensor by itself. All columns of a chunk must be in it."""
+        """Return `count` rows as a tensor of their own. This tensor must be a single chunk."""
         start = first * self.row_bytes
         chunks = [
             Chunk(chunk.file, chunk.offset + start, (slice(0, count), *chunk.part[1:]))
@@ -61,8 +61,7 @@ class TensorOnDisk:
         return TensorOnDisk(self.dtype, (count, *self.shape[1:]), chunks)
 
     def as_matrix(self) -> "TensorOnDisk":
-        """Return a tensor of stacked matrices as one matrix, of all their rows; others as they
-        are."""
+        """Return stacked matrices as one matrix of all their rows, any other tensor unchanged."""
         if len(self.shape) < 3:
             return self
         count, rows, *columns = self.shape
@@ -70,7 +69,7 @@ class TensorOnDisk:
         return replace(self, shape=(count * rows, *columns), chunks=chunks)
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
-        """Read rows `first` to `last` into `buffer`, uint8; return [last - first, …] in it.
+        """Read rows `first` to `last` into `buffer`, uint8; return them, [last - first, …].
 
         Raises OSError.
         """
@@ -88,7 +87,7 @@ class TensorOnDisk:
         return rows
 
     def pieces(self) -> Iterator[Tensor]:
-        """Yield all rows in order, a piece at a time, in memory that the next piece uses again.
+        """Yield all rows in order, a piece at a time, in memory that the next piece overwrites.
 
         Raises OSError.
         """
@@ -99,13 +98,16 @@ class TensorOnDisk:
 
 @dataclass
 class HuggingFaceTensor(TensorOnDisk):
-    """A tensor of a safetensors file. number_format: as safetensors spells it."""
+    """A tensor of a safetensors file. number_format: safetensors' name of its dtype."""
 
     number_format: str
 
 
 def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:
-    """Yield what a chunk of stacked matrices has of each: a chunk of the matrix of all `rows`."""
+    """Yield a chunk for each matrix of which `chunk` has a part, placed in the matrix of all rows.
+
+    rows: number of rows of each stacked matrix.
+    """
     stack, held, *columns = chunk.part
     sizes = [part.stop - part.start for part in (held, *columns)]
     for i, matrix in enumerate(range(stack.start, stack.stop)):
@@ -125,14 +127,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def row_ranges(first: int, last: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the rows from `first` to `last`, as many at once as are a piece, at least one."""
+    """Yield the ranges of rows of each piece from `first` to `last`, at least one row each."""
     at_once = max(1, PIECE_BYTES // row_bytes)
     for start in range(first, last, at_once):
         yield start, min(start + at_once, last)
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], limit: float) -> Iterator[list[T]]:
-    """Yield items that follow each other, up to `limit` bytes together, or a larger one alone."""
+    """Yield groups of consecutive items of up to `limit` bytes in all, a larger item by itself."""
     group: list[T] = []
     room = limit
     for item in items:
@@ -146,7 +148,7 @@ def grouped(items: Iterable[T], size: Callable[[T], int], limit: float) -> Itera
 
 
 def piece_bytes(row_bytes: Iterable[int]) -> int:
-    """Return the bytes of the largest piece of tensors with rows of that many bytes."""
+    """Return the bytes of the largest piece. row_bytes: bytes of a row of each tensor."""
     return max(PIECE_BYTES, max(row_bytes, default=0))
 
 
@@ -159,10 +161,10 @@ def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
 def in_threads(
     work: Callable[[T, Tensor], R], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
 ) -> list[R]:
-    """Return `work(job, buffer)` of every job, begun in order, in THREADS threads.
+    """Return `work(job, buffer)` of every job, started in order by THREADS threads.
 
-    While one converts what it has read, the others wait for the disk. The buffer, uint8, is the
-    job's own until it returns. Raises what the first failure raised.
+    While one thread converts what it has read, the others wait for the disk. The buffer, uint8, is
+    the job's own until it returns. Raises the exception of the first job that fails.
     """
     buffers: SimpleQueue[Tensor] = SimpleQueue()
     for _ in range(THREADS):
@@ -176,7 +178,7 @@ def in_threads(
             buffers.put(buffer)
 
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)  # of each operation: these threads are enough for the processor
+    torch.set_num_threads(1)  # per operation: the threads of the pool keep the processor busy
     try:
         with ThreadPoolExecutor(THREADS, "stream") as pool:
             return list(pool.map(run, jobs))
@@ -187,7 +189,7 @@ def in_threads(
 def read(path: Path, offset: int, into: Tensor) -> None:
     """Fill a contiguous tensor from byte `offset` of a file on. Raises OSError.
 
-    Copied, not mapped: mapped pages would count as this process's memory.
+    The file is read, not mapped: mapped pages would count as this process's memory.
     """
     view = as_bytes(into)
     done = 0
@@ -203,7 +205,7 @@ def read(path: Path, offset: int, into: Tensor) -> None:
 
 
 def write(file: int, offset: int, tensor: Tensor) -> None:
-    """Write a contiguous tensor from byte `offset` on, and make the disk begin. Raises OSError."""
+    """Write a contiguous tensor at byte `offset` and start the disk's writing. Raises OSError."""
     view = as_bytes(tensor)
     done = 0
     while done < len(view):

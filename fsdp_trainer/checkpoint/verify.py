@@ -1,4 +1,4 @@
-"""The verb `verify`: is a checkpoint whole, and does it compute what another program does."""
+"""The verb `verify`: check a checkpoint's files, and its logits against another program's."""
 
 import tempfile
 from dataclasses import fields
@@ -28,13 +28,13 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
 TOLERANCE = 1e-4  # largest absolute difference of logits between two float32 implementations
-# shape of the random tokens; whether two models are the same does not depend on which they are
+# shape of the random tokens; any tokens show whether two models are the same
 TOKENS = (2, 64)
 MERGES = {"trained": "as it was trained", "original": "merged into the original weights"}
 
 
 def verify(cfg: VerifyConfig) -> int:
-    """Run the verb. Returns 0 for a checkpoint that is whole, and equal to hf; else 3."""
+    """Run the verb. Returns 0 if the checkpoint is undamaged and equal to cfg.hf, else 3."""
     source = Path(str(cfg.source)).expanduser()
     if not is_adapter(source):
         source = named_checkpoint(str(cfg.source))
@@ -60,7 +60,7 @@ def verify(cfg: VerifyConfig) -> int:
 def compare(source: Path, folder: Path) -> int:
     """Compare logits with those of transformers or peft on `folder`; return 0 if equal, else 3.
 
-    The source's weights are rounded as a whole model's folder has them.
+    If the folder is a complete model, the source's weights are rounded to its number formats.
     """
     adapter = is_adapter(folder)
     auto = _require_transformers(folder)
@@ -78,7 +78,7 @@ def compare(source: Path, folder: Path) -> int:
         for part in tensor_parts(ours, ours.config.vocab_size):
             weight = weights[part.parameter]
             weight.copy_(weight.to(stored[part.tensor].dtype))
-        # its other kernels leave out what they do not know, such as Gemma 2's soft limit
+        # transformers' other kernels leave out what they cannot do, such as Gemma 2's soft cap
         theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
@@ -87,7 +87,7 @@ def compare(source: Path, folder: Path) -> int:
 
 
 def report_difference(a: Tensor, b: Tensor, folder: Path) -> int:
-    """Print how far two models' logits are apart; return 0 if they are equal, else 3."""
+    """Print the difference between two models' logits; return 0 if they are equal, else 3."""
     difference = (a - b).abs().max().item()
     log_a = a.log_softmax(-1)
     log_b = b.log_softmax(-1)
@@ -102,7 +102,7 @@ def report_difference(a: Tensor, b: Tensor, folder: Path) -> int:
 
 
 def peft_model(auto: Any, folder: Path) -> Any:
-    """Return what peft makes of an adapter and its base model, in float32."""
+    """Return peft's model of an adapter and its base model, in float32."""
     try:
         from peft import PeftModel
     except ImportError:
@@ -131,7 +131,7 @@ def _require_transformers(folder: Path) -> Any:
 
 
 def show_losses(source: Path, data: str) -> None:
-    """Print the loss on a file; of an adapter beside 4-bit weights, merged in both ways."""
+    """Print the loss on a file; for an adapter of 4-bit weights, merged in both ways."""
     ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
     store = tokenised(source, data)
     tokens = int(sum(store.supervised))
@@ -142,7 +142,7 @@ def show_losses(source: Path, data: str) -> None:
 
 
 def tokenised(source: Path, data: str) -> TokenStore:
-    """Return a file as the source's own run would read it."""
+    """Return a file tokenised as in the source's own run."""
     settings: dict[str, Any] = {}
     if not is_adapter(source):
         stored = yaml.safe_load((source / "config.yaml").read_text())

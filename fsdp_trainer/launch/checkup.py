@@ -1,4 +1,4 @@
-"""The sections of `doctor`, in the order in which it prints them. Collective; rank 0 judges."""
+"""The sections of `doctor`, in printing order. All ranks take part; rank 0 judges the results."""
 
 import os
 import socket
@@ -42,7 +42,7 @@ from fsdp_trainer.launch.storage import input_digests, inputs, storage
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.parallel.memory_check import gib, host_bytes
 
-MAX_WAIT_SECONDS = 180.0  # for other ranks
+MAX_WAIT_SECONDS = 180.0  # upper bound on launch.timeout when waiting for other ranks
 HUNG = (
     "A firewall between the nodes, or the wrong interface: every port must be open; see"
     " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
@@ -50,7 +50,7 @@ HUNG = (
 
 
 def checkup(cfg: DoctorConfig) -> int:
-    """Examine the world. Returns the exit code, the same on all ranks."""
+    """Examine all ranks. Returns the exit code, the same on all of them."""
     timeout = min(MAX_WAIT_SECONDS, parse_duration(cfg.launch.timeout))
     world = meet(cfg, timeout)
     if world is None:
@@ -58,7 +58,7 @@ def checkup(cfg: DoctorConfig) -> int:
     report = DoctorReport(cfg.doctor.format, quiet=not world.main)
     try:
         examine(cfg, world, report, timeout)
-    except (RuntimeError, RunFailed) as error:  # a collective failed, or a rank did not come
+    except (RuntimeError, RunFailed) as error:  # a collective failed, or a rank did not join
         text = f"broke down: {str(error).strip().splitlines()[0]}"
         report.add("network", Check("problem", "communication", text, HUNG))
     code = world.from_main("the doctor's word", report.close, timeout)
@@ -69,9 +69,9 @@ def checkup(cfg: DoctorConfig) -> int:
 
 
 def meet(cfg: DoctorConfig, timeout: float) -> World | None:
-    """The world; None if rank 0's store cannot be reached or a rank does not come.
+    """Join the other ranks and return the World.
 
-    This rank then prints the reason.
+    Returns None, and prints the reason, if rank 0's store cannot be reached or a rank is missing.
     """
     env = environment_of_ranks(os.environ) or os.environ
     try:
@@ -85,9 +85,10 @@ def meet(cfg: DoctorConfig, timeout: float) -> World | None:
 
 
 def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: float) -> None:
-    """Examine and print all sections.
+    """Run the checks of all sections and print their findings.
 
-    The settings are printed before the first collective: a wrong one may make it hang.
+    The environment's settings are printed before the first collective, which may hang because of
+    a wrong one.
     """
     everyone = world.to_main("facts", host_facts(cfg, world), timeout)
     if world.main:
@@ -120,7 +121,7 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
 
 
 def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
-    """This rank's facts."""
+    """Return the facts of this rank and its host."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
@@ -145,7 +146,7 @@ def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
 
 
 def clock(world: World, everyone: Sequence[HostFacts], timeout: float) -> list[Check]:
-    """Compare the hosts' clocks, read between two moments of rank 0 that lie close together."""
+    """Compare the clocks of all hosts with rank 0's clock shortly before and after the reading."""
     began = time.time()
     speed.largest(0.0)
     read = world.to_main("clock", time.time(), timeout)
@@ -161,7 +162,7 @@ def clock(world: World, everyone: Sequence[HostFacts], timeout: float) -> list[C
 def network(
     cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Measure collectives within nodes and over all ranks, then every link by itself."""
+    """Measure collectives in each node, along each dimension and over all ranks, then each link."""
     nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
     if world.size == 1:
         return [Check("note", "not measured", "there is one rank")]
@@ -200,7 +201,10 @@ def within(
     where: str,
     timeout: float,
 ) -> list[Check]:
-    """Measure collectives in each group, in all at once. groups: each rank is in one of them."""
+    """Measure collectives in all groups at the same time.
+
+    groups: the ranks of each group; every rank is in exactly one group.
+    """
     group, _ = dist.new_subgroups_by_enumeration(groups)
     own = speed.collectives(world.device, group)
     rates = world.to_main(f"collectives {where}", own, timeout)
@@ -221,7 +225,7 @@ def within(
 def devices(
     cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Measure matrix products on all ranks at once, as in training."""
+    """Measure matrix products on all ranks at the same time, as in training."""
     rates = world.to_main("products", speed.products(world.device), timeout)
     if not world.main:
         return []

@@ -1,4 +1,4 @@
-"""The verb `doctor`: starts ranks, or examines as one of them. No torch before there is a rank."""
+"""The command `doctor`: starts the ranks, or runs as one. Only a rank imports torch."""
 
 import os
 
@@ -8,9 +8,9 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 
 def doctor(cfg: DoctorConfig, overrides: list[str]) -> int:
-    """Examine the ranks that a launcher started, else those that `train` would start here.
+    """Examine the ranks that a launcher started, or else those that `train` would start here.
 
-    Returns the exit code. 0: fit to train, perhaps with warnings; 3: not.
+    Returns the exit code. 0: ready to train, perhaps with warnings; 3: there are problems.
     """
     if cfg.launch.hosts:
         return start_on_hosts(cfg, overrides, verb="doctor")

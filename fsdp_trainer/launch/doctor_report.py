@@ -1,4 +1,4 @@
-"""The doctor's findings, printed section by section."""
+"""Printing of the doctor's findings."""
 
 import json
 import sys
@@ -7,11 +7,11 @@ from dataclasses import asdict
 from fsdp_trainer.launch.facts import Check
 
 COLOURS = {"ok": "32", "note": "2", "warning": "33", "problem": "31"}
-UNHEALTHY = 3
+UNHEALTHY = 3  # exit code
 
 
 class DoctorReport:
-    """Prints findings as they come, section by section. Ranks other than rank 0 are quiet."""
+    """Prints findings at once, under a heading for each section. Only rank 0 prints."""
 
     def __init__(self, format: str, quiet: bool):
         self.format, self.quiet = format, quiet
@@ -19,14 +19,14 @@ class DoctorReport:
         self.section = ""
 
     def add(self, section: str, *findings: Check) -> None:
-        """Print findings."""
+        """Print findings of a section."""
         for finding in findings:
             self.counts[finding.mark] += 1
             self._print(self._line(section, finding))
             self.section = section
 
     def close(self) -> int:
-        """Print the last line. Returns the exit code."""
+        """Print the numbers of problems and warnings. Returns the exit code."""
         problems, warnings = self.counts["problem"], self.counts["warning"]
         if self.format == "text":
             self._print(f"\n{counted(problems, 'problem')}, {counted(warnings, 'warning')}")
@@ -36,7 +36,7 @@ class DoctorReport:
         try:
             if not self.quiet:
                 print(text, flush=True)
-        except BrokenPipeError:  # the reader ended; the other ranks still wait for this one
+        except BrokenPipeError:  # the reader ended, but the other ranks still wait for this one
             self.quiet = True
 
     def _line(self, section: str, finding: Check) -> str:
@@ -54,5 +54,5 @@ class DoctorReport:
 
 
 def counted(number: int, noun: str) -> str:
-    """`no problems`, `1 problem`, `2 problems`."""
+    """Return `no problems`, `1 problem` or `2 problems`."""
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"

@@ -1,6 +1,6 @@
-"""The facts of every rank that must agree before the first collective, and their differences.
+"""Facts of every rank that must agree before the first collective, and their comparison.
 
-`train` and `doctor` both compare them.
+Used by `train` and by `doctor`.
 """
 
 import hashlib
@@ -32,20 +32,21 @@ from fsdp_trainer.parallel.memory_check import gib
 PACKAGES = ("hydra-core", "numpy", "safetensors", "tokenizers", "torchao")
 SETTINGS = re.compile(
     r"(NCCL|GLOO|TORCH|UCX|FI|PYTORCH)_|(OMP|MKL)_NUM_THREADS$|CUDA_LAUNCH_BLOCKING$"
-)  # of the environment
+)  # environment variables to compare
 OF_A_NODE = re.compile(
     r"launch\.|logging\.|profile\.|doctor\.|run\.root$|.*\.(path|cache|init_from|template)$"
     r"|data\.validation$"
 )
-"""Keys that may differ among nodes: paths, how ranks start, and what rank 0 alone does."""
+"""Keys that may differ between nodes: paths, how ranks are started, and what only rank 0 does."""
 MUST_BE_EQUAL = ("torch", "CUDA", "NCCL", "fsdp_trainer", "device", "NCCL_ALGO", "NCCL_PROTO")
-MAY_DIFFER = re.compile(r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG")  # by host, or for logs
+# variables that name a host's own devices or files, or control logging
+MAY_DIFFER = re.compile(r".*_(IFNAME|HCA|FILE)$|(NCCL|TORCH)_.*DEBUG")
 CLOCK_SECONDS = 1.0
-SHM_BYTES = 2**30  # Docker gives 64 MiB; NCCL takes some tens for each rank
+SHM_BYTES = 2**30  # Docker's default is 64 MiB; NCCL needs some tens of MiB for each rank
 OTHER_FILES = 256  # open files of a rank: libraries, the token store, a checkpoint's shards
-GROUPS = 3  # of gloo, with a connection to every other rank: training, checkpoints, the store
-MAX_NAMED = 8  # slow devices of a kind
-MAX_HOSTS = 4  # named in a message
+GROUPS = 3  # sets of connections to all ranks: gloo for training, for checkpoints, and the store
+MAX_NAMED = 8  # slow devices or links reported for one measurement
+MAX_HOSTS = 4  # hosts named in a message
 SAME = {
     "versions": "Ranks run the same code in the same environment",
     "environment": "Set it alike on all nodes",
@@ -65,10 +66,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass
 class Check:
-    """A finding.
+    """A finding of a check.
 
-    mark: `ok`, `note`, `warning` (slower, or less sure) or `problem` (will break or cripple a run);
-    certain: `train` refuses to begin.
+    mark: `ok`, `note`, `warning` (slower, or less reliable) or `problem` (will break or cripple a
+    run); certain: True if `train` refuses to start.
     """
 
     mark: str
@@ -80,7 +81,10 @@ class Check:
 
 @dataclass
 class RankFacts:
-    """The facts of one rank. Sizes in bytes; clock: its host's, in Unix seconds."""
+    """The facts of one rank.
+
+    clock: time on its host, in Unix seconds; shm: size of /dev/shm in bytes.
+    """
 
     node: int
     host: str
@@ -90,20 +94,21 @@ class RankFacts:
     settings: dict[str, str] = field(default_factory=dict)
     """Keys of the configuration that are not at their defaults."""
     data: str = ""
-    """The prepared data's fingerprint."""
+    """Fingerprint of the prepared data."""
     unshared: str = ""
     """The reason why this rank does not see rank 0's run folder; "" if it does."""
     shm: float = 0.0
     files: int = 0
-    """The limit of open files."""
+    """Limit on open files; -1 if there is none."""
 
 
 def facts_of(
     cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False
 ) -> RankFacts:
-    """This rank's facts.
+    """Return the facts of this rank.
 
-    Without other ranks those that can only be compared are left out, unless `alone` asks for them.
+    Versions, environment and settings serve only for comparison. A single rank leaves them empty,
+    unless `alone` is True.
     """
     facts = RankFacts(world.node, socket.gethostname(), time.time(), data=data, unshared=unshared)
     facts.shm = float("inf")
@@ -121,7 +126,7 @@ def facts_of(
 
 @cache
 def versions(device: torch.device) -> dict[str, str]:
-    """Versions of everything that computes, down to the driver."""
+    """Return the versions of the software that computes, down to the driver."""
     names = {"python": platform.python_version(), "torch": torch.__version__, "device": device.type}
     if device.type == "cuda":
         names["CUDA"] = str(torch.version.cuda or torch.version.hip)
@@ -139,7 +144,10 @@ def versions(device: torch.device) -> dict[str, str]:
 
 
 def source_digest(package: Path) -> str:
-    """A digest of the code: a checkout that was not updated has the same version number."""
+    """Return a digest of the package's code.
+
+    The version number is not enough: an outdated checkout may have the same one.
+    """
     digest = hashlib.blake2b(digest_size=4)
     for file in sorted(package.rglob("*.py")):
         digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
@@ -147,7 +155,7 @@ def source_digest(package: Path) -> str:
 
 
 def settings(cfg: TrainConfig) -> dict[str, str]:
-    """Every key that is not at its default, as an override writes it."""
+    """Return every key that is not at its default, with its value as written in an override."""
     return {
         f"{group}.{name}": show(value)
         for (group, keys), default in zip(
@@ -169,9 +177,9 @@ def preflight(
 ) -> list[str]:
     """Compare all ranks before the first collective of `train`.
 
-    Returns the warnings to print, on rank 0. Raises UserError on all ranks. shared: this rank sees
-    the `run` folder that rank 0 has claimed; data: the prepared data's fingerprint; checkpoint: its
-    bytes.
+    Returns the warnings to print, on rank 0. Raises UserError on all ranks if they do not agree.
+    shared: True if this rank sees the `run` folder that rank 0 has claimed; data: fingerprint of
+    the prepared data; checkpoint: size of a checkpoint in bytes.
     """
     began = world.from_main("facts/began", time.time, timeout)
     unshared = "" if shared else f"{run.absolute()} is not the folder that rank 0 claimed"
@@ -199,9 +207,9 @@ def preflight(
 
 
 def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
-    """Differences among ranks.
+    """Return the differences between ranks.
 
-    Every clock was read after `began` and before `ended` of rank 0's clock.
+    began, ended: rank 0's clock before and after all ranks read theirs, in Unix seconds.
     """
     kinds = ("settings", "versions", "environment")
     findings = [finding for kind in kinds for finding in differences(facts, kind)]
@@ -218,7 +226,10 @@ def compare(facts: Sequence[RankFacts], began: float, ended: float) -> list[Chec
 
 
 def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check]:
-    """Hosts whose clocks cannot have been right between `began` and `ended`."""
+    """Return a warning for each host whose clock was outside `began` to `ended` by rank 0's clock.
+
+    A difference of up to CLOCK_SECONDS is tolerated.
+    """
     checks = []
     for node, ranks in by_value([f.node for f in facts]):
         clock = facts[ranks[0]].clock
@@ -237,7 +248,10 @@ def clocks(facts: Sequence[RankFacts], began: float, ended: float) -> list[Check
 
 
 def differences(facts: Sequence[RankFacts], kind: str) -> list[Check]:
-    """Names in `settings`, `versions` or `environment` whose values differ, and on which ranks."""
+    """Return a finding for each name whose value differs between ranks.
+
+    kind: the field of RankFacts to compare: `settings`, `versions`, `environment` or `machine`.
+    """
     checks = []
     for name in sorted({name for f in facts for name in getattr(f, kind)}):
         absent = "the default" if kind == "settings" else "not set"
@@ -262,14 +276,14 @@ def differences(facts: Sequence[RankFacts], kind: str) -> list[Check]:
 
 
 def may_differ(key: str, values: set[str]) -> bool:
-    """Return True if nodes may have different values of a key."""
+    """Return True if nodes may have these different values of a key."""
     if key == "checkpoint.resume":
         return values.isdisjoint({"auto", "never", "the default"})
     return OF_A_NODE.match(key) is not None
 
 
 def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
-    """Limits of the system that are too low for a world of this size."""
+    """Return a problem for each system limit that is too low for this number of ranks."""
     checks = []
     ranks_of = Counter(f.node for f in facts)
     small = [rank for rank, f in enumerate(facts) if f.shm < SHM_BYTES and ranks_of[f.node] > 1]
@@ -289,7 +303,7 @@ def limits(facts: Sequence[RankFacts], device: str) -> list[Check]:
 
 
 def parted_tensor_groups(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
-    """A warning if ranks of one tensor group are on several nodes."""
+    """Return a warning if a tensor-parallel group extends over several nodes."""
     size = sharding.tensor
     groups = [range(first, first + size) for first in range(0, len(everyone) - size + 1, size)]
     parted = [group for group in groups if len({everyone[rank].node for rank in group}) > 1]
@@ -304,7 +318,10 @@ def parted_tensor_groups(sharding: Sharding, everyone: Sequence[RankFacts]) -> l
 
 
 def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
-    """Check that the run's folder has room for its checkpoints."""
+    """Check that the disk of the run's folder has room for its checkpoints.
+
+    checkpoint: size of one checkpoint in bytes.
+    """
     place = next((path for path in (run, *run.absolute().parents) if path.is_dir()), Path("/"))
     free = shutil.disk_usage(place).free
     there = len(list((run / "checkpoints").glob("step-*")))
@@ -323,7 +340,7 @@ def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
 
 
 def by_value(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-    """(value, ranks that have it), the most common first, then by rank."""
+    """Return (value, ranks that have it) pairs, the most common value first, ties by rank."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -331,7 +348,10 @@ def by_value(values: Sequence[Any]) -> list[tuple[Any, list[int]]]:
 
 
 def who(ranks: Iterable[int], facts: Sequence[RankFacts]) -> str:
-    """`rank 3 (node-b)`, `rank 0-7 (node-a), 8-15 (node-b) and those of 3 more hosts`."""
+    """Name ranks with their hosts.
+
+    For example `rank 3 (node-b)` or `rank 0-7 (node-a), 8-15 (node-b) and those of 3 more nodes`.
+    """
     hosts: dict[int, list[int]] = {}
     for rank in ranks:
         hosts.setdefault(facts[rank].node, []).append(rank)
@@ -342,13 +362,13 @@ def who(ranks: Iterable[int], facts: Sequence[RankFacts]) -> str:
 
 
 def host_name(node: int, facts: Sequence[RankFacts]) -> str:
-    """The host of a node, with the node's number if the host has several, as in tests."""
+    """Return the host of a node, with the node's number if the host has several, as in tests."""
     host = next(f.host for f in facts if f.node == node)
     return host if len({f.node for f in facts if f.host == host}) == 1 else f"{host}, node {node}"
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] → `0-2,5`."""
+    """Write numbers as ranges: [0, 1, 2, 5] → `0-2,5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -366,9 +386,10 @@ def judge(
     unit: Callable[[float], str],
     prefix: str = "",
 ) -> list[Check]:
-    """The median of some rates by name, and those below `slow` times the median.
+    """Report the median of `rates`, and each rate below `slow` times the median.
 
-    On a GPU that is a fault; a CPU's cores may be in use by others.
+    rates: measured rates by name. A slow GPU is a problem. On a CPU it is only a warning, because
+    other processes may use its cores.
     """
     usual = median_high(rates.values())
     spread = f"{prefix}{unit(usual)}"
@@ -383,10 +404,10 @@ def judge(
 
 
 def gigabytes(rate: float) -> str:
-    """A rate in bytes a second, for people."""
+    """Format a rate given in bytes per second."""
     return f"{rate / 1e9:.3g} GB/s"
 
 
 def flops(rate: float) -> str:
-    """A rate of floating-point operations, for people."""
+    """Format a rate given in floating-point operations per second."""
     return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

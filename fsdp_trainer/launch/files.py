@@ -1,6 +1,6 @@
-"""The verb `launch-files`: files that start the composed run.
+"""The command `launch-files`: writes a file that starts the composed run.
 
-Under Slurm, on Kubernetes, in Docker or by SkyPilot. Needs no torch.
+For Slurm, Kubernetes, Docker or SkyPilot. Needs no torch.
 """
 
 import math
@@ -43,16 +43,20 @@ ONLY = {
     "claim": ("kubernetes", "skypilot"),
     "gpu": ("skypilot",),
 }
-"""Keys that not every kind reads."""
+"""Keys that only some kinds read, and these kinds."""
 NAME = r"[\w.,:@/+-]+"
 WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "gpu": NAME, "out": r"[^\n\r]+"}
-"""Keys that stand in a file as they are, where a line of their own would be a command."""
+"""Keys copied into a file unquoted, and the text they may have.
+
+A line break in one of them would begin a new command.
+"""
 
 
 def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
-    """Write the file of `cfg.kind`. words: what `cfg` was composed from.
+    """Write the file of `cfg.kind`. words: the overrides that `cfg` was composed from.
 
-    Raises UserError for what no such job can be.
+    Raises UserError for settings that this kind of job cannot have, or if the file cannot be
+    written.
     """
     kind = checked(cfg)
     name = re.sub(r"[^\w.-]+", "-", str(cfg.run.name))
@@ -78,7 +82,7 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
 
 
 def checked(cfg: LaunchFilesConfig) -> str:
-    """The kind. Raises UserError with all settings that do not go together."""
+    """Check the settings and return the kind. Raises UserError with all that are in conflict."""
     report = Report({}, [], set())
     require_training_inputs(cfg, report)
     if cfg.kind is None:
@@ -110,7 +114,7 @@ def checked(cfg: LaunchFilesConfig) -> str:
 
 
 def _check_field(cfg: LaunchFilesConfig, f: Field, report: Report) -> None:
-    """Check that a setting goes with the kind, and that its text can be written into a file."""
+    """Check that the kind reads a setting, and that its text can be written into a file."""
     value = getattr(cfg, f.name)
     if cfg.kind not in (None, *ONLY.get(f.name, FILES)) and value != default_of(f):
         kinds = "  or  ".join(f"kind={kind}" for kind in ONLY[f.name])
@@ -121,7 +125,10 @@ def _check_field(cfg: LaunchFilesConfig, f: Field, report: Report) -> None:
 
 
 def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list[str]) -> str:
-    """The file's text."""
+    """Return the text of the file.
+
+    name: the run's name without special characters; file: path of the file; words: overrides.
+    """
     own = {f.name for f in fields(LaunchFiles)}
     trained = [
         word for word in words if word.lstrip("+").partition("=")[0] not in (*own, "run.name")
@@ -156,9 +163,9 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
 
 
 def outside(cfg: LaunchFilesConfig) -> list[str]:
-    """Folders with an absolute path that the run reads or writes.
+    """Return the folders with an absolute path that the run reads or writes.
 
-    Of files the folders that hold them.
+    For a file, its folder is returned. Folders inside another one of the list are left out.
     """
     data = [
         entry.path for where in (cfg.data.path, cfg.data.validation) for entry in entries(where)

@@ -1,4 +1,4 @@
-"""Decides which rank of a node holds up the others, by what its ranks show of themselves.
+"""Decides which rank of a node holds up the others, from their phases, states and stacks.
 
 Imports no torch.
 """
@@ -18,19 +18,21 @@ from fsdp_trainer.process import process_stat
 from fsdp_trainer.slots import PhaseVisit, RankSlot
 
 ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
-"""Phases that take about as long each time.
+"""Phases that take about the same time at each visit.
 
-All others, and the first steps, may take up to launch.timeout.
+All other phases, and the first steps, may take up to launch.timeout.
 """
 STORAGE = {"data", "validation", "log"}
-"""Those of them that read or write files, or wait for a thread that does.
+"""Phases among ORDINARY that read or write files, or wait for a thread that does.
 
-With storage that is remote or cold a single wait may be long.
+A single wait may be long if the storage is remote or cold.
 """
 UNLIMITED = {"start", "export", "end"}
-"""Phases that wait for a rank that works, outside any collective, or for trackers."""
-FACTOR, PATIENCE = 5, 12  # times the median; times launch.stall where storage is waited for
-STOPPED_SECONDS = 1.0
+"""Phases in which a rank may wait outside any collective for a working rank, or for trackers."""
+# FACTOR: allowed time of a phase, in medians of its duration; PATIENCE: factor on launch.stall, the
+# least allowed time, for phases in STORAGE
+FACTOR, PATIENCE = 5, 12
+STOPPED_SECONDS = 1.0  # a rank stopped by a signal for longer is at fault
 ALONG = {
     "/fsdp_trainer/parallel/tensor.py": "tensor",
     "/fsdp_trainer/parallel/context.py": "context",
@@ -41,19 +43,21 @@ ALONG = {
     "/_fully_shard/_fsdp_collectives.py": "shard",
     "/_fully_shard/_fsdp_param_group.py": "shard",
 }
-"""The dimension along which a collective runs, by the end of the file that begins it.
+"""The dimension along which a collective runs, by the end of the path of the file that starts it.
 
-All ranks meet in those of other files.
+All ranks take part in a collective started from any other file.
 """
 DEBUGGERS = ("/pdb.py", "/bdb.py", "/debugpy/", "/pydevd")
 
 
 @dataclass
 class RankStatus:
-    """A rank as one look found it.
+    """State of one rank at one poll.
 
-    state: as in proc(5), None if it has ended; standing: seconds in this phase, of the `allowed`
-    ones; stopped: for how long; stacks: of all its threads, if they were asked for.
+    state: letter as in proc(5), `?` if unknown, None if the rank has ended; traced: True if a
+    debugger is attached; stopped: seconds since a signal stopped it, else 0; standing, allowed:
+    seconds spent in its phase, and seconds that it may spend there; stacks: stack traces of all its
+    threads, if they were requested.
     """
 
     slot: RankSlot
@@ -66,7 +70,7 @@ class RankStatus:
 
     @property
     def rank(self) -> int:
-        """The rank in the world."""
+        """The number of the rank."""
         return self.slot.rank
 
     @property
@@ -76,22 +80,22 @@ class RankStatus:
 
     @property
     def died(self) -> bool:
-        """True if it ended without leaving in order."""
+        """True if the rank ended without having left the watchdog."""
         return self.state is None and not self.slot.closed
 
     @property
     def trains(self) -> bool:
-        """True if it has neither ended nor is about to."""
+        """True if the rank has not ended and is not about to."""
         return self.state is not None and not self.slot.closed and self.place.phase != "end"
 
     @property
     def waits(self) -> bool:
-        """True if it waits for others: in a collective, or for a device that may be in one."""
+        """True if the rank waits in a collective, or for a device that may be in one."""
         return self.place.phase == "read" or in_collective(frames(self.stacks, self.slot.thread))
 
     @property
     def waits_along(self) -> str | None:
-        """The dimension whose ranks this one waits for, `all` for all ranks; None: it does not."""
+        """The dimension whose ranks this one waits for, `all` for all ranks; None if it works."""
         files = frames(self.stacks, self.slot.thread)
         if not in_collective(files):
             return None
@@ -101,7 +105,7 @@ class RankStatus:
 
     @property
     def debugged(self) -> bool:
-        """True if it is in a debugger."""
+        """True if the rank is in a debugger."""
         return self.traced or any(name in self.stacks for name in DEBUGGERS)
 
 
@@ -109,8 +113,8 @@ class RankStatus:
 class Verdict:
     """A decision about the ranks of a node.
 
-    what: `dead`, `stopped`, `stuck` (does not go on), `waiting` (for another node) or `debugged`;
-    ranks: those at fault, as far as known; kill: these ranks are to end.
+    what: `dead`, `stopped`, `stuck` (makes no progress), `waiting` (for another node) or
+    `debugged`; ranks: the ranks at fault, as far as known; kill: True if they must be ended.
     """
 
     what: str
@@ -124,11 +128,11 @@ class Durations:
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=101))
-        self._noted: dict[int, int] = {}  # by pid: the last visit that counts already
+        self._noted: dict[int, int] = {}  # by pid: number of the last visit already counted
         self._have_read: set[int] = set()  # pids of ranks that have waited for their device
 
     def note(self, slots: Iterable[RankSlot]) -> None:
-        """Add the visits that ended since the last look: the mean of each rank and phase."""
+        """Add the visits that ended since the last poll, averaged for each rank and phase."""
         for slot in slots:
             ended: dict[str, list[float]] = defaultdict(list)
             for visit, following in pairwise(slot.trace):
@@ -141,9 +145,10 @@ class Durations:
             self._noted[slot.pid] = slot.training.entered - 1
 
     def allowed(self, slot: RankSlot, state: str, shortest: float, longest: float) -> float:
-        """Seconds that a rank may stand where it is.
+        """Return how many seconds a rank may spend in its current phase.
 
-        Slow is not dead: the first step, saves, the compiler and a disk have the `longest`.
+        shortest, longest: bounds in seconds. The first steps, phases such as saving or compiling,
+        and a rank that waits for a disk may take the `longest`.
         """
         phase = slot.training.phase
         if phase in UNLIMITED:
@@ -157,7 +162,7 @@ class Durations:
             or slot.pid not in self._have_read
         ):
             return longest
-        # a GPU's host may stand in any phase until the device has done what it was given since the
+        # in any phase the host may have to wait until the GPU has done all work queued since the
         # last `read`
         return min(
             longest, max(shortest, FACTOR * median(self._seconds[phase]), FACTOR * median(device))
@@ -165,10 +170,10 @@ class Durations:
 
 
 def look(slot: RankSlot) -> RankStatus:
-    """A rank's status, as the system reports it. State `?`: it does not report it."""
+    """Return the status of a rank as the system reports it, with state `?` if it does not."""
     try:
         fields = process_stat(slot.pid)
-    except OSError:  # short of memory, or processes are hidden; one that ended raises none
+    except OSError:  # no memory, or processes are hidden; None, not OSError, for an ended process
         return RankStatus(slot, "?", standing=time.monotonic() - slot.training.since)
     if fields is None or fields[0] in "ZX" or int(fields[19]) != slot.started:
         return RankStatus(slot, None)
@@ -189,7 +194,7 @@ def traced(pid: int) -> bool:
 def suspended(status: RankStatus) -> bool:
     """Return True if a rank was stopped on purpose.
 
-    From its terminal (Ctrl-Z), or by a scheduler, together with the process that started it.
+    That is: from its terminal (Ctrl-Z), or by a scheduler together with its parent process.
     """
     try:
         fields = process_stat(status.slot.pid)
@@ -201,9 +206,9 @@ def suspended(status: RankStatus) -> bool:
 
 
 def starved(pid: int) -> float:
-    """Seconds that the main thread could have worked and had no processor.
+    """Return the seconds that the main thread was runnable but had no processor.
 
-    0 if the system does not count them.
+    Returns 0 if the system does not count them.
     """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
@@ -212,7 +217,7 @@ def starved(pid: int) -> float:
 
 
 def state_of(thread: int) -> str | None:
-    """A thread's state, as in proc(5); None if it has ended or is unknown."""
+    """Return a thread's state letter, as in proc(5); None if it has ended or is unknown."""
     try:
         return next(iter(process_stat(thread) or []), None)
     except OSError:
@@ -220,12 +225,15 @@ def state_of(thread: int) -> str | None:
 
 
 def reads_disk(pid: int) -> bool:
-    """Return True if any thread waits for a disk: data may be read ahead by another thread."""
+    """Return True if any thread of a process waits for a disk, such as one reading data ahead."""
     return "D" in [state_of(int(task.name)) for task in Path(f"/proc/{pid}/task").glob("*")]
 
 
 def stopped(ranks: list[RankStatus]) -> Verdict | None:
-    """Ranks that a signal has stopped and nothing has let go on for a second."""
+    """Return a verdict on the ranks that a signal stopped for STOPPED_SECONDS; None without any.
+
+    Ranks in a debugger do not count.
+    """
     at_fault = [
         status for status in ranks if status.stopped >= STOPPED_SECONDS and not status.debugged
     ]
@@ -235,8 +243,8 @@ def stopped(ranks: list[RankStatus]) -> Verdict | None:
 def standing(ranks: list[RankStatus]) -> bool:
     """Return True if every rank at work on this node has been in its phase for longer than allowed.
 
-    A rank within its time may be the one that the others wait for. A rank in state T can show no
-    stacks, so nothing could be judged by them: `stopped` reports it a second later.
+    A rank within its time may be the one that the others wait for. A rank in state T cannot show
+    its stacks, which `judge` needs. Returns False then: `stopped` reports that rank a second later.
     """
     at_work = [status for status in ranks if status.trains]
     return bool(at_work) and all(
@@ -245,7 +253,7 @@ def standing(ranks: list[RankStatus]) -> bool:
 
 
 def unchanged(before: list[RankStatus], after: list[RankStatus]) -> bool:
-    """Return True if no rank entered a phase, was stopped or ended between two looks."""
+    """Return True if no rank entered a phase, was stopped or ended between two polls."""
 
     def condition(ranks: list[RankStatus]) -> list[tuple[int, int, bool, bool]]:
         return [(s.rank, s.place.entered, s.trains, s.state == "T") for s in ranks]
@@ -256,10 +264,10 @@ def unchanged(before: list[RankStatus], after: list[RankStatus]) -> bool:
 def judge(
     ranks: list[RankStatus], world_size: int, longest: float, on_device: bool = False
 ) -> Verdict:
-    """The rank at fault when all ranks of the node stand, by their stacks and collectives.
+    """Decide from stacks and counts of collectives which rank is at fault when all are standing.
 
-    on_device: a host outside any collective may wait for a GPU that is in one, once that was given
-    all its work.
+    on_device: True if ranks compute on GPUs. A host that has queued all its work may then be
+    outside any collective and wait for a GPU that is in one.
     """
     at_work = [status for status in ranks if status.trains]
     debugged = [status for status in at_work if status.debugged]
@@ -295,15 +303,16 @@ def _skipped(ranks: list[RankStatus], step: int, phase: str, counts: dict[int, i
 
 
 def first_difference(ranks: list[RankStatus]) -> tuple[int, str, dict[int, int]] | None:
-    """Step and phase in which ranks began different numbers of collectives, and the numbers.
+    """Find the first phase in which ranks began different numbers of collectives.
 
-    None if there is no such phase that all ranks remember. The number of a phase that a rank still
-    waits in is unknown, and taken to be that of the step before.
+    Returns its step, its name and the number by rank; None if there is no such phase among those
+    that all ranks remember. A rank that is still in a phase has not begun all its collectives yet:
+    the number of the previous step is used instead.
     """
     counts_of: dict[tuple[int, str, int], dict[int, int]] = defaultdict(dict)
     for status in ranks:
         visits: dict[tuple[int, str], int] = defaultdict(int)
-        oldest = status.slot.trace[0].step  # not wholly remembered
+        oldest = status.slot.trace[0].step  # may be incomplete
         for begun, after in zip_longest(status.slot.trace, status.slot.trace[1:]):
             step, phase = begun.step, begun.phase
             visits[step, phase] += 1
@@ -321,7 +330,7 @@ def first_difference(ranks: list[RankStatus]) -> tuple[int, str, dict[int, int]]
 
 
 def waiting(ranks: Iterable[RankStatus]) -> dict[str, list[int]]:
-    """The ranks that wait in a collective, by the dimension along which it runs."""
+    """Return the ranks that wait in a collective, by the dimension along which it runs."""
     by_dimension: dict[str, list[int]] = defaultdict(list)
     for status in ranks:
         if status.waits_along:
@@ -330,6 +339,9 @@ def waiting(ranks: Iterable[RankStatus]) -> dict[str, list[int]]:
 
 
 def frames(stacks: str, thread: int) -> list[str]:
-    """Files that a thread is in, innermost first, from faulthandler's dump of all threads."""
+    """Return the files of a thread's stack frames, innermost first.
+
+    stacks: faulthandler's dump of all threads.
+    """
     below = stacks.rpartition(f"hread 0x{thread:016x} ")[2].partition("\n\n")[0]
     return re.findall(r'^  File "([^"]+)"', below, re.MULTILINE)

@@ -1,9 +1,9 @@
-"""Start the nodes of several hosts from here, over ssh: launch.hosts. Needs no torch.
+"""Starts the nodes of several hosts from this one, over ssh: launch.hosts. Needs no torch.
 
 Each host gets the command that people would type there, with launch.nodes and launch.rendezvous.
-The connection is the node's life line: what ends here, by whatever signal, ends there too, since
-the node reads its standard input (launch/remote.py). A terminal (`ssh -t`) would mix the streams,
-and hang up only where sshd notices.
+A node lives no longer than its connection: it reads its standard input (launch/remote.py), and
+ends when this process ends, whatever signal ended it. A terminal (`ssh -t`) would mix stdout with
+stderr, and hang up only if sshd notices the end.
 """
 
 import json
@@ -35,19 +35,19 @@ from fsdp_trainer.version import __version__
 CONNECT_SECONDS = 15
 READY_SECONDS = 120.0  # for Python and the package to be read from a slow disk
 BEAT_SECONDS = 10.0  # between signs of life
-NODE_SECONDS = 30.0  # longer than nodes take to end their ranks and to hear of each other's end
+NODE_SECONDS = 30.0  # more than nodes need to end their ranks and be informed of each other's end
 END_SECONDS = 10.0  # for ssh to end after its node
 SSH = [
     *("ssh", "-T", "-S", "none", "-o", "BatchMode=yes", "-o", "ClearAllForwardings=yes"),
     *("-o", f"ConnectTimeout={CONNECT_SECONDS}"),
     *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
 ]
-LINES = 3  # that are shown of what a host said
-SSH_FAILED = 255  # ssh's own exit code; every other one is the command's
+LINES = 3  # shown from the end of a host's output
+SSH_FAILED = 255  # exit code of ssh itself; every other one comes from the remote command
 NO_SUCH_COMMAND = (126, 127)  # exit codes of the shell
 
-# What is to be done there comes through the standard input: command lines are seen by everybody on
-# a host, environments hold secrets, and login shells quote differently.
+# The remote command gets its job through standard input: everybody on a host can see command lines,
+# the environment holds secrets, and login shells quote differently.
 COMMAND = (
     "import json,os,sys;"
     'job=json.loads(os.fdopen(0,"rb",buffering=0,closefd=False).readline());exec(job["code"])'
@@ -74,7 +74,7 @@ CARRIED = (
     *("TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "AWS_", "GOOGLE_", "HYDRA_"),
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
 )
-"""Beginnings of the names of environment variables that go along."""
+"""Prefixes of the names of environment variables that are sent to the other hosts."""
 OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES",)
 SET_HERE = ("launch.hosts", "launch.nodes", "launch.rendezvous", "run.name")
 
@@ -82,9 +82,9 @@ SET_HERE = ("launch.hosts", "launch.nodes", "launch.rendezvous", "run.name")
 def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:
     """Start a node on each of launch.hosts, wait for them, and return the run's exit code.
 
-    Output of the first host, which has rank 0, passes as it is; that of the others with the host's
-    name before each line. Raises UserError with all hosts on which no node can be started; then
-    none is.
+    The first host has rank 0, and its output is passed on unchanged. Lines of the other hosts are
+    prefixed with the host's name. Raises UserError with every host that cannot start its node,
+    before any node is started.
     """
     refuse_other_launchers(os.environ)
     hosts = hosts_of(cfg.launch.hosts or [])
@@ -113,7 +113,7 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
 
 
 def refuse_other_launchers(env: Mapping[str, str]) -> None:
-    """Raise UserError where torchrun or Slurm start the ranks."""
+    """Raise UserError if torchrun or Slurm starts the ranks."""
     reason = ""
     if "RANK" in env:
         reason = "torchrun starts the ranks here: leave launch.hosts out, or torchrun"
@@ -127,7 +127,10 @@ def refuse_other_launchers(env: Mapping[str, str]) -> None:
 
 
 def node_on(host: Host, number: int) -> "NodeOfHost":
-    """Return the node of a host: on this machine where its name means it, else over ssh."""
+    """Return the node of a host: a local process if the host is this machine, else over ssh.
+
+    number: position of the host in launch.hosts.
+    """
     if host.user is None and host.port is None and owns(host.name):
         return LocalNode(host, number)
     if shutil.which("ssh") is None:
@@ -139,7 +142,7 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
 def words_of_nodes(
     cfg: TrainConfig, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
-    """Return the overrides that all nodes are given."""
+    """Return the overrides that are the same for all nodes."""
     words = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
     where = meeting_point(cfg.launch, nodes) if len(nodes) > 1 else "null"
     return [
@@ -152,19 +155,22 @@ def words_of_nodes(
 
 
 def words_of_host(launch: Launch, host: Host) -> list[str]:
-    """Return the overrides of one host: how many ranks it gets, unless it finds out itself."""
+    """Return the overrides of one host: its number of ranks, if that is configured."""
     ranks = ranks_of(host, launch.nproc_per_node)
     return [f"launch.nproc_per_node={ranks}"] if ranks else []
 
 
 def meeting_point(launch: Launch, nodes: Sequence["NodeOfHost"]) -> str:
-    """Return where nodes meet: launch.rendezvous, else a free port of the first host."""
+    """Return host:port where nodes meet: launch.rendezvous, else a free port of the first host."""
     first, second = nodes[:2]
     return launch.rendezvous or f"{first.address(second.host)}:{first.port}"
 
 
 class Output:
-    """A stream of a host: kept until the host says that it is ready, then passed on."""
+    """An output stream of a host: stored until the host is ready, then passed on line by line.
+
+    source: the stream; descriptor: the file descriptor to write to; prefix: of each line.
+    """
 
     def __init__(self, source: IO[bytes], descriptor: int, prefix: str):
         self.before: list[bytes] = []
@@ -174,7 +180,7 @@ class Output:
         self.thread.start()
 
     def pass_on_all(self) -> None:
-        """Pass on also what comes before the host is ready."""
+        """Pass on all lines from now on, without waiting for the host to be ready."""
         self.ready = {}
 
     def _read(self) -> None:
@@ -190,16 +196,16 @@ class Output:
 
     def _write(self, line: bytes) -> None:
         data = self._prefix + line
-        with suppress(OSError):  # a reader that has gone, such as head: the node goes on
+        with suppress(OSError):  # the reader, such as head, has ended: the node continues
             while data:
                 data = data[os.write(self._descriptor, data) :]
 
 
 class NodeOfHost:
-    """The node of one host, by the process of this machine that is or connects to it."""
+    """The node of one host, represented by a local process: the node itself, or its ssh client."""
 
     port: int | None = None
-    """A free port of the host; None as long as the host is not ready."""
+    """A free port of the host; None until the host is ready."""
 
     def __init__(self, host: Host, number: int):
         self.host, self.number = host, number
@@ -209,52 +215,52 @@ class NodeOfHost:
         self._lock = threading.Lock()
 
     def waits(self) -> bool:
-        """Return whether it is not known yet if the host is ready."""
+        """Return True if the host may still become ready."""
         return False
 
     def why_not_ready(self) -> str:
-        """Return why no node can be started, and what to do."""
+        """Return the reason why no node can be started there, and what to do."""
         return ""
 
     def address(self, other: Host) -> str:
-        """Return a name or address by which another host reaches this one."""
+        """Return a name or address by which the host `other` reaches this one."""
         raise NotImplementedError
 
     def start(self, words: list[str]) -> None:
-        """Start the node with the arguments of the command line."""
+        """Start the node. words: arguments of its command line."""
         raise NotImplementedError
 
     def poll(self) -> int | None:
-        """Return the node's exit code; below 0: it was killed, or cut off."""
+        """Return the node's exit code; below 0 if it was killed or its connection broke."""
         assert self.process is not None
         return self.process.poll()
 
     def send_signal(self, signum: int) -> None:
-        """Have the node raise a signal in itself."""
+        """Ask the node to send itself a signal."""
         self.say(f"{int(signum)}\n".encode())
 
     def say(self, line: bytes) -> None:
-        """Write a line to the node. One that does not read any more has ended, or will."""
+        """Write a line to the node. Errors are ignored: a node that no longer reads is ending."""
         with self._lock, suppress(OSError):
             if self.process and self.process.stdin and self._hung_up_at is None:
                 os.write(self.process.stdin.fileno(), line)
 
     def hang_up(self) -> None:
-        """End the node and its ranks, at once."""
+        """End the node and its ranks at once, by closing its standard input."""
         with self._lock:
             if self.process and self.process.stdin and self._hung_up_at is None:
                 self._hung_up_at = time.monotonic()
                 self.process.stdin.close()
 
     def kill(self) -> None:
-        """End the node; after END_SECONDS also a process here that goes on."""
+        """End the node; if called END_SECONDS later or more, also kill its local process."""
         self.hang_up()
         since = self._hung_up_at
         if self.process and since is not None and time.monotonic() > since + END_SECONDS:
             self.process.kill()
 
     def close(self) -> None:
-        """Wait until the node that was hung up has ended, and its output is passed on."""
+        """Wait until the node has ended and its output has been passed on. Call `hang_up` first."""
         while self.process and self.process.poll() is None:
             self.kill()
             time.sleep(0.05)
@@ -262,9 +268,12 @@ class NodeOfHost:
             output.thread.join(END_SECONDS)
 
     def _open(self, command: list[str], shown: bool, env: dict[str, str] | None = None) -> None:
-        """Start a process to which we speak. shown: its output is ours."""
+        """Start the local process, with a pipe to its standard input.
+
+        shown: True if it inherits stdout and stderr of this process; otherwise they are read.
+        """
         output = None if shown else subprocess.PIPE
-        # a session of its own: Ctrl-C at a terminal reaches the node through this process alone
+        # in a new session, so that Ctrl-C at a terminal reaches the node only through this process
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -282,14 +291,14 @@ class NodeOfHost:
 
 
 class LocalNode(NodeOfHost):
-    """A node of this machine, which needs no ssh."""
+    """A node on this machine, started without ssh."""
 
     def __init__(self, host: Host, number: int):
         super().__init__(host, number)
         self.port = free_port()
 
     def address(self, other: Host) -> str:
-        """Return the own name; for localhost the address that the way to `other` begins with."""
+        """Return this host's name; for localhost its address on the route to `other`."""
         if not socket.gethostbyname(self.host.name).startswith("127."):
             return self.host.name
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -298,7 +307,7 @@ class LocalNode(NodeOfHost):
         return self.host.name
 
     def start(self, words: list[str]) -> None:
-        """Start the node beside this process, at this process's terminal if it is the first."""
+        """Start the node as a child process. The first node inherits stdout and stderr."""
         env = {**os.environ, HOST: str(self.number), PARENT: str(os.getpid())}
         command = [sys.executable, "-m", "fsdp_trainer", *words]
         self._open(command, shown=self.number == 0, env=env)
@@ -307,10 +316,10 @@ class LocalNode(NodeOfHost):
 
 
 class SshNode(NodeOfHost):
-    """A node at the other end of ssh."""
+    """A node on another host, started over ssh."""
 
     def __init__(self, host: Host, number: int):
-        """Connect, and have the host look whether a node can be started there."""
+        """Connect, and let the host check whether a node can be started there."""
         super().__init__(host, number)
         there = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(COMMAND)}"
         self._open([*SSH, *destination(host), there], shown=False)
@@ -323,7 +332,7 @@ class SshNode(NodeOfHost):
         self._send(job)
 
     def waits(self) -> bool:
-        """Return whether the host has neither said that it is ready nor ended."""
+        """Return True if the host has not reported that it is ready, and ssh has not ended."""
         readies = [output.ready for output in self.outputs]
         if None not in readies and readies[0]:
             self.port = int(readies[0]["port"])
@@ -331,7 +340,7 @@ class SshNode(NodeOfHost):
         return self.port is None and self.process.poll() is None
 
     def why_not_ready(self) -> str:
-        """Return what ssh, the shell or Python said, in words, and what to type."""
+        """Return an explanation of the error from ssh, the shell or Python, and what to type."""
         assert self.process is not None
         code = self.process.poll()
         if code is None:
@@ -353,26 +362,26 @@ class SshNode(NodeOfHost):
         return f"cannot be reached: {last}. Try  {self._trial()}"
 
     def address(self, other: Host) -> str:
-        """Return the host's name, as ssh's configuration has it."""
+        """Return the host's name or address in ssh's configuration."""
         return name_of_ssh(self.host)
 
     def start(self, words: list[str]) -> None:
-        """Have the host, which is ready, start the node."""
+        """Tell the host, which is ready, to start the node."""
         self._send(words)
 
     def poll(self) -> int | None:
-        """Return the node's exit code; -1 where ssh has none."""
+        """Return the node's exit code; -1 if ssh itself failed."""
         code = super().poll()
         return -1 if code == SSH_FAILED else code
 
     def hang_up(self) -> None:
-        """End the node. Where there is none yet, ssh may still be connecting."""
+        """End the node. If it has not reported yet, kill ssh, which may still be connecting."""
         super().hang_up()
         if self.port is None and self.process:
             self.process.kill()
 
     def _send(self, message: Any) -> None:
-        """Write a line that may be longer than the pipe takes at once."""
+        """Write a message as a line of JSON, which may exceed the capacity of the pipe."""
         data = f"{json.dumps(message)}\n".encode()
         assert self.process
         assert self.process.stdin
@@ -388,14 +397,14 @@ class SshNode(NodeOfHost):
 
 
 class NodeProcesses(RankProcesses):
-    """The nodes of all hosts, and the time until which they may run."""
+    """The nodes of all hosts, and a deadline for them."""
 
     def __init__(self, nodes: Sequence[NodeOfHost], advice: Callable[[], str]):
         super().__init__(nodes, advice=advice)
         self.nodes = nodes
 
     def end_within(self, seconds: float) -> None:
-        """Give the nodes so long, and the time that they need themselves to end their ranks."""
+        """Have `wait` kill nodes that still run after `seconds` and the time to end their ranks."""
         super().end_within(seconds + NODE_SECONDS)
 
     def _how_killed(self, rank: int, code: int) -> str:
@@ -406,13 +415,13 @@ class NodeProcesses(RankProcesses):
 
 
 def destination(host: Host) -> list[str]:
-    """Return the words by which ssh knows a host."""
+    """Return the arguments of ssh that select a host."""
     port = ["-p", str(host.port)] if host.port else []
     return [*port, f"{host.user}@{host.name}" if host.user else host.name]
 
 
 def name_of_ssh(host: Host) -> str:
-    """Return the name or address that stands for a host in ssh's configuration."""
+    """Return the name or address to which ssh's configuration maps a host."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["ssh", "-G", *destination(host)]
         printed = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
@@ -424,7 +433,7 @@ def name_of_ssh(host: Host) -> str:
 
 
 def carried(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that go along to other hosts."""
+    """Return the environment variables that are sent to other hosts."""
     return {
         name: value
         for name, value in env.items()
@@ -433,7 +442,10 @@ def carried(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def wait_until_ready(nodes: Sequence[NodeOfHost]) -> None:
-    """Wait until all hosts are ready. Raises UserError with those that are not, Stopped."""
+    """Wait until all hosts are ready.
+
+    Raises UserError with those that are not ready in time, and Stopped at a signal.
+    """
     deadline = time.monotonic() + READY_SECONDS
     while [node for node in nodes if node.waits()] and time.monotonic() < deadline:
         arrived = signal.sigtimedwait(SIGNALS, 0.05)
@@ -448,7 +460,7 @@ def wait_until_ready(nodes: Sequence[NodeOfHost]) -> None:
 
 @contextmanager
 def signs_of_life(nodes: Sequence[NodeOfHost]) -> Iterator[None]:
-    """Show the hosts that this process is there."""
+    """Send every node an empty line each BEAT_SECONDS: it ends if it receives nothing for long."""
     over = threading.Event()
 
     def show() -> None:

@@ -1,4 +1,4 @@
-"""A job of a sweep, and its progress and results, read from its files. Needs no torch."""
+"""The jobs of a sweep: their progress and results, read from their files. Needs no torch."""
 
 import hashlib
 import shlex
@@ -15,12 +15,12 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, parse, whole_lines
 
-TELL_EVERY_SECONDS = 30.0  # in a log file
+TELL_EVERY_SECONDS = 30.0  # between reports of progress in a log file
 
 
 @dataclass
 class Job:
-    """One training of a sweep, and its line in sweep.jsonl."""
+    """One training of a sweep. Its fields are those of its line in sweep.jsonl."""
 
     job: str
     folder: str
@@ -30,8 +30,9 @@ class Job:
     failed, refused or does not fit."""
     exit_code: int | None = None
     objective: float | None = None
-    """The last value of hydra.sweeper.metric, else the last validation loss, else the last loss."""
-    seconds: float = 0.0  # of this command
+    """The last value of hydra.sweeper.metric. Without a metric: the last validation loss, or, if
+    there is none, the last training loss."""
+    seconds: float = 0.0  # duration within this command
     reason: str = ""
 
 
@@ -43,11 +44,11 @@ class JobProgress:
         self.last: dict[str, Any] = {}
 
     def lines(self) -> list[dict[str, Any]]:
-        """The lines since the last one read, and that one again: a validation adds to it."""
+        """Return the new lines, and the last one read again: a validation may have added to it."""
         if not self._file.exists():
             return []
         with self._file.open("rb") as file:
-            if self._file.stat().st_size < self._read:  # a resume has cut it
+            if self._file.stat().st_size < self._read:  # a resumed run has truncated it
                 self._read = 0
             file.seek(self._read)
             whole = [text for text in file.read().splitlines(keepends=True) if text.endswith(b"\n")]
@@ -58,7 +59,7 @@ class JobProgress:
         return lines
 
     def summary(self, cfg: TrainConfig) -> str:
-        """Step, loss and, if the number of steps is known, the time to the last one."""
+        """Return step and loss, and the time to the last step if the number of steps is known."""
         if not self.last:
             return "starts"
         step, steps, seconds = self.last["step"], cfg.train.steps, self.last.get("step_seconds")
@@ -68,9 +69,9 @@ class JobProgress:
 
 
 class Board:
-    """Shows the progress of jobs that run side by side.
+    """Shows the progress of jobs that run at the same time.
 
-    A terminal shows it all the time, a log file every TELL_EVERY_SECONDS.
+    Updated continuously on a terminal, and every TELL_EVERY_SECONDS in a log file.
     """
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Board:
         self._printed_at, self._shown = time.monotonic(), ""
 
     def show(self, jobs: dict[str, tuple[TrainConfig, JobProgress]]) -> None:
-        """Show the progress of the jobs, by title."""
+        """Show the progress of the jobs. jobs: configuration and progress by title."""
         text = "\n".join(
             f"{name}  {progress.summary(cfg)}" for name, (cfg, progress) in jobs.items()
         )
@@ -98,20 +99,20 @@ class Board:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the progress display from the terminal."""
         if self._live:
             self._live.stop()
 
 
 def job_id(overrides: Sequence[str]) -> str:
-    """The name of a job's folder: a hash of its sorted overrides, without the sweep's folder."""
+    """Return the name of a job's folder: a hash of its sorted overrides, without run.root."""
     text = "\n".join(sorted(without_place(overrides)))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def without_place(overrides: Sequence[str]) -> list[str]:
-    """The overrides but for run.root and run.name."""
-    words = [word.replace("\\:", ":") for word in overrides]  # Hydra escapes it, for no need
+    """Return the overrides without run.root and run.name."""
+    words = [word.replace("\\:", ":") for word in overrides]  # Hydra escapes colons needlessly
     return [word for word in words if word.partition("=")[0] not in ("run.root", "run.name")]
 
 
@@ -127,7 +128,10 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
 
 
 def objective(folder: Path, metric: str | None = None) -> float | None:
-    """The last value of `metric`; without a metric of the validation loss, else of the loss."""
+    """Return the last value of `metric`, or None if the run has none.
+
+    Without a metric: the last validation loss, or, if there is none, the last training loss.
+    """
     lines = [*whole_lines(Records(folder).metrics.path)]
     names = ("validation_loss", "loss") if metric is None else (metric,)
     values = [[line[name] for line in lines if line.get(name) is not None] for name in names]
@@ -135,13 +139,16 @@ def objective(folder: Path, metric: str | None = None) -> float | None:
 
 
 def varying(jobs: list[Job]) -> dict[str, list[str]]:
-    """The overrides of each job that not all jobs have."""
+    """Return by job the overrides that are not common to all jobs."""
     common = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
     return {job.job: [word for word in job.overrides if word not in common] for job in jobs}
 
 
 def table(jobs: list[Job], best: str = "lowest") -> str:
-    """All jobs, one a line, in columns, and which has the `best` (lowest or highest) objective."""
+    """Format all jobs as a table, with a last line for the job with the best objective.
+
+    best: `lowest` or `highest`.
+    """
     names = varying(jobs)
     rows = [["job", "overrides", "objective", "state", "seconds"]]
     for job in jobs:

@@ -1,4 +1,4 @@
-"""The dimensions of a layout on the nodes of a cluster, as `doctor` and `train` look at them."""
+"""Checks of the dimensions of a layout on the nodes of a cluster, for `doctor`."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from fsdp_trainer.parallel.dims import groups_along
 
 
 def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
-    """The sizes of the dimensions, and whether the ranks can be arranged in them."""
+    """Report the sizes of the dimensions, or a problem if the ranks do not fit the layout."""
     ranks = len(everyone)
     problem = layout_problem(sharding, ranks)
     if problem is not None:
@@ -25,9 +25,10 @@ def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
 
 
 def dimension_groups(sharding: Sharding, ranks: int) -> dict[str, list[list[int]]]:
-    """Groups of ranks that differ in one dimension alone, by its name.
+    """Return, by name of each dimension, the groups of ranks that differ only in this dimension.
 
-    Left out are dimensions of one rank and of all, and all of them where ranks do not divide.
+    Dimensions of size 1 and those of all ranks are left out. Returns {} if the ranks do not fit
+    the layout.
     """
     if layout_problem(sharding, ranks) is not None:
         return {}

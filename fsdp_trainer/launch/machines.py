@@ -1,4 +1,4 @@
-"""Hosts, software and settings: their differences, and settings that cost speed."""
+"""Checks of hosts, software and settings: differences, and settings that cost speed."""
 
 import fcntl
 import hashlib
@@ -37,14 +37,15 @@ COSTLY = {
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host waits for every collective"),
     "CUDA_LAUNCH_BLOCKING": ("1", "the host waits for every kernel"),
 }
-"""Settings of the environment → the values that cost speed, and why."""
+"""Environment variable → a pattern of the values that cost speed, and the reason."""
 
 
 @dataclass
 class HostFacts(RankFacts):
-    """RankFacts and more that only the doctor needs.
+    """RankFacts, and further facts that only the doctor needs.
 
-    memory: free on the host, in bytes; address: the one that the host's name resolves to.
+    memory: free memory of the host in bytes; threads: of one rank; address: the address that the
+    host's name resolves to; interfaces: IPv4 address by name of each network interface.
     """
 
     machine: dict[str, str] = field(default_factory=dict)
@@ -54,11 +55,11 @@ class HostFacts(RankFacts):
     address: str = ""
     interfaces: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, str] = field(default_factory=dict)
-    """A digest of this node's files, by key of the configuration."""
+    """Digest of this node's input files, by key of the configuration."""
 
 
 def machines(everyone: Sequence[HostFacts], world: World) -> Iterator[Check]:
-    """The hosts, those that are alike on one line; then their differences."""
+    """Yield the hosts, with equal ones in one finding, then their differences."""
     nodes = {f.node: f for f in reversed(everyone)}
     ranks_of = {
         node: [rank for rank, f in enumerate(everyone) if f.node == node] for node in sorted(nodes)
@@ -80,14 +81,14 @@ def machines(everyone: Sequence[HostFacts], world: World) -> Iterator[Check]:
 
 
 def hardware(facts: HostFacts, ranks: int) -> str:
-    """A host's GPUs and processors."""
+    """Describe a host's GPUs and processors. ranks: number of ranks on it."""
     gpu = f"{ranks} × {facts.versions['GPU']}, " if "GPU" in facts.versions else ""
     threads = f"{counted(facts.threads, 'thread')} a rank"
     return f"{gpu}{facts.machine['CPU']}, {counted(facts.cores, 'core')}, {threads}"
 
 
 def lowest_limits(hosts: Sequence[HostFacts]) -> str:
-    """The least memory, shared memory and number of open files among some hosts."""
+    """Describe the lowest memory, shared memory and limit on open files among some hosts."""
     smallest = min(hosts, key=lambda facts: facts.memory)
     on_host = f" on {smallest.host}" if len(hosts) > 1 else ""
     limits = [facts.files for facts in hosts if facts.files >= 0]
@@ -97,7 +98,10 @@ def lowest_limits(hosts: Sequence[HostFacts]) -> str:
 
 
 def threads_problem(facts: HostFacts, ranks: int, world: World) -> Check | None:
-    """A warning if a host's ranks use more threads than it has cores, or half as many."""
+    """Return a warning if a host's ranks use too many or too few threads, else None.
+
+    Too many: more than the host has cores. Too few, on a CPU: at most half as many.
+    """
     used = facts.threads * ranks
     idle = used <= facts.cores // 2 and world.device.type == "cpu"
     if used <= facts.cores and not idle:
@@ -115,7 +119,7 @@ def threads_problem(facts: HostFacts, ranks: int, world: World) -> Check | None:
 
 
 def topology() -> Iterator[Check]:
-    """The connections among this host's GPUs."""
+    """Yield the connections between this host's GPUs, as nvidia-smi shows them."""
     try:
         command = ["nvidia-smi", "topo", "-m"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -128,7 +132,7 @@ def topology() -> Iterator[Check]:
 
 
 def software(everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Versions, from the driver up."""
+    """Yield the versions that are equal on all ranks, then the differences."""
     odd = differences(everyone, "versions")
     differing = {f.what for f in odd} | {"fsdp_trainer"}
     equal = {k: value for k, value in everyone[0].versions.items() if k not in differing}
@@ -143,7 +147,7 @@ def software(everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def configuration(everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Keys that are not at their defaults."""
+    """Yield a digest of the keys that are not at their defaults, and the differences."""
     odd = differences(everyone, "settings")
     if not any(f.mark == "problem" for f in odd):
         settings = everyone[0].settings
@@ -154,7 +158,7 @@ def configuration(everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def environment(everyone: Sequence[HostFacts]) -> Iterator[Check]:
-    """Settings of NCCL, gloo and torch, and network interfaces, with advice."""
+    """Yield the settings of NCCL, gloo and torch, and the network interfaces, with advice."""
     own = everyone[0].environment
     if own:
         yield Check("ok", "settings", "\n".join(f"{name}={value}" for name, value in own.items()))
@@ -185,7 +189,7 @@ def environment(everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def missing_interfaces(facts: HostFacts) -> Iterator[Check]:
-    """Settings that name a network interface which the host does not have."""
+    """Yield the settings that name a network interface which the host does not have."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.environment.get(variable, "")
         if not value or value.startswith("^"):
@@ -203,7 +207,7 @@ def missing_interfaces(facts: HostFacts) -> Iterator[Check]:
 
 
 def ambiguous_interfaces(facts: HostFacts) -> Iterator[Check]:
-    """Reasons why other hosts may not reach this one, if no setting names an interface."""
+    """Yield reasons why other hosts may not reach this one, if no setting names an interface."""
     real = [name for name in facts.interfaces if not VIRTUAL.match(name)]
     if facts.address.startswith("127.") or facts.address == "nothing":
         text = (
@@ -223,7 +227,7 @@ def ambiguous_interfaces(facts: HostFacts) -> Iterator[Check]:
 
 
 def cpu_model() -> str:
-    """The processor, as the system names it."""
+    """Return the name of the processor, as the system reports it."""
     try:
         with open("/proc/cpuinfo") as file:
             match = re.search(r"model name\s*: (.*)", file.read(4096))
@@ -233,7 +237,7 @@ def cpu_model() -> str:
 
 
 def interfaces() -> dict[str, str]:
-    """IPv4 address by name of every network interface that has one."""
+    """Return the IPv4 address by name of every network interface that has one."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         for _, name in socket.if_nameindex():

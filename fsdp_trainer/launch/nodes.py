@@ -1,8 +1,9 @@
-"""Meeting point of nodes that were given the same command; they hear of one another's end.
+"""The meeting of nodes that were started with the same command. Imports no torch.
 
-The host that owns `launch.rendezvous` serves it. Plain sockets and lines of JSON: a torch TCPStore
-(2.13) waits far beyond its timeout if something else listens there and says nothing, and does not
-report that a node died; here the kernel closes its connection. Imports no torch.
+Each node gets its place there, and is informed when another node ends. The host that owns
+`launch.rendezvous` is the server. It uses plain sockets and lines of JSON: a torch TCPStore (2.13)
+waits far beyond its timeout if another program listens on the port without answering, and does not
+report that a node died. Here the kernel closes the connection of a dead node.
 """
 
 import contextlib
@@ -25,17 +26,17 @@ from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.process import HOST
 
 HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
-NAME_SECONDS = 30.0  # for a name to appear in the DNS: a Kubernetes service's does so late
-LINGER_SECONDS = 15.0  # in which the others hear how the serving node ended
-MOMENT = 0.2  # seconds between two looks at signals and deadlines
-IN_ORDER = (0, 75)  # nobody ends because another node ended like that
+NAME_SECONDS = 30.0  # for a name to appear in the DNS: late for a Kubernetes service
+LINGER_SECONDS = 15.0  # that the serving node waits for the others to end
+MOMENT = 0.2  # seconds between two checks of signals and deadlines
+IN_ORDER = (0, 75)  # exit codes of a node that do not make the other nodes end
 
 
 class Meeting(socketserver.ThreadingTCPServer):
-    """The serving node's part.
+    """The server of the meeting.
 
-    Every node says who it is, gets its place when all are there, and in the end each other's exit
-    code.
+    Every node introduces itself, gets its place when all have joined, and at the end the exit codes
+    of the other nodes.
     """
 
     allow_reuse_address = True
@@ -46,13 +47,16 @@ class Meeting(socketserver.ThreadingTCPServer):
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
         self.there: list[tuple[dict[str, Any], Any]] = []
-        """The first line of each node, and the file to write to it."""
+        """For each node that has joined: its first line, and the file that sends lines to it."""
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def come(self, said: dict[str, Any], out: Any) -> str:
-        """Accept a node. Returns the reason if it is refused, else ""."""
+        """Accept a node. Returns the reason if it is refused, else "".
+
+        said: first line of the node; out: file that sends lines to it.
+        """
         with self.changed:
             nodes = [node for node, _ in self.there]
             same_devices = [node for node in nodes if node["devices"] == said["devices"]]
@@ -81,14 +85,14 @@ class Meeting(socketserver.ThreadingTCPServer):
         return ""
 
     def assign_places(self) -> None:
-        """Send every node its place: the serving one first, the others by order, then arrival."""
+        """Send every node its place: the server first, then by `order`, then by time of arrival."""
         self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))
         ranks, port = [node["ranks"] for node, _ in self.there], self.there[0][0]["serves"]
         for number, (_, to) in enumerate(self.there):
             write(to, node=number, first=sum(ranks[:number]), size=sum(ranks), port=port)
 
     def go(self, said: dict[str, Any], code: int | None) -> None:
-        """Note that a node ended with `code`; None: its connection broke."""
+        """Remove a node that ended, and inform the others. code: None if its connection broke."""
         with self.changed:
             self.there = [node for node in self.there if node[0] is not said]
             if self.full:
@@ -97,7 +101,7 @@ class Meeting(socketserver.ThreadingTCPServer):
             self.changed.notify_all()
 
     def tell(self, **what: Any) -> None:
-        """Send a line to all nodes that are there."""
+        """Send a line to all nodes that have joined."""
         for _, to in self.there:
             write(to, **what)
 
@@ -108,7 +112,7 @@ class Visit(socketserver.StreamRequestHandler):
     server: Meeting
 
     def handle(self) -> None:
-        """Serve a node from its first line to its last."""
+        """Handle the lines of a node: its introduction, and its exit code."""
         keep_alive(self.connection)
         code = None
         try:
@@ -117,7 +121,7 @@ class Visit(socketserver.StreamRequestHandler):
             if said.pop("hello") == HELLO:
                 refused = self.server.come(said, self.wfile)
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
-            return  # a port scanner, a web browser
+            return  # not a node: a port scanner or a web browser
         if refused:
             write(self.wfile, **{"over" if self.server.over else "refused": refused})
             return
@@ -127,28 +131,30 @@ class Visit(socketserver.StreamRequestHandler):
 
 
 class Node:
-    """This node among the others.
+    """This node, and its connection to the others.
 
-    It is node `node` of `nodes`; its ranks are `first` and those after it, of `size` in all; rank 0
-    listens at address:port.
+    node, nodes: number of this node, and of nodes; first: the first of its ranks, which are
+    consecutive; size: number of ranks on all nodes; address, port: where rank 0 listens.
     """
 
     def __init__(self, launch: Launch, run: str, ranks: int, devices: str, env: Mapping[str, str]):
-        """Meet the other nodes. devices: those that no other node may use, too.
+        """Meet the other nodes.
 
-        Raises UserError, RunFailed, and Stopped at a signal, which are blocked.
+        run: name of the run; ranks: number of ranks of this node; devices: names the GPUs of this
+        node, which no other node may use; "" for none. Signals must be blocked: Stopped is raised
+        when one arrives. Raises UserError if the nodes cannot meet, RunFailed after launch.timeout.
         """
         self.nodes, where = where_to_meet(launch, env)
         self.address, _, port = where.rpartition(":")
         self.where = f"launch.rendezvous={where}"
         self._deadline = time.monotonic() + parse_duration(launch.timeout)
         self.heard: tuple[int, str] | None = None
-        """The first failure of another node: its exit code, and a sentence."""
+        """The first failure of another node: its exit code and a description."""
         self._left = False
         self._run = run
         self._host = env.get(HOST)
         self._meeting: Meeting | None = None
-        self._silent_since: float | None = None  # since when nobody answers as a Meeting does
+        self._silent_since: float | None = None  # when a program accepted but did not answer
         who = {
             "run": run,
             "nodes": self.nodes,
@@ -158,7 +164,7 @@ class Node:
         }
         try:
             place = None
-            while place is None:  # what met there before may still be ending
+            while place is None:  # an earlier Meeting at this port may still be closing
                 self._connect(int(port))
                 order = {
                     "serves": free_port() if self._meeting else 0,
@@ -175,7 +181,7 @@ class Node:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def environment(self) -> dict[str, str]:
-        """The variables that torchrun would set for every rank of this node."""
+        """Return the environment variables that torchrun would set for all ranks of this node."""
         of_node = {
             "GROUP_RANK": self.node,
             "GROUP_WORLD_SIZE": self.nodes,
@@ -188,9 +194,9 @@ class Node:
         }
 
     def leave(self, code: int) -> None:
-        """Report to the others how this node ended.
+        """Report this node's exit code to the others.
 
-        The serving node waits a little until all have reported.
+        The serving node then waits up to LINGER_SECONDS for the others to report theirs.
         """
         self._left = True
         write(self._connection.makefile("wb"), code=code)
@@ -209,17 +215,18 @@ class Node:
 
     def _serve(self, port: int) -> Meeting | None:
         try:
-            # of launch.hosts the first one serves, also where others have its address, too
+            # the first of launch.hosts is the server, even if others have the same address
             if self._host == "0" if self._host else owns(self.address):
                 return Meeting(port, self._run, self.nodes)
         except OSError as error:
-            # in use: by another node of this run on the same host, or by a process found out later
+            # in use by another node of this run on the same host, or by a program that the missing
+            # answer reveals later
             if error.errno != errno.EADDRINUSE:
                 raise self._wrong(f"cannot be listened on: {error}") from None
         return None
 
     def _connect(self, port: int) -> None:
-        """Serve the Meeting, if that is for this host to do, and connect to it."""
+        """Connect to the Meeting. Start it first if this host is its server."""
         began, printed = time.monotonic(), False
         while True:
             self._meeting = self._meeting or self._serve(port)
@@ -244,7 +251,10 @@ class Node:
             self._pause(MOMENT)
 
     def _place(self) -> dict[str, Any] | None:
-        """The place of this node, once all have come; None if another Meeting follows."""
+        """Wait until all nodes have joined, and return this node's place.
+
+        Returns None if the Meeting is that of an earlier attempt: connect again.
+        """
         here: list[str] = []
         self._silent_since = self._silent_since or time.monotonic()
         while True:
@@ -256,7 +266,7 @@ class Node:
                     " says by whom).\nTake another"
                 )
             if not here and lines is None:
-                self._wait_for_next()  # a Meeting that is just closing says nothing
+                self._wait_for_next()  # a Meeting that is closing may end the connection unanswered
                 return None
             if lines is None:
                 raise RunFailed(
@@ -286,7 +296,7 @@ class Node:
             print(f"{len(here)} of {self.nodes} nodes have come: {hosts}", flush=True)
 
     def _wait_for_next(self) -> None:
-        """Close the connection, and wait a moment for the next Meeting."""
+        """Close the connection, and give the next Meeting time to open."""
         self._connection.close()
         self._pause(MOMENT)
 
@@ -302,7 +312,10 @@ class Node:
             self.heard = self.heard or (1, f"the node that serves {self.where} was lost")
 
     def _hear(self) -> list[dict[str, Any]] | None:
-        """Lines that came within a moment; None if the connection is closed, or to no Meeting."""
+        """Return the lines received within MOMENT seconds.
+
+        Returns None if the connection is closed, or if the other side does not send JSON.
+        """
         try:
             more = self._connection.recv(2**16)
             *lines, self._rest = (self._rest + more).split(b"\n")
@@ -322,9 +335,10 @@ class Node:
 
 
 def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
-    """The number of nodes, and where they meet.
+    """Return the number of nodes, and host:port where they meet.
 
-    As configured, else by a Slurm step with one task on each of several nodes.
+    Taken from the configuration, or else from a Slurm step with one task on each of several nodes.
+    Raises UserError if neither names a place.
     """
     if launch.nodes > 1 and launch.rendezvous:
         return launch.nodes, launch.rendezvous
@@ -341,27 +355,27 @@ def where_to_meet(launch: Launch, env: Mapping[str, str]) -> tuple[int, str]:
 
 
 def nodes_of_step(env: Mapping[str, str]) -> int:
-    """The number of nodes of a Slurm step with one task on each of several nodes; else 0."""
+    """Return the number of nodes of a Slurm step with one task on each of several nodes, else 0."""
     nodes = int(env.get("SLURM_STEP_NUM_NODES", "1"))
     return nodes if nodes == int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else 0
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm node list such as `gpu[003-007,9],login1`."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma that is in no brackets
+    """Return the first host of a Slurm node list such as `gpu[003-007,9],login1`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)  # up to a comma outside brackets
     assert first, nodes
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0])
 
 
 def port_of_job(env: Mapping[str, str]) -> int:
-    """A port for the ranks of a Slurm job to meet at, the same on all its nodes."""
+    """Return a port where the ranks of a Slurm job meet, the same on all its nodes."""
     return 20_000 + int(env["SLURM_JOB_ID"]) % 20_000
 
 
 def unreachable(address: str, port: int, error: OSError | None = None) -> str:
-    """The reason why nothing answers at a port; "" if it answers.
+    """Return the reason why a port cannot be reached; "" if it can.
 
-    error: of an earlier attempt; None: make one.
+    error: error of an earlier attempt to connect; None: try now.
     """
     if error is None:
         try:
@@ -380,7 +394,7 @@ def unreachable(address: str, port: int, error: OSError | None = None) -> str:
 
 
 def owns(address: str) -> bool:
-    """Return True if `address` is this host's."""
+    """Return True if `address` belongs to this host."""
     try:
         with socket.socket() as s:
             s.bind((socket.gethostbyname(address), 0))
@@ -390,9 +404,10 @@ def owns(address: str) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on.
+    """Return a free TCP port of this machine.
 
-    If possible one that the system gives to nobody else before rank 0 comes.
+    If possible it is below the range from which the system assigns ports, so that no other program
+    gets it before rank 0 listens there.
     """
     range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first = int(range_file.read_text().split()[0]) if range_file.exists() else 0
@@ -405,16 +420,16 @@ def free_port() -> int:
 
 
 def write(to: Any, **what: Any) -> None:
-    """Send a line; a receiver that has gone is ignored."""
+    """Send a line of JSON. Errors are ignored: the receiver may have ended."""
     with contextlib.suppress(OSError, ValueError):
         to.write(json.dumps(what).encode() + b"\n")
         to.flush()
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel test the connection, and drop it after half a minute without an answer.
+    """Let the kernel probe the connection, and close it after half a minute without an answer.
 
-    A host without power closes no connection.
+    A host that lost power does not close its connections.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):

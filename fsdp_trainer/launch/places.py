@@ -1,4 +1,4 @@
-"""Places for the jobs of a sweep: `hydra/launcher=NAME` chooses one of PLACES. Needs no torch."""
+"""Where the jobs of a sweep run: `hydra/launcher=NAME` selects one of PLACES. Needs no torch."""
 
 import os
 import signal
@@ -22,43 +22,43 @@ class Running(Protocol):
     """A job that was started."""
 
     def poll(self) -> int | None:
-        """The run's exit code, below 0 if a signal killed it; None before all of it has ended."""
+        """Return the run's exit code, below 0 if a signal killed it; None while it runs."""
 
     def signal(self, signum: int) -> None:
-        """Send a signal, unless the job has ended."""
+        """Send a signal. Does nothing if the job has ended."""
 
 
 class Place(Protocol):
-    """Starts jobs, as many side by side as there is room for."""
+    """Starts jobs, as many at the same time as there is room for."""
 
     at_once: int
-    """Jobs side by side. If it is 1, a job's output is the sweep's own."""
+    """Maximum number of jobs at the same time. If it is 1, a job prints to the sweep's output."""
 
     def world(self, cfg: TrainConfig) -> int:
-        """The number of ranks of such a job."""
+        """Return the number of ranks of a job with this configuration."""
 
     def memory_gib(self) -> float | None:
-        """The memory that a rank may use on its device; None: any."""
+        """Return the memory in GiB that a rank may use on its device; None if it is unknown."""
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """Return True if another job, of this configuration, can be started now."""
+        """Return True if another job with this configuration can be started now."""
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> Running:
         """Start a training.
 
-        words: the arguments of `train`, from which `cfg` was composed; output: the file that it
-        prints to, unless it is the only job at a time.
+        words: the arguments of `train`, from which `cfg` was composed; output: the file that the
+        job prints to, unless `at_once` is 1.
         """
 
 
 class OnThisNode:
-    """hydra/launcher=local: processes of this node, each with devices of its own."""
+    """hydra/launcher=local: each job is a process on this node with its own devices."""
 
     def __init__(self, settings: Local, cfg: TrainConfig):
         """Find the devices. Raises UserError for jobs of several nodes.
 
-        cfg: of a job; it says which devices there are and, unless `settings` do, how many of them
-        a job uses.
+        cfg: configuration of a job. It determines the devices, and how many jobs share them unless
+        `settings.jobs` is set.
         """
         if cfg.launch.nodes > 1:
             reason = (
@@ -73,27 +73,30 @@ class OnThisNode:
         self.settings, self.running = settings, list[Process]()
 
     def memory_gib(self) -> float | None:
-        """The memory that was configured, else that of the first GPU."""
+        """Return the configured memory, else that of the first GPU, in GiB; None on the CPU."""
         if self.settings.memory_gib or not self.devices:
             return self.settings.memory_gib
-        import torch  # only where there is a GPU to ask
+        import torch  # only on a machine with a GPU
 
         return torch.cuda.get_device_properties(0).total_memory / 2**30
 
     def world(self, cfg: TrainConfig) -> int:
-        """Ranks of one job: a share of the devices, if it wants all there are."""
+        """Return the number of ranks of a job; with `auto` its share of the devices."""
         if cfg.launch.nproc_per_node == "auto":
             return max(1, len(self.devices) // self.at_once)
         return cfg.launch.nproc_per_node
 
     def free(self) -> list[str]:
-        """Devices that no job uses."""
+        """Return the devices that no job uses."""
         self.running = [process for process in self.running if process.poll() is None]
         used = {device for process in self.running for device in process.devices}
         return [device for device in self.devices if device not in used]
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """Return True if a job can start. One that wants too many devices starts, and refuses."""
+        """Return True if a job can start.
+
+        True while no other job runs, even with too few devices: the job itself then reports that.
+        """
         free = len(self.free())
         return not self.running or (
             len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free)
@@ -111,12 +114,12 @@ class OnThisNode:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(own_devices)
         with ExitStack() as closing:
             stream = None
-            # a job that is refused leaves the reason in a folder that was there before
+            # the folder must exist before the job does, which may fail and print the reason there
             output.parent.mkdir(parents=True, exist_ok=True)
             if self.at_once > 1:
                 stream = closing.enter_context(output.open("ab"))
             file = closing.enter_context(hand_over(cfg))
-            # the new process inherits the mask, and unblocks signals once it can handle them
+            # the new process inherits the mask, and unblocks the signals when it can handle them
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
             streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
@@ -128,23 +131,23 @@ class OnThisNode:
 
 
 class Process:
-    """A job on this node."""
+    """A job on this node, and the devices it uses."""
 
     def __init__(self, process: subprocess.Popen, devices: list[str]):
         self.process, self.devices = process, devices
 
     def poll(self) -> int | None:
-        """The exit code; None before the process has ended."""
+        """Return the exit code; None while the process runs."""
         return self.process.poll()
 
     def signal(self, signum: int) -> None:
-        """Send a signal. The process passes it on to its ranks, which do not outlive it."""
+        """Send a signal. The process passes it on to its ranks, which end with it in any case."""
         with suppress(ProcessLookupError):
             self.process.send_signal(signum)
 
 
 def devices(cfg: Launch) -> list[str]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them; [] if it trains on the CPU."""
+    """Return this process's GPUs as named in CUDA_VISIBLE_DEVICES; [] if it trains on the CPU."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     count = gpus(cfg)
     return (

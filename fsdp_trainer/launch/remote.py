@@ -1,6 +1,6 @@
-"""The process on a host whose node another process starts (launch/hosts.py).
+"""A node's side of the connection to the process that starts it (launch/hosts.py).
 
-Over ssh, or on the same machine.
+That process may be on another machine, connected over ssh, or on the same one.
 """
 
 import json
@@ -15,13 +15,13 @@ from fsdp_trainer.launch.nodes import free_port
 from fsdp_trainer.process import SIGNALS
 
 READY = "fsdp-trainer: this host is ready "
-"""Begins the line that a host writes to both streams before the node's output."""
+"""Start of the line that a host writes to stdout and stderr before the output of the node."""
 SILENCE_SECONDS = 120.0
-"""Time after which a starter that shows no sign of life counts as lost."""
+"""The starter counts as lost if nothing is received from it for this long."""
 
 
 def start_when_told() -> NoReturn:
-    """Say that this host can start a node, and become the node when its words come."""
+    """Report that this host can start a node, and become the node when its arguments arrive."""
     line = f"{READY}{json.dumps({'port': free_port()})}\n".encode()
     for stream in (1, 2):
         os.write(stream, line)
@@ -32,9 +32,9 @@ def start_when_told() -> NoReturn:
 
 
 def obey_starter() -> None:
-    """Raise the signals that the starter sends, and end when it has gone.
+    """Send this process the signals that the starter requests, and end it when the starter is lost.
 
-    The ranks end with this process (process.die_with_parent).
+    Runs in a thread. The ranks end with this process (process.die_with_parent).
     """
     threading.Thread(target=_obey, daemon=True).start()
 
@@ -50,7 +50,7 @@ def _obey() -> None:
 
 
 def next_line() -> bytes | None:
-    """Return the starter's next line that is not empty, None when it has gone."""
+    """Return the next non-empty line from the starter; None when the starter is lost."""
     with os.fdopen(0, "rb", buffering=0, closefd=False) as stream:
         while select.select([stream], [], [], SILENCE_SECONDS)[0]:
             line = stream.readline()

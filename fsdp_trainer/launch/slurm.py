@@ -1,4 +1,4 @@
-"""hydra/launcher=slurm: every job of a sweep is a Slurm job, submitted and watched by submitit.
+"""hydra/launcher=slurm: every job of a sweep is a Slurm job, submitted and polled with submitit.
 
 Needs no torch.
 """
@@ -21,23 +21,23 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.records import replace
 from fsdp_trainer.process import PARENT, SIGNALS, STOPPED
 
-LOOK_SECONDS = 2.0  # between looks at a job's result on the shared disk
-ASK_SECONDS = 60  # between questions to Slurm's accounting, which many people ask
-REQUEUE_SECONDS = 120.0  # for Slurm to end a job that it was told to put back into the queue
+LOOK_SECONDS = 2.0  # between polls of a job's result on the shared disk
+ASK_SECONDS = 60  # between queries of Slurm's accounting, a service shared by all users
+REQUEUE_SECONDS = 120.0  # for Slurm to end a job that is to be requeued
 
 
 class Shown(Exception):
-    """hydra.launcher.dry_run: there is nothing more to do."""
+    """Raised for hydra.launcher.dry_run when the script has been printed."""
 
 
 class OnSlurm:
-    """The place of `hydra/launcher=slurm`: submits jobs.
+    """hydra/launcher=slurm: submits jobs.
 
-    It finds those again that an earlier command of the same sweep has submitted.
+    Jobs that an earlier command of the same sweep submitted are found again.
     """
 
     def __init__(self, settings: Slurm, cfg: TrainConfig):
-        """Raises UserError where there is no Slurm."""
+        """Prepare to submit jobs. Raises UserError if Slurm is not installed."""
         if not settings.dry_run and not (shutil.which("sbatch") and shutil.which("srun")):
             reason = (
                 "there is no sbatch and srun here: start the sweep where jobs are submitted, or"
@@ -51,30 +51,30 @@ class OnSlurm:
 
         self.settings, self.at_once = settings, settings.jobs
         self.running: list[SlurmRunning] = []
-        # a watcher that asks Slurm once, for all jobs
+        # one watcher for all jobs, so that one query covers them all
         watcher = SlurmInfoWatcher(delay_s=ASK_SECONDS)
         self.job: Any = type("Job", (SlurmJob,), {"watcher": watcher})
 
     def memory_gib(self) -> float | None:
-        """The memory that was configured."""
+        """Return the configured memory in GiB; None if it is not set."""
         return self.settings.memory_gib
 
     def world(self, cfg: TrainConfig) -> int:
-        """Ranks of one job."""
+        """Return the number of ranks of a job."""
         each = cfg.launch.nproc_per_node
         return self.settings.nodes * (
             max(1, self.settings.gpus_per_node) if each == "auto" else each
         )
 
     def has_room(self, cfg: TrainConfig) -> bool:
-        """Return True if fewer jobs than allowed wait in the queue or run."""
+        """Return True if fewer jobs than allowed are queued or running."""
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SlurmRunning":
-        """Submit a training, unless it is queued or runs.
+        """Submit a training, unless it is already queued or running.
 
-        Raises Shown for a dry run, RunFailed if Slurm refuses it.
+        Raises Shown after a dry run, RunFailed if Slurm rejects the job.
         """
         folder = output.parents[2] / "slurm" / output.parent.name
         submitted = folder / "job_id"
@@ -112,7 +112,7 @@ class OnSlurm:
 
 
 def parameters(settings: Slurm, job: str) -> dict[str, Any]:
-    """The settings for submitit: one task a node, which starts the ranks of its node itself."""
+    """Return the settings for submitit: one task per node, which starts the ranks of its node."""
     cores = settings.cpus_per_task or CORES_A_GPU * settings.gpus_per_node or None
     more = {"signal": f"USR1@{settings.signal_seconds}", "requeue": settings.requeue or None}
     given = {
@@ -142,24 +142,27 @@ class SlurmRunning:
     """A job that was submitted, by this command or an earlier one."""
 
     def __init__(self, job: Any):
-        """job: submitit's, of task 0; the others are nodes of the same run."""
+        """Wrap submitit's `job`, which stands for task 0; other tasks are nodes of the same run."""
         self.id, self._job = job.job_id, job
         self._looked = 0.0
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """The run's exit code; 1 if Slurm ended the job, without a word of its own."""
+        """Return the run's exit code, 1 if Slurm ended the job; None while it runs."""
         if self._code is None and time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             if self._job.done():
                 try:
                     self._code = int(self._job.result())
-                except RuntimeError:  # submitit's: cancelled, killed, or it could not begin
+                except RuntimeError:  # from submitit: cancelled, killed, or it could not start
                     self._code = 1
         return self._code
 
     def signal(self, signum: int) -> None:
-        """Cancel a job that waits; ask one that runs to stop, and not to be queued again."""
+        """Cancel a queued job; ask a running one to stop without being requeued.
+
+        A running job is cancelled too if `signum` is SIGKILL.
+        """
         ends = signum == signal.SIGKILL or self._job.watcher.get_state(self.id, mode="force") in (
             "PENDING",
             "REQUEUED",
@@ -169,7 +172,7 @@ class SlurmRunning:
                 ["scancel", *([] if ends else ["--signal=TERM"]), self.id], check=False
             )
             if ends and done.returncode == 0:
-                self._code = 1  # submitit would wait for a result that does not come
+                self._code = 1  # submitit would wait for a result that never appears
 
 
 @dataclass
@@ -183,7 +186,8 @@ class Training:
     def __call__(self) -> int:
         """Train.
 
-        A run that stopped in order goes back into the queue, unless a person stopped it (SIGTERM).
+        A run that was interrupted and saved a checkpoint is requeued, unless it was cancelled with
+        SIGTERM.
         """
         received: list[int] = []
 
@@ -191,7 +195,7 @@ class Training:
             received.append(signum)
             process.send_signal(signum)
 
-        # the run inherits the mask, and unblocks signals once it can handle them
+        # the run inherits the mask, and unblocks the signals when it can handle them
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         with open(self.output, "ab") as shown:
             process = subprocess.Popen(
@@ -219,5 +223,5 @@ class Training:
             == 0
         ):
             time.sleep(REQUEUE_SECONDS)
-            sys.exit(STOPPED)  # without a result: the job is not done
+            sys.exit(STOPPED)  # instead of returning a result: the job is not done
         return code if code >= 0 else 128 - code

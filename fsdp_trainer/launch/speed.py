@@ -1,7 +1,4 @@
-"""Measurements of devices, links and disks, in seconds.
-
-Collective: every rank calls, and gets the slowest rank's result.
-"""
+"""Measurements of the speed of devices, links and disks, each of which takes seconds."""
 
 import os
 import time
@@ -21,9 +18,10 @@ BLOCK = 4 * MIB
 
 
 class Rate(NamedTuple):
-    """The speed of a collective on `size` bytes, in bytes a second.
+    """The speed of a collective on `size` bytes, in bytes per second.
 
-    bus: over a link, comparable among numbers of ranks (as nccl-tests define it).
+    algorithm: size divided by time; bus: speed over a link, which can be compared between different
+    numbers of ranks. Both as defined by nccl-tests.
     """
 
     name: str
@@ -33,9 +31,9 @@ class Rate(NamedTuple):
 
 
 def products(device: torch.device) -> float:
-    """FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU.
+    """Return the FLOP/s of square matrix products: bfloat16 on a GPU, float32 on a CPU.
 
-    The median, so that a single disturbance does not count.
+    Uses the median time, so that a single disturbance does not count.
     """
     size, dtype, calls = (
         (8192, torch.bfloat16, 10) if device.type == "cuda" else (512, torch.float32, 4)
@@ -60,7 +58,7 @@ def products(device: torch.device) -> float:
 
 
 def collectives(device: torch.device, group: dist.ProcessGroup | None = None) -> list[Rate]:
-    """Measure all-reduce and all-gather in `group`, with the definitions of nccl-tests."""
+    """Measure all-reduce and all-gather in `group`, which all its ranks must call."""
     n, rates = dist.get_world_size(group), []
     for size in SIZES:
         part = size // 4 // n
@@ -83,7 +81,7 @@ def collectives(device: torch.device, group: dist.ProcessGroup | None = None) ->
 def slowest(
     call: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None
 ) -> float:
-    """Seconds of a call, on the slowest rank."""
+    """Return the seconds that a call takes on the slowest rank of `group`."""
 
     def measure(calls: int) -> float:
         finish(device)
@@ -93,15 +91,15 @@ def slowest(
         finish(device)
         return largest((time.perf_counter() - started) / calls, group)
 
-    measure(1)  # connections are made at the first use
+    measure(1)  # the first call also makes the connections
     return measure(max(1, min(MAX_CALLS, int(WINDOW_SECONDS / measure(1)))))
 
 
 def links(device: torch.device) -> dict[tuple[int, int], float]:
-    """Bytes a second in one direction between each rank and the next one.
+    """Return the bytes per second in one direction between each rank and the next one.
 
-    The last rank of a node is measured with the first one of the next, and every second pair
-    at the same time.
+    That includes the last rank of a node and the first of the next. Every second pair is measured
+    at the same time. All ranks must call this and get all results.
     """
     me, size, own = dist.get_rank(), dist.get_world_size(), dict[tuple[int, int], float]()
     buffer = torch.zeros(LINK_BYTES // 4, device=device)
@@ -117,7 +115,7 @@ def links(device: torch.device) -> dict[tuple[int, int], float]:
 
 
 def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:
-    """Bytes a second from `a` to `b` and back again, the best of three."""
+    """Return the bytes per second from rank `a` to `b` and back again, the best of three."""
     best = 0.0
     for turn in range(4):
         finish(buffer.device)
@@ -129,15 +127,16 @@ def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:
             dist.recv(buffer, a)
             dist.send(buffer, a)
         finish(buffer.device)
-        if turn:  # the first makes the connection
+        if turn:  # the first turn also makes the connection
             best = max(best, 2 * buffer.nbytes / (time.perf_counter() - started))
     return best
 
 
 def disk(file: Path, size: int) -> tuple[float, float]:
-    """Bytes a second of writing `file` through to the disk, and of reading it past the page cache.
+    """Return the bytes per second of writing `file` with fsync, and of reading it.
 
-    Raises OSError, also if other bytes are read than were written.
+    The page cache is dropped before reading if possible. Raises OSError, also if the bytes read
+    differ from those written.
     """
     block, count = os.urandom(BLOCK), max(1, size // BLOCK)
     try:
@@ -168,7 +167,7 @@ def finish(device: torch.device) -> None:
 
 
 def largest(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """The maximum over the ranks. Returns when all ranks have called."""
+    """Return the maximum of `value` over the ranks of `group`, after all of them have called."""
     maximum = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
     return maximum.item()

@@ -1,4 +1,4 @@
-"""Start the ranks of this node, and wait for them."""
+"""Starting the ranks of this node, and waiting for them."""
 
 import os
 import signal
@@ -29,21 +29,22 @@ from fsdp_trainer.process import (
     die_with_parent,
 )
 
-GRACE_SECONDS = 10.0
-SECOND_SECONDS = 1.0  # that ranks have to end at a second signal
+GRACE_SECONDS = 10.0  # for ranks to end after another one failed
+SECOND_SECONDS = 1.0  # for ranks to end after a second signal
 
 
 def launcher(env: Mapping[str, str]) -> str | None:
-    """Return the launcher that made the world this process belongs to, None if none did."""
+    """Return the name of the launcher that started this process as a rank; None without one."""
     if "RANK" in env:
         return "torchrun"
     return "srun" if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else None
 
 
 def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
-    """Return True if this process starts ranks, rather than being one.
+    """Return True if this process starts ranks instead of being one.
 
-    It does without a launcher, and as the only task that srun starts on a node of several ranks.
+    True without a launcher if there are several ranks or hosts, and for the only task that srun
+    starts on a node of several ranks.
     """
     started_by = launcher(env)
     if started_by is None:
@@ -52,7 +53,7 @@ def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
 
 
 def ranks_to_start(cfg: Launch) -> int:
-    """Return how many ranks this node gets."""
+    """Return the number of ranks of this node."""
     if cfg.nproc_per_node != "auto":
         return cfg.nproc_per_node
     return max(1, gpus(cfg))
@@ -61,15 +62,15 @@ def ranks_to_start(cfg: Launch) -> int:
 def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> int:
     """Start this node's ranks and wait for them.
 
-    Returns the exit code of the first that failed, else 0. Like torchrun, but the codes come
-    through, and the parent needs no torch. Signals are passed on. Each of several nodes starts its
-    own ranks when all have met; when ranks of one fail, those of the others end too, and all nodes
-    return its code. overrides: what `cfg` was composed from.
+    Returns the exit code of the first rank that failed, else 0. Unlike torchrun, this keeps the
+    exit code and imports no torch. Signals are passed on to the ranks. With several nodes, each one
+    starts its ranks when all nodes have met. When ranks of one node fail, those of the others end
+    too, and all nodes return the same code. overrides: the arguments that `cfg` was composed from.
     """
     if PARENT in os.environ:  # a job of a sweep
         die_with_parent(int(os.environ[PARENT]))
     count = ranks_to_start(cfg.launch)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the ranks inherit it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited by the ranks
     try:
         if HOST in os.environ:
             obey_starter()
@@ -95,7 +96,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
 
 
 def how_to_go_on(cfg: TrainConfig, step: int | None = None) -> str:
-    """Return what to type for the run to go on; step: of its newest checkpoint, to be named."""
+    """Return advice on how to resume the run. step: of its newest checkpoint, to be mentioned."""
     after = "" if step is None else f" after step {step:,}"
     if cfg.checkpoint.resume == "auto":
         return f"the same command goes on{after}"
@@ -103,7 +104,7 @@ def how_to_go_on(cfg: TrainConfig, step: int | None = None) -> str:
 
 
 def advice_after_kill(cfg: TrainConfig, verb: str) -> str:
-    """Return what to type after ranks of this verb were killed; nothing where that is plain."""
+    """Return advice on what to type after ranks of `train` were killed; "" for other commands."""
     if verb != "train":
         return ""
     committed = committed_checkpoints(run_folder(cfg))
@@ -114,7 +115,7 @@ def advice_after_kill(cfg: TrainConfig, verb: str) -> str:
 
 
 def meet_nodes(cfg: TrainConfig, ranks: int) -> Node | None:
-    """Meet the other nodes, if there are any. Raises Stopped at a signal."""
+    """Meet the other nodes; return None if there are none. Raises Stopped at a signal."""
     if cfg.launch.nodes == 1 and not nodes_of_step(os.environ):
         return None
     devices = ""
@@ -126,12 +127,12 @@ def meet_nodes(cfg: TrainConfig, ranks: int) -> Node | None:
 def start_processes(
     cfg: TrainConfig, words: list[str], count: int, node: Node | None
 ) -> list[subprocess.Popen]:
-    """Start `count` ranks with the variables that torchrun would set, and hand `cfg` to them."""
+    """Start `count` ranks with the variables that torchrun would set, and pass `cfg` to them."""
     env = {**cfg.launch.env, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= node.environment() if node else {}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
-    # the standard input of a node of launch.hosts is for its signals
+    # a node of launch.hosts receives its signals through its standard input
     streams = {"stdin": subprocess.DEVNULL} if env.pop(HOST, None) else {}
     first = node.first if node else 0
     with hand_over(cfg) as file:
@@ -145,11 +146,12 @@ def start_process(
 ) -> subprocess.Popen:
     """Start a rank, or a job of a sweep.
 
-    It reads what to do from the open file `configuration`; `words` are there for whoever lists
-    processes. streams: as of subprocess.Popen.
+    configuration: descriptor of the open file from which it reads its configuration; words:
+    arguments, which only inform people who list processes; streams: stdin, stdout and stderr of
+    subprocess.Popen.
     """
     command = [sys.executable, "-m", "fsdp_trainer", *words]
-    # a session of its own: Ctrl-C at a terminal reaches it through this process alone, and once
+    # in a new session, so that Ctrl-C at a terminal reaches it only through this process, and once
     return subprocess.Popen(
         command, env=env, pass_fds=[configuration], start_new_session=True, **streams
     )
@@ -159,17 +161,17 @@ class Child(Protocol):
     """A started process, with the methods of subprocess.Popen."""
 
     def poll(self) -> int | None:
-        """Return its exit code, below 0 if a signal killed it; None while it runs."""
+        """Return the exit code, below 0 if a signal killed the process; None while it runs."""
 
     def send_signal(self, signum: int) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
 
 
 class RankProcesses:
-    """The ranks of this node, and the time until which they may run."""
+    """The ranks of this node, and a deadline for them."""
 
     def __init__(
         self,
@@ -177,14 +179,14 @@ class RankProcesses:
         node: Node | None = None,
         advice: Callable[[], str] = str,
     ):
-        """advice: returns what to type after a rank was killed, or nothing."""
+        """Take over started processes. advice: returns advice after a rank was killed, or ""."""
         self.processes, self.node, self.advice = processes, node, advice
         self.first = node.first if node else 0
         self.deadline = float("inf")
         self._explained = False
 
     def end_within(self, seconds: float) -> None:
-        """Have `wait` kill the ranks that still run after so many seconds."""
+        """Have `wait` kill the ranks that still run after this many seconds."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def send_signal(self, signum: int) -> None:
@@ -200,7 +202,7 @@ class RankProcesses:
         """
         failure = 0
         while True:
-            # look at all before deciding: of several that failed the first must be seen
+            # poll all before deciding, so that the first of several failed ranks is reported
             codes = [process.poll() for process in self.processes]
             failed = {rank: code for rank, code in enumerate(codes, self.first) if code}
             failure = failure or self._first_failure(failed)
@@ -213,19 +215,19 @@ class RankProcesses:
             time.sleep(0.05)
 
     def _first_failure(self, failed: dict[int, int]) -> int:
-        """Return the code of a rank that failed, or of another node, and limit the others' time."""
+        """Return the code of a failed rank or node, else 0, and set a deadline for the others."""
         code = next(iter(failed.values()), 0)
         if not code and self.node and self.node.heard:
             code, reason = self.node.heard
             print(f"fsdp-trainer: {reason}", file=sys.stderr)
-            self._explained = True  # whatever ends here ends for that
+            self._explained = True  # ranks that end from now on end for this reason
             self.end_within(GRACE_SECONDS)
-        elif code not in (0, STOPPED):  # ranks that stop in order may still close their trackers
+        elif code not in (0, STOPPED):  # after STOPPED the others may still be closing trackers
             self.end_within(GRACE_SECONDS)
         return code
 
     def _report_killed(self, failed: dict[int, int]) -> None:
-        """Name the ranks that a signal killed, once: others may end as its consequence."""
+        """Print once which ranks a signal killed: later deaths may only be a consequence."""
         if self._explained or time.monotonic() >= self.deadline:
             return
         for rank, code in failed.items():
@@ -242,8 +244,9 @@ class RankProcesses:
 def passing_on_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     """Pass signals on to the ranks, and yield the list of those received.
 
-    A second one, after ECHO_SECONDS, leaves the ranks SECOND_SECONDS. Where a signal has ended
-    them, more of them within ECHO_SECONDS of that are ignored: the run has stopped already.
+    Signals within ECHO_SECONDS of the first one are ignored. A later one leaves the ranks
+    SECOND_SECONDS to end. If the ranks end after a signal, further signals are ignored for
+    ECHO_SECONDS, since the run has already stopped.
     """
     received: list[int] = []
     heard_at = -ECHO_SECONDS
@@ -271,7 +274,7 @@ def passing_on_signals(ranks: RankProcesses) -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        # the caller restores the mask: until then no signal meets another handler than before
+        # blocked until the caller restores the mask, when the new handlers are in place
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         ended_at = time.monotonic()
         for signum, handler in before.items():

@@ -1,4 +1,4 @@
-"""Checks of the run's folder and the input files: shared, equal on all nodes, fast, with room."""
+"""Checks of the run's folder (shared, fast, with room) and of input files (equal on all nodes)."""
 
 import contextlib
 import fcntl
@@ -38,13 +38,13 @@ from fsdp_trainer.observe.console import short
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 
 UNREADABLE = "cannot be read"
-EDGE = 64 * 1024  # bytes at each end of a file that its digest covers
+EDGE = 64 * 1024  # bytes from each end of a file that are included in its digest
 
 
 def storage(
     cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
 ) -> list[Check]:
-    """Check the folder that holds the run: shared, fast, and with room."""
+    """Check that the run's folder is shared by all nodes and fast, and that its disk has room."""
     run = run_folder(cfg)
     folder = run if run.is_dir() else Path(cfg.run.root)
     mark = folder / f".doctor-{world.attempt}"
@@ -61,7 +61,7 @@ def storage(
     if not world.main:
         return []
     for path in missing:
-        with contextlib.suppress(OSError):  # a run has begun there meanwhile
+        with contextlib.suppress(OSError):  # not empty if a run has started there since
             path.rmdir()
     return [
         *sharing(folder, results, everyone),
@@ -71,7 +71,10 @@ def storage(
 
 
 def write_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
-    """Write and lock a file for others to read, until `held` is closed. Returns an error or ""."""
+    """Write and lock a file for the other ranks to read. Returns an error or "".
+
+    launch: content of the file; held: removes the file when it is closed.
+    """
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
         file = held.enter_context(mark.open("w"))
@@ -86,7 +89,7 @@ def write_mark(mark: Path, launch: str, held: contextlib.ExitStack) -> str:
 
 
 def read_mark(mark: Path, world: World, timeout: float) -> str:
-    """Wait for the file that rank 0 wrote. Returns the reason if this rank does not see it."""
+    """Wait for the file that rank 0 wrote. Returns the reason if it cannot be read, else ""."""
     deadline = time.monotonic() + min(LAG_SECONDS, timeout)
     while True:
         try:
@@ -101,9 +104,9 @@ def read_mark(mark: Path, world: World, timeout: float) -> str:
 
 
 def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, float] | str | None:
-    """Write and read a file, on the first rank of each node, all at once.
+    """Write and read a file on the first rank of each node, at the same time on all nodes.
 
-    Returns bytes a second of writing and of reading, or an error; None on other ranks.
+    Returns the bytes per second of writing and of reading, or an error; None on other ranks.
     """
     if world.local_rank or not cfg.doctor.measure:
         return None
@@ -117,7 +120,11 @@ def speed_of_disk(cfg: DoctorConfig, mark: Path, world: World) -> tuple[float, f
 def sharing(
     folder: Path, results: Sequence[tuple], everyone: Sequence[HostFacts]
 ) -> Iterator[Check]:
-    """Check that all ranks see one folder."""
+    """Check that all ranks see the same folder.
+
+    results: for each rank, the reason why it does not see rank 0's file ("" if it does), and its
+    disk's speeds.
+    """
     reasons = by_value([unshared for unshared, _ in results])
     for reason, ranks in reasons:
         if reason:
@@ -130,7 +137,7 @@ def sharing(
 def disks(
     results: Sequence[tuple], everyone: Sequence[HostFacts], cfg: DoctorConfig, world: World
 ) -> Iterator[Check]:
-    """The speed of each node's writes and reads, all at once."""
+    """Yield the speeds of writing and reading, measured at the same time on all nodes."""
     for rank, (_, rates) in enumerate(results):
         if isinstance(rates, str):
             yield Check("problem", "disk", f"{who([rank], everyone)}: {rates}")
@@ -148,7 +155,7 @@ def disks(
 
 
 def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
-    """Check the room for the model's checkpoints, as far as a model is configured."""
+    """Check that there is room for the model's checkpoints, if a model is configured."""
     model = cfg.model
     if model.init_from is None and model.name == "auto":
         text = "not judged: no model is configured, e.g.  model=llama3_8b  or  +recipe=NAME"
@@ -198,7 +205,7 @@ def inputs(cfg: DoctorConfig, everyone: Sequence[HostFacts]) -> Iterator[Check]:
 
 
 def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
-    """(key, digest) of the files of this node that the configuration names."""
+    """Yield (key, digest) for each key of the configuration that names files on this node."""
     for key in ("data.path", "data.validation", "tokenizer.path", "model.init_from"):
         value = settings_of(cfg, key)
         if value is None or isinstance(value, int | float):
@@ -218,13 +225,13 @@ def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
 
 
 def settings_of(cfg: DoctorConfig, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     group, name = key.split(".")
     return getattr(getattr(cfg, group), name)
 
 
 def files_of(path: str) -> list[str]:
-    """The files of a tokenizer, a Hugging Face folder, or a run's newest checkpoint."""
+    """Return the files of a tokenizer, a Hugging Face folder, or a run's newest checkpoint."""
     if path.startswith("demo:"):
         return []
     folder = find_checkpoint(path) or Path(path)
@@ -234,9 +241,9 @@ def files_of(path: str) -> list[str]:
 
 
 def digest_of(files: Sequence[str]) -> str:
-    """The number and size of files, and a digest of their names, sizes and ends.
+    """Return the number and total size of files, and a digest of their names, sizes and ends.
 
-    A terabyte takes seconds, and a copy that was cut short or is of another version differs.
+    Takes only seconds for a terabyte, and still detects truncated copies and other versions.
     """
     digest, total = hashlib.blake2b(digest_size=4), 0
     real = [file for file in files if file not in demo.TASKS]

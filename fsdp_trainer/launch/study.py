@@ -1,4 +1,4 @@
-"""The search of `hydra/sweeper=optuna`: it chooses jobs and ends bad ones early, by results."""
+"""The search of `hydra/sweeper=optuna`, which chooses jobs and ends bad ones early."""
 
 import os
 from collections import defaultdict
@@ -28,27 +28,27 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Study:
-    """A search kept in the sweep's folder: optuna.journal, which optuna's own tools can read.
+    """A search stored in the sweep's folder as optuna.journal, which optuna's own tools can read.
 
-    A trial is a job. One that was stopped, killed or failed stays open, and the same command
+    Each trial is a job. A trial that was stopped, killed or failed stays open, and the same command
     resumes it.
     """
 
     def __init__(self, settings: Optuna, space: Space):
-        """Raise UserError for values that cannot be searched."""
+        """Prepare the search. Raises UserError for values that cannot be searched."""
         self.settings, self.space = settings, space
         self.distributions = {
             key: distribution(override, space.whole[key]) for key, override in space.varied.items()
         }
         self._open: dict[str, list[Trial]] = defaultdict(list)  # by job
         self._again: list[Trial] = []
-        self._last_step: dict[str, int] = {}  # the last step read of each job
+        self._last_step: dict[str, int] = {}  # by job: the last step read
         self._window: dict[str, list[float]] = defaultdict(list)
 
     def open(self, folder: Path) -> None:
         """Begin the study, or continue that of an earlier command with equal settings and values.
 
-        Raises UserError for a journal that cannot be read.
+        Raises UserError if the journal cannot be read.
         """
         described = [
             *self.space.fixed,
@@ -75,15 +75,15 @@ class Study:
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.distributions.keys():
                 self._again.append(Trial(self.study, trial._trial_id))
-            else:  # killed before it was whole
+            else:  # the sweep was killed before all parameters were recorded
                 self.study.tell(trial.number, state=TrialState.FAIL)
 
     def example(self) -> list[str]:
-        """The overrides of some job."""
+        """Return the overrides of a possible job."""
         return self._words({key: lowest(d) for key, d in self.distributions.items()})
 
     def jobs(self) -> list[str]:
-        """The ids of the jobs chosen so far, in order."""
+        """Return the ids of the jobs chosen so far, in the order of choice."""
         return [
             trial.user_attrs["job"]
             for trial in self.study.get_trials(deepcopy=False)
@@ -91,7 +91,7 @@ class Study:
         ]
 
     def ask(self, room: int) -> list[list[str]]:
-        """The overrides of `room` jobs; those that an earlier command left open come first."""
+        """Return the overrides of up to `room` jobs, first those an earlier command left open."""
         chosen: list[list[str]] = []
         while len(chosen) < room and (
             self._again or len(self.study.get_trials(deepcopy=False)) < self.settings.n_trials
@@ -104,7 +104,7 @@ class Study:
         return chosen
 
     def tell(self, job: Job) -> None:
-        """Record a result. A trial fails if running its job again would give no result either."""
+        """Record how a job ended. A trial fails if running its job again would not help."""
         ended = {
             "pruned": TrialState.PRUNED,
             "refused": TrialState.FAIL,
@@ -121,7 +121,7 @@ class Study:
                 self.study.tell(trial, state=ended[job.state])
 
     def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """Report the values in `lines`. Returns True if the pruner ends the job."""
+        """Report the metrics in `lines` to the pruner. Returns True if the job must end early."""
         trial, reported = self._open[job.job][0], False
         if job.job not in self._last_step:
             self._last_step[job.job] = max(
@@ -134,7 +134,7 @@ class Study:
 
     def _new(self) -> Trial:
         number = len(self.study.get_trials(deepcopy=False))
-        # a seed for each trial: after a restart a sampler with the study's seed would repeat itself
+        # each trial has its own seed: with the study's seed a restarted sampler would repeat itself
         self.study.sampler = SAMPLERS[self.settings.sampler](
             self.settings, (self.settings.seed * 1_000_003 + number) % 2**32
         )
@@ -149,7 +149,10 @@ class Study:
     def _values(
         self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]
     ) -> Iterator[tuple[int, float]]:
-        """(step, value), at the same steps in every job: validations, or means of prune_every."""
+        """Yield (step, value) at the same steps in every job.
+
+        The values are validation losses, or means of another metric over `prune_every` steps.
+        """
         validates = cfg.data.validation is not None and cfg.train.validate_every is not None
         name = self.settings.metric or ("validation_loss" if validates else "loss")
         for line in lines:
@@ -169,7 +172,7 @@ class Study:
 def mend(journal: Path) -> None:
     """Repair the journal of a killed sweep.
 
-    optuna would append to half a line, and wait for the lock.
+    Otherwise optuna would append to an incomplete line, and wait for the dead process's lock.
     """
     journal.with_name(f"{journal.name}.lock").unlink(missing_ok=True)
     if journal.exists() and not (lines := journal.read_bytes()).endswith(b"\n"):
@@ -177,9 +180,10 @@ def mend(journal: Path) -> None:
 
 
 def distribution(override: Any, whole: bool) -> BaseDistribution:
-    """An optuna distribution for the values of an override.
+    """Return the optuna distribution of the values of an override.
 
-    whole: the key takes whole numbers only. Raises UserError for values that it cannot have.
+    whole: True if the key accepts only whole numbers. Raises UserError for values that optuna
+    rejects.
     """
     value, log = override.value(), "log" in override.value().tags
     try:
@@ -200,7 +204,7 @@ def distribution(override: Any, whole: bool) -> BaseDistribution:
 
 
 def lowest(values: BaseDistribution) -> Any:
-    """The first or lowest value."""
+    """Return the first choice or the lowest value of a distribution."""
     if isinstance(values, CategoricalDistribution):
         return values.choices[0]
     return values.low  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The jobs of `fsdp-trainer -m`: trainings, each with ranks and a folder of its own. No torch."""
+"""The command `fsdp-trainer -m`: jobs that each have their own ranks and folder. No torch."""
 
 import fcntl
 import json
@@ -42,8 +42,8 @@ from fsdp_trainer.process import ECHO_SECONDS, SIGNALS, STOPPED
 if TYPE_CHECKING:
     from fsdp_trainer.launch.study import Study
 
-LOOK_SECONDS, READ_SECONDS = 0.1, 1.0  # between looks at processes, at what they have written
-GRACE_SECONDS = 5.0  # after a second signal, for a job to have ended
+LOOK_SECONDS, READ_SECONDS = 0.1, 1.0  # between polls of the processes, and of their metrics
+GRACE_SECONDS = 5.0  # for jobs to end after a second signal
 STATES = {0: "finished", 2: "refused", STOPPED: "stopped"}  # every other exit code: failed
 
 DONE = {"finished", "skipped"}
@@ -56,7 +56,8 @@ class SweepStopped(Exception):
 def sweep(words: list[str], config_dir: str | None) -> int:
     """Train once for each combination of values.
 
-    Returns the exit code: 0 finished, 1 a job failed or was refused, or none finished, 75 stopped.
+    Returns the exit code. 0: finished; 1: a job failed or was refused, or none finished; 75:
+    stopped.
     """
     refuse_launcher(words, config_dir)
     line = SweepLine(words, config_dir)
@@ -78,7 +79,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
 
 
 def refuse_launcher(words: list[str], config_dir: str | None) -> None:
-    """Raise UserError if a launcher started this process; it names the command without it."""
+    """Raise UserError, with the command to type instead, if a launcher started this process."""
     under = launcher(os.environ)
     if not under:
         return
@@ -97,23 +98,26 @@ class JobSearch(Protocol):
     """Chooses the jobs of a sweep."""
 
     def ask(self, room: int) -> Sequence[Sequence[str]]:
-        """The overrides of the next jobs, `room` at most unless all are known; [] at the end."""
+        """Return the overrides of the next jobs; [] when there are no more.
+
+        room: the most jobs to return. FixedJobs returns all.
+        """
 
     def tell(self, job: Job) -> None:
-        """Note how a job ended."""
+        """Record how a job ended."""
 
     def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """Return True if a job is to end early, by new lines of its metrics."""
+        """Return True if a job must end early. lines: the new lines of its metrics."""
 
 
 class FixedJobs:
-    """The search of a sweep whose jobs are all known."""
+    """The search of a sweep whose jobs are all known in advance."""
 
     def __init__(self, batch: Sequence[Sequence[str]]):
         self.batch: list[Sequence[str]] = list(batch)
 
     def ask(self, room: int) -> Sequence[Sequence[str]]:
-        """All jobs at once: they are checked before the first one starts."""
+        """Return all jobs at once, so that all are checked before the first one starts."""
         batch, self.batch = self.batch, []
         return batch
 
@@ -127,10 +131,10 @@ class FixedJobs:
 
 @dataclass
 class Started:
-    """A job that runs.
+    """A running job.
 
-    began: Unix seconds; last_read: when its metrics were last read, as time.monotonic() counts;
-    pruned: it was sent SIGTERM because others are better.
+    began: start in Unix seconds; last_read: time.monotonic() when its metrics were last read;
+    pruned: True if it was sent SIGTERM because other jobs are better.
     """
 
     running: Running
@@ -142,13 +146,13 @@ class Started:
 
 
 class Jobs:
-    """The jobs of one command. Some sweepers call `run` several times, each with its own search."""
+    """The jobs of one command. Some sweepers call `run` several times, with a new search each."""
 
     def __init__(self, line: SweepLine):
         self.line, self.folder = line, line.root / line.name
         self.jobs: dict[str, Job] = {}
         self.study: Study | None = None
-        self.received: list[int] = []  # signals
+        self.received: list[int] = []  # signals that arrived
         self._held = ExitStack()
         self._signalled_at = -ECHO_SECONDS
         self._words: dict[str, list[str]] = {}  # the arguments of each accepted job
@@ -160,7 +164,7 @@ class Jobs:
 
     def run_study(self) -> None:
         """Search with optuna. Raises SweepStopped after a signal."""
-        from fsdp_trainer.launch.study import Study  # an extra, and numpy
+        from fsdp_trainer.launch.study import Study  # imports numpy, and optuna, which is optional
 
         self.study = Study(self.line.sweeper_settings, self.line.space())
         self.check_common(self.study.example())
@@ -171,14 +175,14 @@ class Jobs:
     def run_batch(self, batch: Sequence[Sequence[str]]) -> list[float]:
         """Check every job of a batch, then run them. Raises SweepStopped after a signal.
 
-        Returns their objectives, NaN for a job without one.
+        Returns the objectives of the jobs, NaN for a job without one.
         """
         self.run(FixedJobs(batch))
         objectives = [self.jobs[job_id(overrides)].objective for overrides in batch]
         return [math.nan if value is None else value for value in objectives]
 
     def run(self, search: JobSearch) -> None:
-        """Run the jobs of a search, side by side while there is room, until it has no more.
+        """Run the jobs of a search, as many at the same time as there is room for.
 
         Raises SweepStopped after a signal.
         """
@@ -196,7 +200,7 @@ class Jobs:
         raise SweepStopped
 
     def _start_waiting(self, waiting: deque[str], search: JobSearch) -> None:
-        """Start jobs until there is no room, or a signal came."""
+        """Start jobs until there is no room or a signal arrives."""
         while waiting and not self.received and self._has_room(waiting[0]):
             id = waiting.popleft()
             self._begin(id)
@@ -204,10 +208,10 @@ class Jobs:
                 search.tell(self.jobs[id])
 
     def _accept(self, batch: Sequence[Sequence[str]], search: JobSearch) -> list[str]:
-        """Check the jobs of a batch. Returns the ids of those that are new: a job is run once."""
+        """Check the jobs of a batch. Returns the ids of new ones: each job is run only once."""
         first, new = not self.jobs, list[str]()
         for overrides in batch:
-            if self.received:  # hundreds of jobs take a while to check
+            if self.received:  # checking hundreds of jobs takes a while
                 return new
             id = job_id(overrides)
             job = self.jobs.get(id)
@@ -224,7 +228,7 @@ class Jobs:
         return new
 
     def _wait(self, search: JobSearch) -> None:
-        """Wait a moment, then read the metrics of the running jobs and finish those that ended."""
+        """Sleep briefly, then read the metrics of running jobs and record those that ended."""
         if not self._running:
             return
         time.sleep(LOOK_SECONDS)
@@ -243,7 +247,7 @@ class Jobs:
             self._board.show({self._title(id): (job.cfg, job.progress) for id, job in running})
 
     def _read_metrics(self, job: Job, started: Started, search: JobSearch, ended: bool) -> None:
-        """Read new lines of a job's metrics each second, and at its end; end it if it is pruned."""
+        """Read new lines of a job's metrics each second and at its end, and stop it if pruned."""
         now = time.monotonic()
         if now - started.last_read <= READ_SECONDS and not ended:
             return
@@ -254,14 +258,14 @@ class Jobs:
             started.running.signal(signal.SIGTERM)
 
     def all(self) -> list[Job]:
-        """This command's jobs; of a study, those of earlier commands too."""
+        """Return this command's jobs; for a study, also those of earlier commands."""
         if self.study is None:
             return list(self.jobs.values())
         known = {job.job: job for job in self.on_record()}
         return [known[id] for id in dict.fromkeys(self.study.jobs()) if id in known]
 
     def on_record(self) -> list[Job]:
-        """This command's jobs, and those of earlier ones whose folders still exist."""
+        """Return this command's jobs, and those of earlier commands whose folders still exist."""
         names = {f.name for f in fields(Job)}
         earlier = [
             Job(**{name: line[name] for name in names & line.keys()})
@@ -271,12 +275,12 @@ class Jobs:
         return [*earlier, *self.jobs.values()]
 
     def write(self) -> None:
-        """Write sweep.jsonl: a line for each job on record."""
+        """Write sweep.jsonl, with one line for each job on record."""
         lines = "".join(json.dumps(asdict(job)) + "\n" for job in self.on_record())
         replace(self.folder / "sweep.jsonl", lines)
 
     def __enter__(self) -> None:
-        """Handle signals: pass each on to the running jobs, and start no other."""
+        """Begin to handle signals: pass each one to the running jobs, and start no more jobs."""
         for signum in SIGNALS:
             before = signal.signal(signum, self._on_signal)
             self._held.callback(signal.signal, signum, before)
@@ -294,7 +298,10 @@ class Jobs:
         self._held.close()
 
     def hold(self) -> None:
-        """Lock the sweep's folder until this process ends: two sweeps would start the same jobs."""
+        """Lock the sweep's folder, so that two sweeps cannot start the same jobs.
+
+        Raises UserError if it is locked or cannot be written to.
+        """
         try:
             (self.folder / "jobs").mkdir(parents=True, exist_ok=True)
             lock = self._held.enter_context((self.folder / "jobs" / ".lock").open("a"))
@@ -311,7 +318,7 @@ class Jobs:
             ) from None
 
     def _check(self, job: Job, overrides: list[str]) -> None:
-        """Compose a job's configuration; set its state if it is refused or does not fit."""
+        """Compose a job's configuration. Set the job's state if it is refused or does not fit."""
         own = [word for word in overrides if word.partition("=")[0] not in PLACE]
         words = [*own, f"run.root={quoted(str(self.folder / 'jobs'))}", f"run.name={job.job}"]
         try:
@@ -322,7 +329,7 @@ class Jobs:
             job.reason = "; ".join(reasons) or error.title
             self._refused[job.job] = error
             return
-        if cfg.data.cache is None:  # tokenised once, for all jobs and other runs
+        if cfg.data.cache is None:  # tokenise once for all jobs and other runs
             cfg.data.cache = str(self.line.root / ".data")
             words.append(f"data.cache={quoted(cfg.data.cache)}")
         if cfg.launch.hosts:
@@ -338,7 +345,7 @@ class Jobs:
             job.state, job.reason = "does not fit", problem
 
     def check_common(self, overrides: list[str]) -> None:
-        """Raise UserError for problems of a job that are not about the values that vary."""
+        """Raise UserError for problems of a job that do not concern the values that vary."""
         try:
             compose("train", overrides, self.line.config_dir)
         except UserError as error:
@@ -347,7 +354,7 @@ class Jobs:
                 raise UserError(f"{error.title}, in every job", common) from None
 
     def _raise_if_all_are_refused(self) -> None:
-        """Raise UserError if no job could run: with the problems that all share, else with all."""
+        """Raise UserError if all jobs were refused: with their common problems, else with all."""
         if len(self._refused) < len(self.jobs):
             return
         errors = list(self._refused.values())
@@ -362,14 +369,14 @@ class Jobs:
         raise UserError(title, common or list(own.values()))
 
     def _has_room(self, id: str) -> bool:
-        """Return True if a job can start now, or has nothing to do."""
+        """Return True if a job can start now, or need not be started."""
         cfg = self._configurations.get(id)
         if cfg is None or not self._place or self._nothing_to_do(id):
             return True
         return self._place.has_room(cfg) and not self.received
 
     def _nothing_to_do(self, id: str) -> str:
-        """The state that a job has without being started; "" if it is to start."""
+        """Return the reason why a job need not be started; "" if it must be."""
         job, cfg = self.jobs[id], self._configurations.get(id)
         if cfg is None or job.state == "does not fit":
             return job.state
@@ -378,7 +385,7 @@ class Jobs:
         return ""
 
     def _begin(self, id: str) -> None:
-        """Start a job, unless there is nothing to do."""
+        """Print a job's title, and start the job unless there is nothing to do."""
         job, cfg = self.jobs[id], self._configurations.get(id)
         state = self._nothing_to_do(id)
         number = [job.job for job in self.all()].index(id) + 1
@@ -398,21 +405,21 @@ class Jobs:
         words, began = [*self.line.config_flag, *self._words[job.job]], time.time()
         try:
             running = place.start(cfg, words, Path(job.folder) / "output.log")
-        except (RunFailed, OSError) as error:  # a queue or a disk that does not take it
+        except (RunFailed, OSError) as error:  # Slurm rejected it, or a disk error
             job.state, job.exit_code = "failed", 1
             job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
             print(f"fsdp-trainer: job {job.job} {job.reason}", file=sys.stderr, flush=True)
             return
         self._running[job.job] = Started(running, cfg, JobProgress(job.folder), began)
         job.state = "running"
-        for signum in self.received:  # came while it started
+        for signum in self.received:  # arrived while the job was being started
             running.signal(signum)
 
     def _title(self, id: str) -> str:
         return f"{id}  {shlex.join(varying(list(self.jobs.values()))[id])}"
 
     def _end(self, job: Job, code: int, started: Started) -> None:
-        """Note how a job ended, and print it."""
+        """Record how a job ended, and print it."""
         job.seconds = round(time.time() - started.began, 1)
         job.exit_code = code
         job.state = "stopped" if self.received and code else STATES.get(code, "failed")
@@ -427,12 +434,12 @@ class Jobs:
             job.exit_code = 1
             name = signal.Signals(-code).name
             print(f"fsdp-trainer: job {job.job} was killed by {name}", file=sys.stderr)
-        if job.state in ("finished", "pruned"):  # the loss of a job that failed is no result
+        if job.state in ("finished", "pruned"):  # the loss of a failed job is not a result
             job.objective = objective(Path(job.folder), self.line.metric)
         self._print_end(job)
 
     def _print_end(self, job: Job) -> None:
-        """Print how a job ended, if its own output is not shown."""
+        """Print how a job ended, unless the job itself prints to the terminal."""
         if not self._place or self._place.at_once == 1:
             return
         value = "" if job.objective is None else f"  objective {job.objective:.4f}"
@@ -446,14 +453,14 @@ def key_of(problem: Problem) -> str:
 
 
 def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
-    """The memory that a job lacks by `plan`, and the first override that would help.
+    """Return a text if a job needs too much memory, with an override that helps, else None.
 
-    None if it fits, or if the memory is unknown.
+    Uses the estimate of `plan`. Returns None also if the available memory is unknown.
     """
     limit, world = place.memory_gib(), place.world(cfg)
     if limit is None:
         return None
-    # these import torch, which a sweep without a limit does not need
+    # imported here because they import torch, which a sweep without a memory limit does not need
     from fsdp_trainer.plan.inputs import architecture
     from fsdp_trainer.plan.plan import GIB, Device, make_plan
     from fsdp_trainer.plan.suggest import suggest
@@ -465,7 +472,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         if plan.fits:
             return None
         suggestions = suggest(cfg, config, world, device)[:1]
-    except UserError:  # the job itself will report it
+    except UserError:  # the job itself reports it
         return None
     needed = f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
     return needed + "".join(f": try  {suggestion.override}" for suggestion in suggestions)

@@ -1,6 +1,6 @@
-"""A process beside the ranks of a node that ends those which died, were stopped or are stuck.
+"""The watchdog: a process on each node that ends ranks which are stopped or stuck.
 
-Imports no torch.
+It also reports ranks that died. Imports no torch.
 """
 
 import faulthandler
@@ -45,26 +45,27 @@ if TYPE_CHECKING:
     from fsdp_trainer.config.schema import Launch
     from fsdp_trainer.launch.world import World
 
-LOOK_SECONDS = 0.25
-GRACE_SECONDS = 3.0  # for the others to notice and to leave by themselves; then they are blocked
-DISK_SECONDS = 3.0
-# a machine under load is slow to show them, and a rank whose stacks are not seen would be blamed
+LOOK_SECONDS = 0.25  # between two polls
+GRACE_SECONDS = 3.0  # for other ranks to notice and leave; those that do not are blocked
+DISK_SECONDS = 3.0  # for a report to be written
+# a loaded machine is slow to write stacks, and a rank with unknown stacks would be blamed
 STACKS_SECONDS = 3.0
-PAUSE_SECONDS = 5.0  # between two looks: the watchdog itself was stopped, or starved
+PAUSE_SECONDS = 5.0  # a longer time between two polls: the watchdog itself was stopped or starved
 SHOW_STACKS = signal.SIGUSR2
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _started: list[subprocess.Popen] = []
 _flight_settings: dict[str, str] = {}
-"""Variables that a run in this process has set, which the next one replaces."""
+"""Environment variables set by an earlier run in this process, which the next run replaces."""
 
 
 @dataclass
 class Watch:
     """The watchdog's settings.
 
-    board: the file that the ranks share; stall and timeout in seconds; on_device: they compute on
-    GPUs; alone: one rank that no launcher started, and none would start again: perhaps a notebook,
-    whose process is more than the run.
+    board: path of the file that the ranks of a node share; run: folder of the run; stall, timeout:
+    see `hangs.Durations.allowed`, in seconds; on_device: True if ranks compute on GPUs; alone: True
+    for a single rank without a launcher, which is never killed. Nobody would restart it, and its
+    process may be a notebook that does more than this run.
     """
 
     board: str
@@ -80,10 +81,10 @@ class Watch:
 
 
 def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
-    """Put this rank under the watchdog, from its place in the world on.
+    """Put this rank under the watchdog.
 
-    None with launch.watchdog=false, on a system without /proc, and if it fails: memory or processes
-    are short, the node's first rank is in another container, or it has ended meanwhile.
+    Returns None with launch.watchdog=false, on a system without /proc, and on failure: too little
+    memory, too many processes, or the node's first rank is in another container or has ended.
     """
     if not cfg.watchdog or not Path("/proc/self/stat").exists():
         return None
@@ -92,7 +93,7 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
     if on_device:
         record_flights(board)
     alone = world.size == 1 and "RANK" not in os.environ
-    # collectives that end after launch.timeout come first, and their ranks leave by themselves
+    # collectives that time out after launch.timeout come first: their ranks leave by themselves
     longest = parse_duration(cfg.timeout) + GRACE_SECONDS
     watch = Watch(
         board, str(run.absolute()), world.size, parse_duration(cfg.stall), longest, on_device, alone
@@ -105,9 +106,9 @@ def watched(cfg: "Launch", run: Path, world: "World") -> "Watched | None":
 
 
 class Watched:
-    """A rank that shows where it is, and its stacks on request.
+    """Makes this rank show its phase, and its stacks on request.
 
-    The node's first one starts the watchdog.
+    The first rank of a node also starts the watchdog.
     """
 
     def __init__(self, watch: Watch, rank: int, local_rank: int):
@@ -124,13 +125,13 @@ class Watched:
         slots.share(Path(watch.board), local_rank, rank)
         if signal.getsignal(SHOW_STACKS) == signal.SIG_DFL:
             self._stacks = open(stacks_of(watch.board, rank), "w")  # noqa: SIM115
-            # in C: it needs neither Python's lock nor a main thread that is in Python
+            # implemented in C: needs neither the GIL nor a main thread that runs Python code
             faulthandler.register(SHOW_STACKS, file=self._stacks, all_threads=True, chain=False)
         if local_rank == 0:
             start_watchdog(watch)
 
     def close(self) -> None:
-        """Leave in order."""
+        """Leave the watchdog, so that the end of this rank is not taken for a death."""
         slots.leave()
         if self._stacks:
             faulthandler.unregister(SHOW_STACKS)
@@ -138,29 +139,29 @@ class Watched:
 
 
 def board_of(world: "World") -> str:
-    """A file that all ranks of the node share in this attempt, in memory if possible.
+    """Return a file that all ranks of the node share in this attempt, in memory if possible.
 
-    The node's first rank names it.
+    The node's first rank creates it.
     """
     key = f"watchdog of node {world.node}"
     if world.local_rank == 0:
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
         board = Path(f"{folder}/fsdp_trainer-{os.getpid()}-{uuid.uuid4().hex[:8]}")
-        with suppress(OSError):  # then nobody finds it
+        with suppress(OSError):  # opening it then fails on every rank
             board.touch(0o600)
         world.store.set(key, str(board))
     return world.store.get(key).decode()
 
 
 def stacks_of(board: str, rank: int) -> str:
-    """The file to which a rank writes its stacks."""
+    """Return the file to which a rank writes its stacks."""
     return f"{board}.rank-{rank}.stacks"
 
 
 def record_flights(board: str) -> None:
-    """Let torch's flight recorder write its last collectives when a pipe is written to.
+    """Let torch's flight recorder write its last collectives when it is asked through a pipe.
 
-    Must come before NCCL is initialised.
+    Must be called before NCCL is initialised.
     """
     for name, value in {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{board}.flight-",
@@ -172,20 +173,20 @@ def record_flights(board: str) -> None:
 
 
 def start_watchdog(watch: Watch) -> None:
-    """Start the watchdog in a session of its own.
+    """Start the watchdog in a new session, so that a signal to the ranks' group does not end it.
 
-    A signal to the ranks' group does not end it; it ends with them.
+    It ends when the last rank has ended.
     """
     root = Path(__file__).parents[2]
     code = (
         f"import sys; sys.path.insert(0, {str(root)!r}); from fsdp_trainer.launch.watchdog import"
         " main; main(sys.argv[1])"
     )
-    # without site-packages: 30 ms, and it reads no code but the standard library's and ours
+    # without site-packages it starts in 30 ms, and imports only the standard library and our code
     words = [sys.executable, "-I", "-S", "-c", code, json.dumps(asdict(watch))]
-    # it is no rank
+    # it must not look like a rank
     env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    # earlier runs in this process may have started others
+    # forget watchdogs of earlier runs in this process that have ended
     _started[:] = [earlier for earlier in _started if earlier.poll() is None]
     null = subprocess.DEVNULL
     _started.append(
@@ -193,11 +194,11 @@ def start_watchdog(watch: Watch) -> None:
     )
 
 
-# --- the process ---
+# --- in the watchdog's process ---
 
 
 def main(settings: str) -> None:
-    """Watch until the last rank has gone."""
+    """Watch until the last rank has ended. settings: a Watch as JSON."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     watch = Watch(**json.loads(settings))
@@ -212,25 +213,27 @@ def main(settings: str) -> None:
 
 
 class Watchdog:
-    """Looks at the ranks of a node several times a second."""
+    """Polls the ranks of a node several times a second."""
 
     def __init__(self, watch: Watch, kill: Callable[[int, int], None] = os.kill):
         self.watch, self.kill, self.host = watch, kill, socket.gethostname()
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
         self.starved: dict[int, tuple[int, float]] = {}
-        """The phase's number and the seconds without a processor when it began, by rank."""
+        """By rank: number of its phase, and its seconds without a processor when that began."""
         self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
         self.copied: set[Path] = set()
-        """Files with the last collectives of a rank that are in the run's hangs/ already."""
+        """Files with the last collectives of a rank that are already in the run's hangs/."""
         self.reported: set[int] = set()
-        self.ends_at = float("inf")  # when ranks that have not left by themselves are ended
-        self.quiet_until = 0.0
+        self.ends_at = float("inf")  # when ranks that have not left by themselves are killed
+        self.quiet_until = 0.0  # no new verdict before this time
+        # counts_from: the start, or the end of the last pause: earlier time in a phase does not
+        # count; looked: time of the last poll
         self.counts_from = self.looked = time.monotonic()
 
     def run(self) -> None:
-        """Look at the ranks until all have gone."""
+        """Poll the ranks until all have left or ended."""
         while True:
             ranks = self.look()
             if not any(status.state is not None and not status.slot.closed for status in ranks):
@@ -240,12 +243,12 @@ class Watchdog:
             time.sleep(LOOK_SECONDS)
 
     def look(self) -> list[RankStatus]:
-        """The status of all ranks of the node that have come so far."""
+        """Return the status of all ranks of the node that have started so far."""
         now = time.monotonic()
         here = self.slots()
         self.durations.note(here)
         ranks = [look(slot) for slot in here]
-        if any(status.died for status in ranks):  # or has left since we looked where it is
+        if any(status.died for status in ranks):  # unless it left after its slot was read
             closed = {slot.pid for slot in self.slots() if slot.closed}
             ranks = [
                 replace(status, slot=replace(status.slot, closed=status.slot.pid in closed))
@@ -270,14 +273,14 @@ class Watchdog:
         return ranks
 
     def paused_on_purpose(self, ranks: list[RankStatus]) -> bool:
-        """Return True if the whole world is stopped, or a rank is debugged or suspended."""
+        """Return True if all ranks of the run are stopped, or one is debugged or suspended."""
         whole_world = len(ranks) == self.watch.world_size
         if whole_world and all(status.state == "T" for status in ranks):
             return True
         return any(status.traced or suspended(status) for status in ranks)
 
     def slots(self) -> list[slots.RankSlot]:
-        """The slots of the ranks whose process ids are those that this process sees."""
+        """Return the slots of the ranks in this process's pid namespace."""
         return [
             slot
             for slot in slots.read_slots(Path(self.watch.board).read_bytes())
@@ -285,14 +288,14 @@ class Watchdog:
         ]
 
     def starved_for(self, status: RankStatus) -> float:
-        """Seconds of its phase in which a rank had no processor to go on with."""
+        """Return the seconds of its phase in which a rank was runnable but had no processor."""
         total, entered = starved(status.slot.pid), status.place.entered
         if self.starved.get(status.rank, (None, 0.0))[0] != entered:
             self.starved[status.rank] = entered, total
         return total - self.starved[status.rank][1]
 
     def act(self, ranks: list[RankStatus]) -> None:
-        """Report what there is to report, and end the ranks that have to end."""
+        """Report dead, stopped and stuck ranks, and kill those that must end."""
         now = time.monotonic()
         self.report_dead(ranks)
         if now > self.ends_at:
@@ -303,10 +306,10 @@ class Watchdog:
         if verdict:
             verdict.kill = verdict.kill and not self.watch.alone
             self.carry_out(verdict, ranks)
-            self.looked = time.monotonic()  # what that took is no pause
+            self.looked = time.monotonic()  # the time this took is not a pause
 
     def judge_standing(self, ranks: list[RankStatus]) -> Verdict | None:
-        """A verdict if all ranks stand for longer than allowed; None if not."""
+        """Return a verdict if all ranks are in their phases for longer than allowed, else None."""
         reading = (reads_disk(status.slot.pid) for status in ranks if self.within_timeout(status))
         if not standing(ranks) or any(reading):
             return None
@@ -320,9 +323,9 @@ class Watchdog:
         return status.trains and status.standing <= self.watch.timeout
 
     def report_dead(self, ranks: list[RankStatus]) -> None:
-        """Report ranks that ended without leaving.
+        """Report ranks that ended without leaving. The others are killed after GRACE_SECONDS.
 
-        The others notice where a connection breaks; not so on a device.
+        On a CPU they notice the broken connection and end by themselves; on a GPU they do not.
         """
         dead = [
             status
@@ -337,7 +340,7 @@ class Watchdog:
             self.ends_at = min(self.ends_at, time.monotonic() + GRACE_SECONDS)
 
     def carry_out(self, verdict: Verdict, ranks: list[RankStatus]) -> None:
-        """Keep the evidence, then end the ranks at fault."""
+        """Store the evidence, then kill the ranks at fault."""
         if verdict.what == "stopped":
             self.ask_for_stacks(ranks)
         self.record(
@@ -353,14 +356,14 @@ class Watchdog:
             self.quiet_until = time.monotonic() + max(60.0, 10 * self.watch.stall)
 
     def end(self, ranks: list[RankStatus]) -> None:
-        """Kill ranks at once: a blocked or stopped one would take the launcher's whole grace."""
+        """Kill ranks with SIGKILL: a blocked one would use the launcher's full grace period."""
         for status in ranks:
             self.killed.add(status.slot.pid)
             with suppress(OSError):
                 self.kill(status.slot.pid, signal.SIGKILL)
 
     def ask_for_stacks(self, ranks: list[RankStatus]) -> None:
-        """Read the stacks of all threads of all ranks, into RankStatus.stacks."""
+        """Request the stacks of all threads of all ranks, and store them in RankStatus.stacks."""
         files = {}
         for status in ranks:
             file = Path(stacks_of(self.watch.board, status.rank))
@@ -376,16 +379,19 @@ class Watchdog:
             pending = [status for status in pending if not self.has_stacks(status, files)]
 
     def has_stacks(self, status: RankStatus, files: dict[int, tuple[Path, int]]) -> bool:
-        """Read a rank's stacks. Returns True if there are some, and nothing has been added."""
+        """Read a rank's stacks. Returns True if there are some, unchanged since the last reading.
+
+        files: by rank, the file of its stacks, and the file's size before they were requested.
+        """
         file, size = files[status.rank]
         before = status.stacks
         status.stacks = file.read_bytes()[size:].decode(errors="replace")
         return bool(status.stacks) and status.stacks == before
 
     def ask_for_flights(self, ranks: list[RankStatus]) -> list[Path]:
-        """Ask torch for the last collectives of each rank. Returns the files that it wrote.
+        """Request the last collectives of each rank from torch. Returns the files that it wrote.
 
-        torch looks at its pipes once a second.
+        torch polls its pipes once a second.
         """
         files = []
         for status in ranks:
@@ -405,13 +411,13 @@ class Watchdog:
         return [file for file in files if file.exists()]
 
     def copy_flights(self, flights: list[Path], folder: Path) -> None:
-        """Copy files with the last collectives. Raises OSError."""
+        """Copy files with the last collectives to a folder. Raises OSError."""
         for flight in flights:
             shutil.copy(flight, folder / flight.name.rpartition(".")[2])
             self.copied.add(flight)
 
     def keep_flights(self) -> None:
-        """Copy what NCCL itself wrote, as it does before it ends a rank after launch.timeout."""
+        """Copy the files that NCCL wrote by itself, before it ended a rank after launch.timeout."""
         board = Path(self.watch.board)
         written = [
             file
@@ -430,7 +436,7 @@ class Watchdog:
             say(f"fsdp-trainer: the last collectives before NCCL gave up are in {folder}")
 
     def folder_of_hang(self) -> Path:
-        """The folder for the evidence of a hang."""
+        """Return a folder for the evidence of a hang, named after the time and this host."""
         return Path(self.watch.run) / "hangs" / f"{time.strftime('%Y%m%dT%H%M%S')}-{self.host}"
 
     def record(
@@ -442,8 +448,9 @@ class Watchdog:
     ) -> None:
         """Report a verdict on stderr, in the run's hangs/, and in events.jsonl.
 
+        files: text of each evidence file by name; flights: files with the last collectives;
         waiting: ranks of this node in a collective, by the dimension along which it runs.
-        Not in events.jsonl if the run has ended in order. A disk that hangs too is not waited for.
+        A run that has ended normally gets no event. A disk that hangs is not waited for.
         """
         folder = self.folder_of_hang() if files else None
         events = []
@@ -471,7 +478,7 @@ class Watchdog:
         writer.join(DISK_SECONDS)
 
     def sentence(self, verdict: Verdict, status: RankStatus, waiting: dict[str, list[int]]) -> str:
-        """A line about a rank, for people."""
+        """Return a line about a rank for stderr."""
         place = status.place
         line = (
             f"rank {in_mesh(status)} on {self.host}: {verdict.reason}, in {place.phase}"
@@ -488,7 +495,7 @@ class Watchdog:
         waiting: dict[str, list[int]],
         folder: Path | None,
     ) -> dict[str, object]:
-        """The same for events.jsonl."""
+        """Return the event about a rank for events.jsonl."""
         place, coordinates = status.place, status.slot.coordinates
         mesh = {"coordinates": coordinates, "waiting": waiting} if coordinates else {}
         return {
@@ -506,18 +513,18 @@ class Watchdog:
 
 
 def seconds_of(status: RankStatus) -> float:
-    """Seconds for which a rank has been stopped, or in its phase."""
+    """Return the seconds for which a rank has been stopped, or else in its phase."""
     return round(status.stopped or status.standing, 1)
 
 
 def in_mesh(status: RankStatus) -> str:
-    """A rank's number, with its coordinates where the mesh has several dimensions."""
+    """Return a rank's number, with its coordinates if the mesh has several dimensions."""
     coordinates = status.slot.coordinates
     return f"{status.rank} ({coordinates})" if coordinates else f"{status.rank}"
 
 
 def described_waits(waiting: dict[str, list[int]]) -> str:
-    """{tensor: [2, 3], all: [0]} → `rank 2, 3 along tensor, rank 0 for all`."""
+    """Describe waits: {tensor: [2, 3], all: [0]} → `rank 2, 3 along tensor, rank 0 for all`."""
     return ", ".join(
         f"rank {', '.join(map(str, ranks))} {'for all' if name == 'all' else f'along {name}'}"
         for name, ranks in waiting.items()
@@ -525,12 +532,12 @@ def described_waits(waiting: dict[str, list[int]]) -> str:
 
 
 def say(text: str) -> None:
-    """A line on stderr."""
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def described(status: RankStatus) -> str:
-    """A rank for people: its phase, its state and its stacks."""
+    """Return the text of a rank's evidence file: its phase, its state and its stacks."""
     place, behind = status.place, status.slot.background
     lines = [
         f"rank {in_mesh(status)}, process {status.slot.pid}, state {status.state or 'ended'}",
@@ -548,7 +555,7 @@ def described(status: RankStatus) -> str:
 
 
 def threads_of(pid: int) -> list[str]:
-    """Name, state and place in the kernel of each thread, as far as it may be read."""
+    """Return a line for each thread: name, state and place in the kernel, if readable."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         facts = []

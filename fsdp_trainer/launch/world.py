@@ -1,4 +1,4 @@
-"""The world of ranks before the first collective: this rank's numbers, and a store they share."""
+"""The ranks before the first collective: this rank's numbers, and a store shared by all ranks."""
 
 import os
 import pickle
@@ -20,19 +20,19 @@ from fsdp_trainer.launch.nodes import first_host, port_of_job
 from fsdp_trainer.process import PARENT, die_with_parent
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
-HEARD_SECONDS = 30.0  # that rank 0 waits for the others to read why it ends
+HEARD_SECONDS = 30.0  # for the others to read why rank 0 ends
 POLL_SECONDS = 0.02
-MAX_POLLS_PER_SECOND = 5000  # of all ranks together: the store is one thread
+MAX_POLLS_PER_SECOND = 5000  # by all ranks together, because the store has only one thread
 T = TypeVar("T")
 
 
 @dataclass
 class World:
-    """This rank among `size`, and the store that all share.
+    """The numbers of this rank, and the store that all ranks share.
 
-    local_rank: on this node, which is number `node` of `nodes`; launcher: a name of what started
-    this node's ranks and may start them again; attempt: a name for this start of all ranks;
-    store: holds the keys of this attempt alone.
+    size: number of ranks; local_rank: number of this rank on its node; node, nodes: number of this
+    node, and of nodes; launcher: name of the process that started this node's ranks and may restart
+    them; attempt: unique name of this start of all ranks; store: holds only keys of this attempt.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class World:
 
     @property
     def main(self) -> bool:
-        """True on rank 0, which prints and writes for all."""
+        """True on rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     def launchers(self, timeout: float) -> list[str]:
@@ -68,7 +68,7 @@ class World:
         return value
 
     def to_main(self, name: str, mine: T, timeout: float) -> list[T]:
-        """Return every rank's `mine`, by rank, on rank 0 and [] on the others.
+        """Return the values `mine` of all ranks, by rank, on rank 0; [] on the others.
 
         Raises RunFailed with the ranks that sent nothing within `timeout` seconds.
         """
@@ -93,20 +93,20 @@ class World:
         return pickle.loads(bytes.fromhex(self.store.get(key).decode()))
 
     def heartbeat(self) -> None:
-        """Tell the ranks that wait in `rank0_then_nodes_then_all` that this one still works."""
+        """Show ranks that wait in `rank0_then_nodes_then_all` that this one is still working."""
         self.store.add("heartbeats", 1)
 
     def rank0_then_nodes_then_all(self, name: str, work: Callable[[], T], timeout: float) -> T:
         """Run `work` on rank 0, then on one rank of every node, then on all, and return its result.
 
-        The later ranks find what the first left on disk. They wait outside any collective, so that
-        hours of tokenising time nothing out: only `timeout` seconds without a heartbeat do. All
-        return together, and the failure of one is raised on all.
+        Later ranks find the results of earlier ones on disk. They wait outside any collective, so
+        that hours of tokenising cause no timeout: only `timeout` seconds without a heartbeat do.
+        All ranks return together, and a failure of one rank is raised on all.
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"
         if not self.main:
             self._await(name, first, timeout)
-            if self.local_rank and self.node:  # on node 0, rank 0 is the one before
+            if self.local_rank and self.node:  # on node 0 the first one is rank 0
                 self._await(name, node, timeout)
         failure = None
         try:
@@ -125,9 +125,10 @@ class World:
         return result
 
     def _failure(self, name: str, error: BaseException) -> BaseException:
-        """Return what all ranks raise for an error of this one's work, and print it unless all do.
+        """Return the exception that all ranks raise for an error on this rank, and print it.
 
-        Rank 0 prints what all ranks have in common, and knows nothing of this one's files.
+        Printed here because rank 0 prints only errors common to all ranks, and cannot know this
+        rank's files. Stopped is common to all and is not printed.
         """
         if isinstance(error, Stopped):
             return error
@@ -139,15 +140,15 @@ class World:
         return failure
 
     def _print(self, failure: BaseException) -> None:
-        """Print a failure of a rank other than 0, which prints its own when the process ends."""
+        """Print a failure, except on rank 0, which prints it when its process ends."""
         if not self.main:
             print(f"rank {self.rank}: {failure}", file=sys.stderr)
 
     def _await(self, name: str, key: str, timeout: float) -> None:
         """Wait until other ranks have set `key`.
 
-        Raises the failure that they set it to, and RunFailed after `timeout` seconds without a
-        heartbeat.
+        Raises the exception stored under `key`, if any, and RunFailed after `timeout` seconds
+        without a heartbeat.
         """
         heartbeats, heard_at = 0, time.monotonic()
         while not self.store.check([key]):
@@ -157,7 +158,7 @@ class World:
             elif time.monotonic() - heard_at > timeout:
                 longer = "Longer with  launch.data_timeout=…"
                 silence = RunFailed(f"{name}: nothing was heard of it for {timeout:g} s. {longer}")
-                self._print(silence)  # rank 0 may be the one that is not heard
+                self._print(silence)  # rank 0 may be the silent one
                 raise silence
         failure = self._get(key, timeout)
         if failure:
@@ -166,9 +167,9 @@ class World:
             raise failure
 
     def wait_until_heard(self, name: str, timeout: float = HEARD_SECONDS) -> None:
-        """Wait on rank 0 until all others have read `name`: the store may end with this process.
+        """Wait on rank 0 until all others have read `name`, since the store may end with rank 0.
 
-        Returns at once on the other ranks, and at the latest after HEARD_SECONDS.
+        Returns at once on the other ranks. Waits at most HEARD_SECONDS or `timeout` seconds.
         """
         deadline = time.monotonic() + min(HEARD_SECONDS, timeout)
         while self.main and time.monotonic() < deadline:
@@ -178,9 +179,9 @@ class World:
 
 
 def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
-    """Return RANK, WORLD_SIZE … as torchrun sets them, None without a launcher.
+    """Return an environment with RANK, WORLD_SIZE … as set by torchrun; None without a launcher.
 
-    In an srun step of several tasks they are made from Slurm's variables.
+    In an srun step of several tasks the values are derived from Slurm's variables.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return dict(env)
@@ -198,7 +199,10 @@ def environment_of_ranks(env: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def join(env: Mapping[str, str], device: str, timeout: float) -> World:
-    """Find this process's rank and open the store that all ranks share. No process group yet."""
+    """Find this process's rank, and open the store that all ranks share.
+
+    device: value of launch.device. Creates no process group.
+    """
     if PARENT in env:
         die_with_parent(int(env[PARENT]))
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
@@ -220,9 +224,9 @@ def join(env: Mapping[str, str], device: str, timeout: float) -> World:
 
 
 def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> dist.Store:
-    """Open the store at MASTER_ADDR, which rank 0 serves, or torchrun's agent.
+    """Open the store at MASTER_ADDR. Its server is rank 0, or torchrun's agent.
 
-    The agent's store holds the keys of earlier attempts. Raises UserError if the port is in use.
+    The agent's store also holds keys of earlier attempts. Raises UserError if the port is in use.
     """
     if size == 1 and "MASTER_ADDR" not in env:
         return dist.HashStore()
@@ -241,9 +245,9 @@ def open_store(env: Mapping[str, str], rank: int, size: int, timeout: float) -> 
 
 
 def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
-    """Return the device that launch.device gives a rank, and make it current.
+    """Return the device of a rank according to launch.device, and make it current.
 
-    Raises UserError if there are too few GPUs, or some that torch cannot use.
+    Raises UserError if there are too few GPUs, or GPUs that torch cannot use.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -269,10 +273,10 @@ def device_of_rank(device: str, rank: int, local_rank: int) -> torch.device:
 
 
 def unusable_gpus(device: str) -> UserError:
-    """Return the error for GPUs that the driver counts and torch cannot use.
+    """Return the error for GPUs that the driver reports but torch cannot use.
 
-    The driver counts them whatever its version; torch's libraries may need a newer one. Without
-    this one rank for each GPU would train on the CPU.
+    Any driver reports its GPUs, but torch's libraries may need a newer driver. Without this error
+    one rank for each GPU would train on the CPU.
     """
     try:
         torch.cuda.init()
@@ -289,14 +293,15 @@ def unusable_gpus(device: str) -> UserError:
 
 
 def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Return a name that all ranks of this attempt share, and no other attempt has.
+    """Return a name that is unique to this attempt and the same on all its ranks.
 
-    Raises RunFailed if they do not all come within `timeout` seconds.
+    Raises RunFailed if not all ranks join within `timeout` seconds.
 
-    torchrun's store may hold the keys of earlier attempts, the number of restarts differs from node
-    to node (pytorch#135712), and does not grow when nodes join. So rank 0 invents a name and closes
-    it when all other ranks have registered under it. A rank that finds a name already closed sees
-    an earlier attempt; a name that is never closed is replaced.
+    torchrun's store may hold keys of earlier attempts. Its number of restarts cannot tell attempts
+    apart: it differs between nodes (pytorch#135712) and does not grow when nodes join. So rank 0
+    creates a name, and closes it when all other ranks have registered under it. A rank that finds a
+    name already closed sees an earlier attempt, and keeps waiting. A name of an earlier attempt
+    that was never closed is replaced by the new one.
     """
     offered, deadline, mine = "name of the attempt", time.monotonic() + timeout, ""
     if rank == 0:
@@ -325,7 +330,7 @@ def rendezvous(store: dist.Store, rank: int, size: int, timeout: float) -> str:
 def launcher_of(env: Mapping[str, str]) -> str:
     """Return a name of this node's torchrun, the same for all ranks and attempts that it starts.
 
-    Without torchrun each call returns a new name.
+    Without torchrun the name is new at each call.
     """
     if errors := env.get("TORCHELASTIC_ERROR_FILE"):
         return Path(errors).parents[2].name  # …/RUN_ID_random/attempt_0/RANK/error.json
@@ -335,7 +340,7 @@ def launcher_of(env: Mapping[str, str]) -> str:
 
 
 def connect(world: World, timeout: float) -> None:
-    """Make the default process group: gloo for the host, and NCCL where ranks compute on GPUs."""
+    """Create the default process group: gloo on the CPU, and NCCL too if ranks compute on GPUs."""
     options: dict[str, Any] = {"device_id": world.device} if world.device.type == "cuda" else {}
     backend = "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo"
     dist.init_process_group(

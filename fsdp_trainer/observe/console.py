@@ -1,4 +1,4 @@
-"""The progress line: redrawn in a terminal, one plain line per logging step in a file."""
+"""The console's progress line: redrawn in a terminal, a new line per logging step in a file."""
 
 import os
 import sys
@@ -19,17 +19,17 @@ PLAIN_NAMES = {
     "evaluation": "validation",
 }
 PLAIN_NAMES |= dict.fromkeys(CHECKPOINT, "checkpoint")
-"""Names for people of phases that go by another one."""
-MOST_METRICS = 8  # in the line of an evaluation
-TERMINAL_SECONDS, FILE_SECONDS = 0.2, 5.0  # between two lines of `paced`
+"""Names shown to users for phases that are called differently in the code."""
+MOST_METRICS = 8  # shown in the line of an evaluation
+TERMINAL_SECONDS, FILE_SECONDS = 0.2, 5.0  # least time between two lines of `paced`
 
 
 LEFT_OUT_FIRST = ("sources", "mfu", "memory", "seconds", "grad_norm", "lr", "speed", "eta")
-"""Parts of a progress line that a narrow terminal goes without, in this order."""
+"""Parts of a progress line to leave out in a narrow terminal, in this order."""
 
 
 class Console:
-    """Prints for the run. Only rank 0 has one that is not quiet."""
+    """The console output of a run. It is quiet on all ranks except rank 0."""
 
     def __init__(self, quiet: bool, stream: TextIO | None = None):
         self.quiet, self.stream = quiet, stream or sys.stdout
@@ -55,9 +55,9 @@ class Console:
 
     @property
     def width(self) -> int | None:
-        """Return how many characters a line may have that is redrawn; None: any number.
+        """The most characters that a redrawn line may have; None for no limit.
 
-        One less than the terminal is wide: some of them wrap at the last column.
+        One less than the terminal's width: some terminals wrap at the last column.
         """
         if not self.live:
             return None
@@ -68,11 +68,11 @@ class Console:
         return (columns or 80) - 1
 
     def paced(self) -> Callable[[str], None]:
-        """Return a `progress` for lines that come too fast: it prints one now and then."""
+        """Return a version of `progress` that skips lines which follow another too quickly."""
         return throttled(self.progress, TERMINAL_SECONDS if self.live else FILE_SECONDS)
 
     def _print(self, text: str) -> None:
-        with suppress(OSError):  # a full disk or a reader that has gone does not end training
+        with suppress(OSError):  # a full disk or a closed pipe must not end training
             print(text, end="", file=self.stream, flush=True)
 
     def _cleared(self) -> str:
@@ -81,7 +81,10 @@ class Console:
 
 
 def throttled(act: Callable[[str], None], pause: float) -> Callable[[str], None]:
-    """Return what calls `act`, but not within `pause` seconds of the last call or of now."""
+    """Return a function that calls `act` unless the last call was within `pause` seconds.
+
+    The first call of `act` is `pause` seconds from now at the earliest.
+    """
     last = time.monotonic()
 
     def act_if_due(text: str) -> None:
@@ -96,7 +99,7 @@ def throttled(act: Callable[[str], None], pause: float) -> Callable[[str], None]
 def progress_line(
     line: dict[str, Any], total_steps: int, seconds_left: float, width: int | None = None
 ) -> str:
-    """Return the console line for a line of metrics.jsonl, of at most `width` characters.
+    """Return the progress line for a line of metrics.jsonl, of at most `width` characters.
 
     1,240/5,000 25%  loss 1.8342  lr 2.7e-05  |g| 0.91  41.2k tok/s  61.30 GiB  2.41 s  eta 2h31m
     """
@@ -122,14 +125,14 @@ def progress_line(
 
 
 def mfu(line: dict[str, Any]) -> str:
-    """Return the model FLOPs utilisation of a line of metrics.jsonl; empty: there is none."""
+    """Return the model FLOPs utilisation of a line of metrics.jsonl as text; "" if it has none."""
     if "mfu_palm" not in line:
         return ""
     return f"MFU {line['mfu_palm']:.1%} (causal {line['mfu_causal']:.1%})"
 
 
 def by_source(losses: dict[str, float | None]) -> str:
-    """Return the losses of several sources, e.g. `(maths 1.8312, code 0.9021)`; else nothing."""
+    """Return the losses by source as text, e.g. `(maths 1.8312, code 0.9021)`; "" for only one."""
     if len(losses) < 2:
         return ""
     shown = [f"{name} {_finite(loss, '.4f')}" for name, loss in losses.items()]
@@ -143,7 +146,7 @@ def validation_line(
     lowest: tuple[int | None, float | None],
     losses: dict[str, float | None],
 ) -> str:
-    """Return the line of a validation. lowest: step and loss of the lowest so far.
+    """Return the console's line for a validation. lowest: step and value of the lowest loss so far.
 
     valid  after step 40: loss 1.8342, the lowest so far  0.7213 bits/byte  (maths 1.8312, code …)
     """
@@ -159,7 +162,10 @@ def validation_line(
 
 
 def tasks_line(step: int, metrics: dict[str, dict[str, float]]) -> str:
-    """Return the line of an evaluation: `tasks  after step 40: arc_easy acc 0.2512 ± 0.0089`."""
+    """Return the console's line for an evaluation.
+
+    tasks  after step 40: arc_easy acc 0.2512 ± 0.0089
+    """
     parts = []
     for task, values in metrics.items():
         for name, value in without_errors(values).items():
@@ -187,9 +193,9 @@ def _finite(value: float | None, form: str) -> str:
 
 
 def time_line(seconds: dict[str, float]) -> str:
-    """Return where a run's time went, e.g. `time   3m12s: forward 41%, backward 38%, log 2%`.
+    """Return a line with the share of each phase in a run's time, without those below 1%.
 
-    Phases below 1% are left out.
+    time   3m12s: forward 41%, backward 38%, log 2%
     """
     total = sum(seconds.values())
     by_name: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Floating-point operations of training by the two usual conventions. Neither counts padding."""
+"""Floating-point operations of training, by the two usual conventions. Neither counts padding."""
 
 import math
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from fsdp_trainer.models.decoder import Decoder
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Count the weights that take part in a matrix product for every token.
+    """Return the number of weights with which each token is multiplied.
 
-    These are all but the input embedding and the experts that a token is not sent to; a tied
-    embedding is the head's.
+    These are all weights except the input embedding and the experts that a token is not routed to.
+    A tied embedding counts as the head's weight.
     """
     embedding = config.vocab_size * config.hidden_size
     return config.parameters(active=True) - embedding * (not config.tie_word_embeddings)
@@ -22,10 +22,10 @@ def matmul_parameters(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class TrainedWork:
-    """The arithmetic of a step in which not all weights are trained.
+    """The arithmetic of a step that does not train all weights.
 
-    weights: operations of products with weights, for each token. attention: those of attention, as
-    a share of what they are where all weights are trained.
+    weights: operations for products with weights, per token. attention: operations for attention,
+    as a share of those needed when all weights are trained.
     """
 
     weights: float
@@ -33,10 +33,11 @@ class TrainedWork:
 
 
 def trained_work(model: Decoder) -> TrainedWork:
-    """Return the work of a step that trains what has a gradient.
+    """Return the work of a step that trains the parameters with requires_grad.
 
-    A number of a matrix costs 2 operations a token in forward, 2 for the gradient of the input,
-    from the first block in which something is trained, and 2 for its own gradient if it is trained.
+    Each element of a matrix costs 2 operations per token in forward, 2 for the gradient of the
+    input, beginning with the first block that has a trained parameter, and 2 for its own gradient
+    if it is trained.
     """
     config = model.config
     weights = 0
@@ -56,9 +57,10 @@ def trained_work(model: Decoder) -> TrainedWork:
 
 
 def count_numbers(module: nn.Module) -> tuple[int, int]:
-    """Return how many numbers of a module's weights a token meets, and how many are trained.
+    """Return the number of a module's weights that a token uses, and of those that are trained.
 
-    A matrix counts by its sides, however it is stored; experts by the share that is chosen.
+    A matrix counts as inputs × outputs however it is stored; experts count by the share of them
+    that is active for a token.
     """
     whole = trained = 0
     child: Any
@@ -77,9 +79,10 @@ def count_numbers(module: nn.Module) -> tuple[int, int]:
 def palm_flops(
     config: ModelConfig, tokens: int, seq_len: int, work: TrainedWork | None = None
 ) -> float:
-    """Return 6·N + 12·L·H·D·T for each token (PaLM, appendix B); less where weights are frozen.
+    """Return 6·N + 12·L·H·D·T for each token (PaLM, appendix B); less if weights are frozen.
 
-    Attention counts as if every token saw a whole row, or window. work: None: all is trained.
+    Attention counts as if every token attended to a complete row, or to its window. work: None if
+    all weights are trained.
     """
     work = work or TrainedWork(6 * matmul_parameters(config))
     spans = sum(min(seq_len, window or seq_len) for window in config.windows)
@@ -90,9 +93,10 @@ def palm_flops(
 def causal_flops(
     config: ModelConfig, tokens: int, attention_cost: int, work: TrainedWork | None = None
 ) -> float:
-    """Return 6·N for each token, and half of 12·L·H·D·Σ length² over the documents.
+    """Return 6·N for each token plus half of 12·L·H·D·Σ length² over the documents.
 
-    Less where weights are frozen; work: None: all is trained.
+    It is less if weights are frozen. attention_cost: Σ length². work: None if all weights are
+    trained.
     """
     work = work or TrainedWork(6 * matmul_parameters(config))
     attention = 6 * config.num_hidden_layers * config.attention_width * attention_cost

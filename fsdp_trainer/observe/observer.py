@@ -1,4 +1,4 @@
-"""Tells files, trackers and the console what happens in a run. It decides nothing."""
+"""Report of a run's progress to its files, trackers and console. It makes no decisions."""
 
 import time
 from collections.abc import Callable
@@ -26,11 +26,14 @@ from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.observe.trackers import Trackers
 from fsdp_trainer.process import peak_resident_bytes
 
-STEPS_OF_ETA = 50
+STEPS_OF_ETA = 50  # the last steps, whose mean time predicts the remaining time
 
 
 class Observer:
-    """Collective where it says so; only rank 0 has records and trackers."""
+    """The reporting of one rank. Only rank 0 has records and trackers.
+
+    Methods that all ranks must call together are marked as collective.
+    """
 
     def __init__(
         self,
@@ -40,20 +43,20 @@ class Observer:
         config: ModelConfig,
         seq_len: int,
     ):
-        """records: of rank 0, which alone writes."""
+        """Report to the console and, on rank 0, to `records`, which is None on other ranks."""
         self.console, self.records = console, records
         self.device, self.config, self.seq_len = device, config, seq_len
         self.trackers: Trackers | None = None
         self.run: RunInfo | None = None
-        """The run as callbacks get it; None: they are not called yet."""
+        """The run that is passed to callbacks; None as long as they are not called yet."""
         cuda = device.type == "cuda"
         self.peak = peak_flops(torch.cuda.get_device_name(device)) if cuda else None
         self.about: list[str] = []
-        """Lines on model, world and data that were shown at the start."""
+        """Lines about model, world and data that were printed at the start."""
         self.last_loss: float | None = None
-        """Loss of the last step that was written."""
+        """Loss of the last step whose line was written."""
         self.work: TrainedWork | None = None
-        """The arithmetic of a step; None: all weights are trained."""
+        """The arithmetic of a step; None if all weights are trained."""
         self._step_seconds: list[float] = []
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -67,17 +70,20 @@ class Observer:
         self.console.say(text)
 
     def introduce(self, lines: list[str]) -> None:
-        """Show the lines about the run. They go on record with its start."""
+        """Print the lines about the run, and keep them for the event of its start."""
         self.about = lines
         for line in lines:
             self.say(line)
 
     def open_trackers(self, cfg: Logging, run: Path, resolved: dict[str, Any], step: int) -> None:
-        """Start wandb and TensorBoard where they are asked for. Rank 0's task."""
+        """Start the configured trackers. Called on rank 0 only.
+
+        resolved: the resolved configuration. step: the last step that the run has done.
+        """
         self.trackers = Trackers(cfg, run, resolved, self.console.say, step)
 
     def event(self, name: str, **details: Any) -> None:
-        """Append to events.jsonl."""
+        """Append an event to events.jsonl and pass it to the trackers."""
         if self.records:
             line = self.records.event(name, **details)
             if self.trackers:
@@ -96,9 +102,9 @@ class Observer:
 
         Collective.
 
-        written: what metrics.jsonl says of a step's sums; seconds: of each step; last: whether the
-        console's line stays; incomplete: the last line is to be amended after a resume, which
-        trackers cannot: they get it then.
+        written: returns the figures in metrics.jsonl for a step's sums. seconds: time of one step.
+        last: whether the console's line stays. incomplete: whether the last line will be amended
+        after a resume; trackers cannot amend a line, so they get it only then.
         """
         memory = self._memory()
         lines = [self._line(report, written, seconds, memory) for report in reports]
@@ -156,8 +162,10 @@ class Observer:
         }
 
     def _memory(self) -> float:
-        """Return GiB at the peak so far, the largest of all ranks: allocated on a GPU, resident on
-        a CPU."""
+        """Return the peak memory so far in GiB, the largest of all ranks. Collective.
+
+        On a GPU this is allocated memory, on a CPU resident memory.
+        """
         if self.device.type == "cuda":
             used = torch.cuda.max_memory_allocated(self.device)
         else:
@@ -167,14 +175,19 @@ class Observer:
         return largest.item()
 
     def skipped(self, report: StepReport, loss: float, suspects: dict[str, Any]) -> None:
-        """Record a step whose update was left out because a number was not finite."""
+        """Record a step whose update was skipped because of a number that was not finite.
+
+        suspects: ranks and samples that may be the cause.
+        """
         plan = report.plan
         figures = {"loss": repr(loss), "grad_norm": repr(report.grad_norm)}
         self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], **figures, **suspects)
 
     def spike(self, report: StepReport, loss: float, suspects: dict[str, Any], policy: str) -> None:
-        """Record and tell of a step that stands out. suspects: the ranks and samples it may come
-        from."""
+        """Record and print a spike.
+
+        suspects: ranks and samples that may be the cause. policy: the value of train.on_spike.
+        """
         plan = report.plan
         scores = round(report.loss_score, 2), round(report.grad_norm_score, 2)
         figures = {"loss": loss, "grad_norm": report.grad_norm}
@@ -199,7 +212,7 @@ class Observer:
         by_source: dict[str, float | None],
         seconds: float,
     ) -> None:
-        """Record and show a validation. lowest: step and loss of the lowest so far."""
+        """Record and print a validation. lowest: step and value of the lowest loss so far."""
         details: dict[str, Any] = {"loss": loss, "bits_per_byte": bits_per_byte}
         if by_source:
             details["losses"] = by_source
@@ -208,29 +221,32 @@ class Observer:
         self.call("validation", step, loss)
 
     def evaluated(self, step: int, metrics: dict[str, dict[str, float]], seconds: float) -> None:
-        """Record and show what tasks gave. metrics: by task and name, with standard errors."""
+        """Record and print the results of evaluation tasks.
+
+        metrics: by task and metric name, including standard errors.
+        """
         self.event("tasks", step=step, tasks=metrics, seconds=round(seconds, 3))
         self.say(tasks_line(step, metrics))
 
     def checkpoint_committed(self, step: int, path: str, seconds: float, **details: Any) -> None:
-        """Record and show a committed checkpoint."""
+        """Record and print a committed checkpoint."""
         self.event("checkpoint", step=step, path=path, seconds=seconds, **details)
         self.say(f"saved  {path} in {seconds:.1f} s")
         self.call("checkpoint", step, Path(path))
 
     def amend(self, step: int, extra: dict[str, Any]) -> None:
-        """Add to the line of a step that is written already: the last one before a resume."""
+        """Add entries to a line that is written already: that of the last step before a resume."""
         line = self.records.amend(step, extra) if self.records else None
         if line and self.trackers:
             self.trackers.log(line)
 
     def answered(self, step: int, answers: list[tuple[str, str, float]]) -> None:
-        """Record answers that a step learns from: prompts, texts and rewards."""
+        """Record the answers that a step trains on: prompts, texts and rewards."""
         if self.records:
             self.records.answers_of(step, answers)
 
     def sampled(self, step: int, answers: list[tuple[str, str]]) -> None:
-        """Record what the model said to each prompt, and show the first."""
+        """Record the model's answer to each prompt, and print the first one."""
         if self.records:
             self.records.samples_of(step, answers)
         if self.trackers:

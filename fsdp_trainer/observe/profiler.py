@@ -1,4 +1,4 @@
-"""Traces of a few steps: what ran on host and device, in which phase, and what memory was held."""
+"""Profiler traces of a few steps: work on host and device by phase, and allocated memory."""
 
 import json
 import threading
@@ -17,12 +17,12 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
 from fsdp_trainer.observe.step_phases import PhaseTimes, phases_of, read_trace, table
 
-MEMORY_EVENTS = 1_000_000  # allocations that a snapshot remembers
-MAX_RANKS = 8  # traced by default: nobody reads a thousand traces
+MEMORY_EVENTS = 1_000_000  # allocations that a snapshot keeps
+MAX_RANKS = 8  # ranks traced by default; nobody would read a thousand traces
 
 
 class Profiler:
-    """Records the steps of `profile.steps` on the ranks of `profile.ranks`. Never stops a run."""
+    """Recorder of the steps in `profile.steps` on `profile.ranks`. Its failures stop no run."""
 
     def __init__(
         self,
@@ -36,7 +36,8 @@ class Profiler:
     ):
         """Set up, without recording yet. Raises UserError for a rank that does not exist.
 
-        ranks: in the world; node_ranks: of one node, whose traces are enough by default.
+        ranks: number of ranks in the world. node_ranks: number of ranks of one node; by default
+        only the first node is traced.
         """
         if missing := [r for r in cfg.ranks or [] if r >= ranks]:
             reason = f"there is no rank {missing[0]}: the last of {ranks} is {ranks - 1}"
@@ -51,15 +52,15 @@ class Profiler:
         self.memory, self.snapshot = cfg.memory, cfg.memory and observer.device.type == "cuda"
         self._began, self._step = 0, 0
         self._trace: profile | None = None
-        self._open: list[record_function] = []  # the step's slice, and the phase's within it
+        self._open: list[record_function] = []  # the slices of the current step and its phase
         if self.snapshot and self.wanted and not cfg.steps:
-            # for out_of_memory: nobody knows the step at which memory will run out
+            # for out_of_memory: the step at which memory runs out is not known beforehand
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
 
     def before(self, step: int) -> None:
         """Begin a step, before its first phase. Collective.
 
-        A run resumed within the range records the rest of it.
+        A run resumed within the range records the remaining steps.
         """
         if not self.first <= step <= self.last:
             return
@@ -68,7 +69,7 @@ class Profiler:
             phases.enter("profile")
             with self.clock.excluded():
                 self._start()
-                # wait for the slowest start, or the first step would contain the wait
+                # wait here for the slowest rank, or the wait would count in the first step
                 dist.all_reduce(torch.zeros(()))
         self._step = step
         if self._trace:
@@ -77,13 +78,13 @@ class Profiler:
             phases.add_listener(self._phase_began)
 
     def after(self, step: int) -> None:
-        """End a step and what followed it; after the last one write the files. Collective."""
+        """End a step and the work that followed it; write the files after the last. Collective."""
         self._end_step()
         if step == self.last:
             self.close()
 
     def _phase_began(self, thread: phases.ThreadPhase, _ended: str) -> None:
-        if thread.ident == threading.get_ident():  # the compiler may work in a thread of autograd's
+        if thread.ident == threading.get_ident():  # the compiler may run in an autograd thread
             self._slice(1, thread.phase)
 
     def _end_step(self) -> None:
@@ -91,7 +92,7 @@ class Profiler:
         self._slice(0)
 
     def _slice(self, depth: int, name: str = "") -> None:
-        """End the slices of the trace from `depth` on, and begin one called `name` there."""
+        """End the open slices from `depth` on, and begin a slice `name`, if given, there."""
         while len(self._open) > depth:
             self._open.pop().__exit__(None, None, None)
         if name:
@@ -119,11 +120,11 @@ class Profiler:
             )
             trace.__enter__()
             self._trace = trace
-        except Exception as error:  # another profiler may be at work
+        except Exception as error:  # another profiler may be running
             self._report_failure(error)
 
     def close(self, alone: bool = False) -> None:
-        """Write what was recorded, at the end of the range or of the run.
+        """Write the recorded files, at the end of the range or of the run.
 
         Collective, unless this rank is `alone`.
         """
@@ -157,9 +158,9 @@ class Profiler:
                 self.observer.console.say(f"       {line}")
 
     def _write(self, name: str) -> PhaseTimes | None:
-        """Write this rank's trace and snapshot, and return where the time went.
+        """Write this rank's trace and snapshot, and return the time by row.
 
-        None if this rank was not to record anything, or could not.
+        Returns None if this rank recorded nothing or the files cannot be written.
         """
         trace, self._trace = self._trace, None
         try:
@@ -171,7 +172,7 @@ class Profiler:
             if self.snapshot:
                 torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}.pickle"))
             return phases_of(read_trace(self.folder / f"{name}.json.gz"))
-        except Exception as error:  # a full disk, or whatever the profiler's library throws
+        except Exception as error:  # a full disk, or any error of the profiler's library
             self._report_failure(error)
             return None
         finally:
@@ -179,7 +180,7 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def out_of_memory(self) -> Path | None:
-        """Write and return the memory snapshot of a rank that has run out, if it was recorded."""
+        """Write a memory snapshot after an out-of-memory error; return its file, None without."""
         file = self.folder / f"oom-rank-{self.rank}.pickle"
         if not self.snapshot or not self.wanted:
             return None

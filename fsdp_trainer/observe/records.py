@@ -1,6 +1,6 @@
-"""metrics.jsonl, samples.jsonl and events.jsonl: one JSON object a line, written at once.
+"""metrics.jsonl, samples.jsonl and events.jsonl: one JSON object per line, written immediately.
 
-A disk that fails stops no run: what it does not take is kept in memory and written later.
+A failing disk stops no run: lines that cannot be written are kept in memory and written later.
 """
 
 import json
@@ -12,37 +12,37 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-KEPT_BYTES = 2**26  # of each file in memory, while the disk does not take them
+KEPT_BYTES = 2**26  # unwritten lines of each file that are kept in memory
 SLOW_SECONDS = 10.0
-PAUSES = (0.5, 1.0, 2.0)  # seconds before the last lines are tried again
+PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write the last lines at the end
 
 
 class LineFile:
-    """A file that lines are appended to, and those that the disk has not taken yet."""
+    """A file that lines are appended to, with the lines that are not written yet."""
 
     def __init__(self, path: Path, say: Callable[[str], None]):
         self.path, self.unwritten = path, bytearray()
         self._say = say
-        self._cut: int | None = None  # a step to cut after, as soon as the disk allows it
-        self._mid_line = False  # the file ends with a part of what is unwritten
+        self._cut: int | None = None  # step to cut the file after, at the next flush that works
+        self._mid_line = False  # the file ends in the middle of the first unwritten line
         self._failing = False
         self._dropped = 0
 
     def add(self, text: str) -> None:
-        """Append to the unwritten lines, unless there are too many."""
+        """Append to the unwritten lines, unless they exceed KEPT_BYTES."""
         if len(self.unwritten) > KEPT_BYTES:
             self._dropped += 1
         else:
             self.unwritten += text.encode()
 
     def cut_after(self, step: int) -> None:
-        """Drop lines of later steps, unwritten ones now and those of the file with `flush`."""
+        """Drop lines of later steps: unwritten ones now, those in the file at the next `flush`."""
         lines = bytes(self.unwritten).splitlines(keepends=True)
         self.unwritten = bytearray(b"".join(line for line in lines if not_after(line, step)))
         self._cut, self._mid_line = step, False
 
     def flush(self, durable: bool = False) -> bool:
-        """Write the unwritten lines. Returns True if none is left; reports failures by `say`."""
+        """Write the unwritten lines. Returns True if none remain; reports failures with `say`."""
         started = time.monotonic()
         try:
             if self._cut is not None and self.path.exists():
@@ -68,13 +68,13 @@ class LineFile:
         return True
 
     def _write(self, durable: bool) -> None:
-        """Append in whole lines where the disk allows it: other processes append too."""
+        """Append the unwritten lines in one call if possible: other processes append too."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         descriptor = os.open(self.path, flags, 0o666)
         try:
             size = os.fstat(descriptor).st_size
             if size and not self._mid_line and os.pread(descriptor, 1, size - 1) != b"\n":
-                os.write(descriptor, b"\n")  # a crash left part of a line
+                os.write(descriptor, b"\n")  # a crash left an incomplete line
             while self.unwritten:
                 count = os.write(descriptor, self.unwritten)
                 self._mid_line = self.unwritten[count - 1] != ord("\n")
@@ -86,7 +86,7 @@ class LineFile:
 
 
 class Records:
-    """The files of a run. In training only rank 0 has them."""
+    """The record files of a run. In training only rank 0 has them."""
 
     def __init__(self, run: Path, say: Callable[[str], None] = print):
         self.metrics = LineFile(run / "metrics.jsonl", say)
@@ -95,20 +95,20 @@ class Records:
         self._say, self._lock, self._closed = say, Lock(), False
 
     def cut_after(self, step: int) -> None:
-        """Drop metrics and samples of steps that a resume repeats, and half lines of a crash."""
+        """Drop metrics and samples after `step`, which a resume repeats, and incomplete lines."""
         with self._lock:
             for file in (self.metrics, self.samples):
                 file.cut_after(step)
                 file.flush()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
-        """Append metrics and make them durable."""
+        """Append lines to the metrics and sync them to disk."""
         self._append(self.metrics, *lines, durable=True)
 
     def amend(self, step: int, more: dict[str, Any]) -> dict[str, Any] | None:
-        """Add to the last line of the metrics, and return it.
+        """Add entries to the last line of the metrics, and return the line.
 
-        None if that is not the line of `step`, or the disk refuses.
+        Returns None if that is not the line of `step`, or if the file cannot be read or replaced.
         """
         try:
             *before, text = self.metrics.path.read_text().splitlines(keepends=True)
@@ -128,32 +128,32 @@ class Records:
         self._append(self.samples, *lines, ascii_only=False)
 
     def answers_of(self, step: int, answers: list[tuple[str, str, float]]) -> None:
-        """Append prompts with answers that a step learns from, and their rewards."""
+        """Append the prompts and answers that a step trains on, with their rewards."""
         names = ("prompt", "text", "reward")
         lines = ({"step": step, **dict(zip(names, each, strict=True))} for each in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
     def event(self, name: str, **details: Any) -> dict[str, Any]:
-        """Append an event with the time, and return its line."""
+        """Append an event with the current time, and return its line."""
         line = {"event": name, "time": round(time.time(), 3), **details}
         self._append(self.events, line)
         return line
 
     def last_event(self) -> dict[str, Any]:
-        """Return the last whole event; {} if there is none."""
+        """Return the last complete event; {} if there is none."""
         return next(whole_lines(self.events.path, newest_first=True), {})
 
     def last_line(self) -> dict[str, Any]:
-        """Return the last whole line of the metrics; {} if there is none that can be read."""
+        """Return the last complete line of the metrics; {} if there is none that can be read."""
         try:
             return next(whole_lines(self.metrics.path, newest_first=True), {})
         except OSError:
             return {}
 
     def close(self) -> None:
-        """Give the disk a few seconds to take what is unwritten, and report what it did not.
+        """Try for a few seconds to write the unwritten lines, and report those that remain.
 
-        Nothing is added any more, not even by a thread that still writes a checkpoint.
+        From now on nothing is added, not even by a thread that is still writing a checkpoint.
         """
         self._closed = True
         for pause in (*PAUSES, 0.0):
@@ -178,30 +178,30 @@ class Records:
 
 
 def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a file, which may be missing. Raises OSError."""
+    """Yield the complete lines of a file, which may be missing. Raises OSError."""
     texts = file.read_text(errors="replace").splitlines() if file.exists() else []
     return (line for text in texts[:: -1 if newest_first else 1] if (line := parse(text)))
 
 
 def not_after(text: bytes, step: int) -> bool:
-    """Return True for a whole line of a step up to `step`."""
+    """Return True for a complete line of a step up to `step`."""
     line = parse(text.decode(errors="replace"))
     return line is not None and line["step"] <= step
 
 
 def cut(file: Path, step: int) -> None:
-    """Drop lines of later steps, and parts of lines. Raises OSError."""
+    """Drop the lines of steps after `step` and incomplete lines from a file. Raises OSError."""
     lines = file.read_bytes().splitlines(keepends=True)
     good = [not_after(line, step) for line in lines]
     first = [*good, False].index(False)
     if any(good[first:]):
         replace(file, b"".join(compress(lines, good)).decode())
-    else:  # needs no room on a full disk
+    else:  # truncating works on a full disk too
         os.truncate(file, sum(map(len, lines[:first])))
 
 
 def replace(file: Path, text: str) -> None:
-    """Replace the content of a file in one step. Raises OSError."""
+    """Replace the content of a file atomically. Raises OSError."""
     partial = file.with_suffix(".partial")
     try:
         partial.write_text(text)
@@ -212,7 +212,7 @@ def replace(file: Path, text: str) -> None:
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """Return a line of JSON, None if it was cut."""
+    """Return the object in a line of JSON; None if the line is incomplete."""
     try:
         return json.loads(text) if text.rstrip("\n").endswith("}") else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Figures of steps, kept on the device until a logging step reads them all at once."""
+"""Figures of steps, kept on the device until a logging step reads all of them at once."""
 
 import math
 import time
@@ -13,18 +13,19 @@ from torch import Tensor
 from fsdp_trainer import phases
 
 JUDGED = 6
-"""Numbers of a step besides its metrics: see StepLog.add."""
+"""Numbers of a step in addition to its metrics: see `judged` of StepLog.add."""
 
 
 @dataclass
 class StepReport:
-    """One step as the host knows it.
+    """The figures of one step on the host.
 
-    plan: the step's StepPlan; sums: of the step's metrics.
-    loss_score, grad_norm_score: robust standard deviations above the median of recent steps.
-    worst_losses, worst_micro_batches: of each rank its highest mean loss of a micro-batch (inf: not
-    finite), and which micro-batch that was.
-    extra: what else the step's line has, such as its validation loss.
+    The fields from `sums` on are filled when the step log reads the device.
+
+    plan: the step's StepPlan. extra: further entries of the step's line, such as its validation
+    loss. sums: the sums of the step's metrics. loss_score, grad_norm_score: robust standard
+    deviations above the median of recent steps. worst_losses, worst_micro_batches: for each rank,
+    its highest mean loss of a micro-batch (inf: not finite), and the index of that micro-batch.
     """
 
     plan: Any
@@ -45,7 +46,7 @@ class StepReport:
 
 
 class StepClock:
-    """Wall-clock seconds of training steps; what is excluded does not count."""
+    """Wall-clock seconds of training steps, without the time of excluded blocks."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -54,7 +55,7 @@ class StepClock:
     def excluded(self) -> Iterator[Callable[[], float]]:
         """Exclude the block's time.
 
-        Gives a function that returns the seconds since the block began.
+        Yields a function that returns the seconds since the block began.
         """
         began = time.perf_counter()
         try:
@@ -63,34 +64,38 @@ class StepClock:
             self._since += time.perf_counter() - began
 
     def restart(self) -> float:
-        """Return the seconds since the last restart, and begin again."""
+        """Return the seconds since the last restart, and count from 0 again."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         return seconds
 
 
 class StepLog:
-    """Collects steps without a wait for the device. Only `read` waits."""
+    """The steps since the last read. Only `read` waits for the device."""
 
     def __init__(self, every: int, metrics_size: int, clock: StepClock):
-        """every: steps between two reads; metrics_size: numbers of a step's metrics."""
+        """Create an empty log.
+
+        every: steps between two reads. metrics_size: number of sums of a step's metrics.
+        """
         self.every, self.metrics_size, self.clock = every, metrics_size, clock
         self.longest_interval = 0.0
-        """Seconds of training between two reads; the first, in which things are compiled, is left
-        out."""
+        """The most seconds of training between two reads, not counting the first interval, which
+        includes compilation."""
         self._reads = 0
         self._pending: list[tuple[StepReport, Tensor]] = []
 
     def add(self, report: StepReport, sums: Tensor, judged: Tensor, worst: Tensor) -> None:
-        """Take note of a step.
+        """Add a step.
 
-        sums: float64 [metrics_size]; judged: float64 [6], gradient norm, not finite, spike, two
-        scores and the loss scale; worst: [2 × ranks].
+        sums: float64 [metrics_size]. judged: float64 [6], the gradient norm, not finite (0 or 1),
+        spike (0 or 1), the loss's and the norm's scores, and the loss scale. worst: [2, ranks],
+        the worst losses of all ranks and their micro-batches.
         """
         self._pending.append((report, torch.cat([sums, judged, worst.flatten()])))
 
     def annotate(self, extra: dict[str, Any]) -> bool:
-        """Add to the line of the last step; False where it has been read already."""
+        """Add entries to the line of the last step. Returns False if it has been read already."""
         if not self._pending:
             return False
         self._pending[-1][0].extra.update(extra)
@@ -101,7 +106,7 @@ class StepLog:
         return step % self.every == 0
 
     def read(self) -> tuple[list[StepReport], float]:
-        """Return the reports of all steps since the last read, and the mean seconds of one."""
+        """Return the reports of all steps since the last read, and the mean seconds per step."""
         if not self._pending:
             return [], 0.0
         phases.enter("read")
@@ -128,5 +133,5 @@ class StepLog:
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the value, or None for what JSON cannot hold: NaN and infinity."""
+    """Return the value, or None for NaN and infinity, which JSON cannot represent."""
     return value if math.isfinite(value) else None

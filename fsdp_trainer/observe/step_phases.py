@@ -1,4 +1,4 @@
-"""The time of a step by phase, from a profiler's trace: computing, and communication it hides."""
+"""The time of a step by phase, from a profiler's trace, with exposed and hidden communication."""
 
 import gzip
 import json
@@ -27,8 +27,8 @@ ROWS = (
     "validation",
     "other",
 )
-"""Every instant of a step is in exactly one row: they sum to its time. `loss` is the head's part of
-forward, its gradients included."""
+"""Rows of the table. Every instant of a step is in exactly one row, so the rows sum to the step's
+time. `loss` is the head's part of forward, including its gradients."""
 ROW_OF = {
     "update": "optimizer",
     "read": "log",
@@ -43,18 +43,19 @@ MODEL_ROWS = ("forward", "loss", "backward")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 KINDS = ("kernel", *LAUNCHES, "cpu_op", "user_annotation")
 COMPUTES = ("aten::", "fsdp::", "Torch-Compiled Region", "CompiledFunction")
-"""Operators of a CPU. Everything else on the training thread is Python, or waits."""
+"""Beginnings of the names of CPU operators. Any other time of the training thread is spent in
+Python or waiting."""
 MAX_TRACE_BYTES = 64 * 2**20  # compressed; reading a larger one takes minutes
 
 PhaseTimes = dict[str, dict[str, float]]
-"""By row, means over the steps of a trace: `seconds`; `idle`, with neither operator nor message;
-`hidden`, communication behind computing."""
+"""Means over the steps of a trace, by row. `seconds`: total time; `idle`: time without operator or
+message; `hidden`: communication during computing."""
 
 
 class Event(NamedTuple):
     """A slice of the trace; begin and end in microseconds.
 
-    source: the correlation id of a kernel and its launch, the thread of everything else.
+    source: the correlation id for a kernel and its launch, the thread id for all other slices.
     """
 
     kind: str
@@ -65,15 +66,15 @@ class Event(NamedTuple):
 
 
 Work = list[tuple[Event, str]]
-"""Events with their rows. A row of "" is the host's at the time."""
+"""Events with their rows. The row "" stands for the host's current row."""
 HostRows = list[tuple[float, str]]
-"""The moments at which the host's row changes, and the row from then on."""
+"""The times in microseconds at which the host's row changes, each with the new row."""
 
 
 def _slim(entry: dict[str, Any]) -> Any:
-    """Turn an entry of a trace into an `Event`, or None if no table needs it.
+    """Return the `Event` for an entry of a trace, or None if no table needs it.
 
-    It runs while the file is read: a trace has millions of entries.
+    It is applied while the JSON is parsed, because a trace has millions of entries.
     """
     if "ph" not in entry:
         return entry
@@ -95,11 +96,11 @@ def read_trace(file: Path) -> list[Event]:
 
 
 def phases_of(events: list[Event]) -> PhaseTimes:
-    """Return where the time of one rank's steps went.
+    """Return the time of one rank's steps by row.
 
-    With kernels in the trace this is the device's time: a kernel belongs to the phase that launched
-    it, and while none runs, the device waits for the phase of its host. Without, it is the time of
-    the training thread, and gloo's threads communicate.
+    If the trace has kernels, this is the device's time: a kernel belongs to the phase that launched
+    it, and while no kernel runs, the time belongs to the host's current phase. Without kernels it
+    is the training thread's time, and communication is that of gloo's threads.
     """
     marks = [event for event in events if event.kind == "user_annotation"]
     steps = [event for event in marks if event.name.startswith("step ")]
@@ -119,7 +120,7 @@ def phases_of(events: list[Event]) -> PhaseTimes:
 
 
 def _device_work(events: list[Event], kernels: list[Event], host: HostRows) -> tuple[Work, Work]:
-    """Split the kernels into computing and messages, each with the row that launched it."""
+    """Split the kernels into computing and messages, each with the row in which it was launched."""
     launched = {event.source: event.begin for event in events if event.kind in LAUNCHES}
     work: tuple[Work, Work] = ([], [])
     for event in kernels:
@@ -130,7 +131,7 @@ def _device_work(events: list[Event], kernels: list[Event], host: HostRows) -> t
 
 
 def _host_rows(ranges: Iterable[Event]) -> HostRows:
-    """Return when the host's row changes. Ranges may enclose others; the innermost counts."""
+    """Return the changes of the host's row. Ranges may be nested; the innermost counts."""
     changes: HostRows = [(float("-inf"), "other")]
     enclosing: list[tuple[float, str]] = [(float("inf"), "other")]
 
@@ -150,14 +151,17 @@ def _host_rows(ranges: Iterable[Event]) -> HostRows:
 def _sweep(
     host: HostRows, working: Work, messages: Work, begin: float, end: float, steps: int
 ) -> PhaseTimes:
-    """Go through the window from one change to the next and book the time between them."""
+    """Return the times by row between `begin` and `end`, as means over `steps` steps.
+
+    It visits all changes in order of time and adds the time between two changes to its row.
+    """
     times: PhaseTimes = {row: dict.fromkeys(("seconds", "idle", "hidden"), 0.0) for row in ROWS}
     work = [*working, *messages]
     changes = [(moment, 0, i) for i, (moment, _) in enumerate(host)] + [(end, 0, 0)]
     for i, (event, _) in enumerate(work):
         if event.end > event.begin:
             changes += [(event.begin, 1, i), (event.end, -1, i)]
-    computing: dict[int, tuple[Event, str]] = {}  # in the order in which they began
+    computing: dict[int, tuple[Event, str]] = {}  # in order of their beginnings
     under_way: dict[int, tuple[Event, str]] = {}
     at_host = "other"
     last = begin
@@ -181,7 +185,7 @@ def _sweep(
 def _book(
     times: PhaseTimes, seconds: float, computing: list[str], messages: set[str], at_host: str
 ) -> None:
-    """Add seconds to the row that computes, else to that of a message, else to the host's."""
+    """Add seconds to the row that computes, else to a message's row, else to the host's row."""
     row = [*computing, *sorted(messages), at_host][0]
     times[row]["seconds"] += seconds
     if computing:
@@ -192,14 +196,14 @@ def _book(
 
 
 def _row(message: Event, row: str) -> str:
-    """Return the row of a message while nothing hides it."""
+    """Return the row of a message that no computing hides."""
     if row not in MODEL_ROWS:
         return row
     return GATHER if "gather" in message.name.lower().replace("_", "") else SYNC
 
 
 def table(ranks: dict[int, PhaseTimes]) -> list[str]:
-    """Return lines with the milliseconds of a step by row: the mean and spread over the ranks."""
+    """Return a table with the milliseconds of a step by row: mean and spread over the ranks."""
     rows = [row for row in ROWS if any(row in times for times in ranks.values())]
 
     def values(row: str, kind: str) -> list[float]:

@@ -1,6 +1,6 @@
-"""Find the rank that the others wait for.
+"""Search for a rank that the others wait for.
 
-In a collective all ranks are as slow as the slowest, so only the time outside of them is compared.
+In a collective all ranks take as long as the slowest, so only time outside collectives is compared.
 """
 
 import json
@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from fsdp_trainer import phases
 
 SAMPLE_SECONDS = 0.05
-MIN_STEPS = 3  # in a comparison
-TIMED_EVERY = 20  # optimizer steps, on a device
+MIN_STEPS = 3  # steps in a comparison
+TIMED_EVERY = 20  # one in so many optimizer steps is timed on the device
 STEP_PHASES = ("data", "forward", "backward", "clip", "update", "log", "agree")
-# A rank below any of these is noise: slower than the median of the others by this factor, by this
-# share of a step, and by these seconds a step.
+# A straggler exceeds the median of the others by all of these: this factor, this share of a step,
+# and these seconds per step. Less is noise.
 MIN_FACTOR = 1.3
 MIN_SHARE = 0.2
 MIN_SECONDS = 0.005
@@ -35,8 +35,8 @@ MIN_SECONDS = 0.005
 class RankPace:
     """The time that a rank needed for some steps.
 
-    wall: seconds of these steps; seconds: by phase, outside collectives; device: seconds of one
-    optimizer step on the GPU, None without one.
+    wall: seconds of these steps. seconds: by phase, outside collectives. device: seconds of one
+    optimizer step on the GPU, None without a GPU.
     """
 
     host: str
@@ -48,9 +48,9 @@ class RankPace:
 
 @dataclass
 class Straggler:
-    """A rank that needs `seconds` a step in a phase where the others' median is `others`.
+    """A rank that needs `seconds` per step in a phase where the median of the others is `others`.
 
-    lost: share of every step that all ranks wait for it.
+    lost: share of a step during which all other ranks wait for it.
     """
 
     rank: int
@@ -62,12 +62,12 @@ class Straggler:
 
 
 def slowest(paces: dict[int, RankPace]) -> Straggler | None:
-    """Return the rank that all others wait for, on its host or on its device, if there is one."""
+    """Return the rank whose host or device all others wait for; None if there is none."""
     return slowest_host(paces) or slowest_device(paces)
 
 
 def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
-    """Return the rank whose host is slower than the others', and the phase in which it is most."""
+    """Return the rank whose host is slower than the others', with its slowest phase, or None."""
     busy = {rank: sum(pace.seconds.values()) / pace.steps for rank, pace in paces.items()}
     rank = max(busy, key=busy.__getitem__)
     others = median_of_others(busy, rank)
@@ -87,7 +87,7 @@ def slowest_host(paces: dict[int, RankPace]) -> Straggler | None:
 
 
 def slowest_device(paces: dict[int, RankPace]) -> Straggler | None:
-    """Return the rank whose GPU is slower than the others', if all ranks were timed."""
+    """Return the rank whose GPU is slower than the others'; None if none is or some lack times."""
     device = {rank: pace.device for rank, pace in paces.items() if pace.device}
     if len(device) < len(paces):
         return None
@@ -115,10 +115,10 @@ def comparing(
     report: Callable[[Straggler, int], None],
     alike: list[list[int]],
 ) -> Iterator[None]:
-    """Compare the ranks every so many seconds, outside any collective, while the block runs.
+    """Compare the ranks every `every` seconds, outside any collective, while the block runs.
 
-    alike: ranks that do the same work, as those of a stage of a pipeline do.
-    report: called on rank 0 with a straggler and the last step of the comparison.
+    every: None for no comparison. alike: groups of ranks that do the same work, such as those of
+    one pipeline stage. report: called on rank 0 with a straggler and the last step compared.
     """
     if every is None or size == 1:
         yield
@@ -137,7 +137,11 @@ def comparing(
 
 @dataclass
 class Sampler:
-    """Looks 20 times a second at what the thread that constructed it is doing."""
+    """A sampler that checks 20 times a second what the thread that constructed it is doing.
+
+    watched: id of that thread. ended: set at the end of training. reported: rank and phase of the
+    straggler that was reported last.
+    """
 
     every: float
     store: dist.Store
@@ -152,7 +156,7 @@ class Sampler:
     reported: tuple[int, str] | None = None
 
     def run(self) -> None:
-        """Measure and compare until the training ends, or the store, which rank 0 may serve."""
+        """Measure and compare until training ends, or the store, which rank 0 may host, is gone."""
         try:
             while not self.ended.is_set():
                 pace, step = self.measure()
@@ -160,14 +164,14 @@ class Sampler:
                     return
                 self.store.set(f"pace of rank {self.rank}", json.dumps(asdict(pace)))
                 if self.rank == 0:
-                    # the others measure for as long, and began at about the same time
+                    # the other ranks began at about the same time and measure equally long
                     self.ended.wait(min(2.0, self.every / 4))
                     self.compare(step)
         except (RuntimeError, OSError):
             return
 
     def measure(self) -> tuple[RankPace, int]:
-        """Return the pace over `every` seconds or more, and the last step of it."""
+        """Return the pace over at least `every` seconds and MIN_STEPS steps, and the last step."""
         while phases.training.step < 2 and not self.ended.wait(SAMPLE_SECONDS):
             pass
         first = phases.training.step
@@ -181,7 +185,7 @@ class Sampler:
             if phase in STEP_PHASES or phase == "read":
                 wall += now - before
                 frame = sys._current_frames().get(self.watched)
-                # in `read` the host waits for its device: that is measured by time_on_device
+                # in `read` the host waits for its device, which time_on_device measures
                 if phase != "read" and not phases.in_collective(files_of(frame)):
                     seconds[phase] += now - before
             before = now
@@ -195,7 +199,7 @@ class Sampler:
         return RankPace(self.host, max(1, step - first), wall, dict(seconds), on_device), step
 
     def compare(self, step: int) -> None:
-        """Compare what all ranks have put into the store, on rank 0, and report a new straggler."""
+        """Compare the paces that all ranks put into the store, and report a new straggler."""
         keys = [f"pace of rank {rank}" for rank in range(self.size)]
         if not self.store.check(keys):
             return
@@ -209,9 +213,10 @@ class Sampler:
         self.reported = name
 
     def time_on_device(self, optimizer: Optimizer) -> list[Any]:
-        """Time one optimizer step in TIMED_EVERY on the GPU, and return the hooks that do.
+        """Install hooks that time one optimizer step in TIMED_EVERY on the GPU, and return them.
 
-        No rank waits for another in an optimizer step. The time is read later, without a wait.
+        In an optimizer step no rank waits for another. The time is read later, without waiting for
+        the GPU.
         """
         count = 0
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A terminal for rich: tables and colour. Imported only by verbs that show something."""
+"""Output of tables and colour through rich. Imported only by verbs that print some."""
 
 from typing import Any
 
@@ -6,11 +6,14 @@ from rich.console import Console
 
 
 class Terminal(Console):
-    """Prints text as it is, and leaves BrokenPipeError to cli.main: rich would exit with code 1."""
+    """A rich console that prints text unchanged.
+
+    It leaves BrokenPipeError to cli.main; rich would exit with code 1.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """Raise the error again."""
+        """Re-raise the error."""
         raise

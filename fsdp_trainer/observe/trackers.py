@@ -1,6 +1,6 @@
-"""Weights & Biases, TensorBoard, MLflow, or a program: they get the lines of metrics.jsonl.
+"""Trackers that receive the lines of metrics.jsonl: wandb, TensorBoard, MLflow, or a program.
 
-Each tracker has a thread: one that fails or hangs is reported once and never stops a run.
+Each tracker has its own thread. One that fails or hangs is reported once and never stops a run.
 """
 
 import json
@@ -16,16 +16,17 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.config.schema import Logging
 
-WAITING = 1000  # lines that a tracker may lag behind; it does not get later ones
-CLOSE_SECONDS = 60.0  # at the end, to send what is left
-MLFLOW_TEXT = 500  # characters of a parameter that every MLflow server takes
-STOP_SECONDS = 10.0  # the same for a run that was stopped, whose launcher does not wait long
+WAITING = 1000  # lines that a tracker may lag behind; further lines are dropped
+CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
+MLFLOW_TEXT = 500  # characters of a parameter that every MLflow server accepts
+STOP_SECONDS = 10.0  # for sending the remaining lines of any other run: a launcher may wait for it
 
 
 class Tracker(NamedTuple):
-    """An open tracker: log(values, step), close(exit_code), text(name, text, step) or nothing.
+    """The functions of an open tracker: log(values, step), close(exit_code), and two optional ones.
 
-    line(line): gets each line of metrics.jsonl and events.jsonl as it is, or nothing.
+    text(name, text, step): logs a text. line(line): receives each line of metrics.jsonl and
+    events.jsonl unchanged.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Tracker(NamedTuple):
 
 
 class TrackerThread:
-    """One tracker, opened and written to by a thread of its own."""
+    """One tracker, opened and written to by its own thread."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]):
         self.name, self.open_tracker, self.say, self.missed = name, open_tracker, say, 0
@@ -45,7 +46,7 @@ class TrackerThread:
         self._thread.start()
 
     def put(self, work: Callable[[Tracker], Any] | None) -> None:
-        """Queue work for the thread, None to end it, without waiting."""
+        """Queue work for the thread without waiting; None ends the thread."""
         if not self._thread.is_alive():
             return
         try:
@@ -57,7 +58,7 @@ class TrackerThread:
             self.missed += 1
 
     def close(self, exit_code: int, seconds: float) -> None:
-        """Have the tracker send what is left, for so many seconds at most."""
+        """Let the tracker send the remaining lines, waiting at most `seconds`."""
         self.put(lambda tracker: tracker.close(exit_code))
         self.put(None)
         self._thread.join(seconds)
@@ -74,7 +75,7 @@ class TrackerThread:
         try:
             while work := self._waiting.get():
                 work(tracker)
-        except Exception as error:  # whatever an outside service throws
+        except Exception as error:  # any error of an external service
             ends = "It gets no more metrics of this run; metrics.jsonl goes on."
             self.say(f"{self.name}: {error}. {ends}")
 
@@ -90,7 +91,10 @@ class Trackers:
         say: Callable[[str], None],
         step: int = 0,
     ):
-        """Open the trackers that `cfg` names. step: the last one that the run has done."""
+        """Open the trackers that `cfg` names.
+
+        config: the resolved configuration. step: the last step that the run has done.
+        """
         wanted: dict[str, tuple[bool, Callable[[], Tracker]]] = {
             "wandb": (cfg.wandb != "disabled", lambda: _wandb(cfg, run, config)),
             "tensorboard": (cfg.tensorboard, lambda: _tensorboard(run, step)),
@@ -104,21 +108,21 @@ class Trackers:
         ]
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log a line of metrics.jsonl; a value `b` in a group `a` is named `a/b`."""
+        """Log the numbers of a line of metrics.jsonl; entry `b` of object `a` is named `a/b`."""
         flat: dict[str, Any] = {}
         for name, value in line.items():
             if isinstance(value, dict):
                 flat |= {f"{name}/{part}": single for part, single in value.items()}
             elif name not in ("step", "time"):
                 flat[name] = value
-        numbers = (bool, int, float)  # no texts, such as the load of every expert
+        numbers = (bool, int, float)  # not lists and texts, such as the load of every expert
         values = {name: value for name, value in flat.items() if isinstance(value, numbers)}
         for thread in self.threads:
             thread.put(lambda tracker: tracker.log(values, line["step"]))
         self.event(line)
 
     def event(self, line: dict[str, Any]) -> None:
-        """Pass on a line of events.jsonl, or of metrics.jsonl, as it is."""
+        """Pass a line of events.jsonl or metrics.jsonl to the trackers unchanged."""
         for thread in self.threads:
             thread.put(lambda tracker: tracker.line(line))
 
@@ -139,7 +143,7 @@ class Trackers:
 
 
 def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
-    """Open Weights & Biases, with the id in the run's folder, so that a restart resumes it."""
+    """Open Weights & Biases. The run's folder keeps its run id, so that a restart resumes it."""
     import wandb
 
     file = run / "wandb_id"
@@ -157,18 +161,18 @@ def _wandb(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
     )
 
     def log(values: dict[str, Any], step: int) -> None:
-        if step >= tracked.step:  # a resume repeats steps that a killed run had logged
+        if step >= tracked.step:  # a resume repeats steps that the killed run had already logged
             tracked.log(values, step=step)
 
     return Tracker("wandb", log, lambda code: tracked.finish(exit_code=code))
 
 
 def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
-    """Open MLflow, with the id in the run's folder, so that a restart goes on in the same run."""
+    """Open MLflow. The run's folder keeps its run id, so that a restart resumes it."""
     import mlflow
 
     if not os.environ.get("MLFLOW_TRACKING_URI"):
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it insists on a database
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it requires a database
         mlflow.set_tracking_uri((run / "mlflow").resolve().as_uri())
     mlflow.set_experiment(cfg.project)
     file = run / "mlflow_id"
@@ -197,7 +201,7 @@ def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
 
 
 def _command(command: str, run: Path) -> Tracker:
-    """Start a program that reads lines of JSON until its standard input is closed."""
+    """Start the program of logging.command, which reads lines of JSON until its input is closed."""
     process = subprocess.Popen(
         shlex.split(command), stdin=subprocess.PIPE, text=True, env={**os.environ, "RUN": str(run)}
     )
@@ -217,7 +221,7 @@ def _command(command: str, run: Path) -> Tracker:
 
 
 def _tensorboard(run: Path, step: int) -> Tracker:
-    """Open TensorBoard. Steps after `step` that an earlier attempt wrote are not shown."""
+    """Open TensorBoard. Steps after `step`, written by an earlier attempt, are hidden."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder, newest = str(run / "tensorboard"), step

@@ -1,4 +1,4 @@
-"""The parts of a run's wall time, from its first start to its last sign of life.
+"""The parts of a run's wall time, from its first start to its last line or event.
 
 docs/report.md defines each part.
 """
@@ -37,16 +37,17 @@ OF_PHASE = (
     | dict.fromkeys(("rollouts", "rewards"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
-OUTSIDE = ("start", "rewind")  # phases that are no part of a step
+OUTSIDE = ("start", "rewind")  # phases outside steps
 
 
 @dataclass
 class RunAttempt:
     """The part of a run from a start, a resume or a rewind to the next one. Times in Unix seconds.
 
-    began: when its process did; ready: when its first step began; step: the one it goes on from;
-    last_step: the last of its steps that no later attempt repeats; ended: its last sign of life;
-    lines: its part of the metrics.
+    event: the event that began it. began: start of its process, or of the rewind. ready: start of
+    its first step. step: the step that it continues from. events: its events. last_step: its last
+    step that no later attempt repeats. ended: time of its last line or event. lines: its rows of
+    the metrics.
     """
 
     event: dict[str, Any]
@@ -60,7 +61,7 @@ class RunAttempt:
 
     @property
     def end(self) -> dict[str, Any]:
-        """The event `end`; {} if the attempt was killed."""
+        """The attempt's event `end`; {} if it was killed."""
         return next((e for e in reversed(self.events) if e["event"] == "end"), {})
 
     @property
@@ -68,13 +69,16 @@ class RunAttempt:
         return self.event["event"] == "rewind"
 
     def reached(self, figure: str) -> float:
-        """The step or the time that the attempt before had reached; 0 if it is not on record."""
+        """Return the `step` or `time` that the previous attempt had reached; 0 if not recorded."""
         return float((self.event.get("reached") or {}).get(figure) or 0)
 
 
 @dataclass
 class Goodput:
-    """seconds: of each of PARTS, which sum to `wall`; lost_steps: done twice."""
+    """The division of a run's wall time.
+
+    seconds: of each of PARTS; they sum to `wall`. lost_steps: number of steps that were done twice.
+    """
 
     seconds: dict[str, float]
     wall: float
@@ -82,21 +86,21 @@ class Goodput:
     lost_steps: int
 
     def share(self, part: str) -> float:
-        """The part's share of the wall time."""
+        """Return the part's share of the wall time."""
         return self.seconds[part] / self.wall if self.wall else 0.0
 
     @property
     def while_running(self) -> float:
-        """Training's share of the time in which something ran."""
+        """Training's share of the time during which an attempt was running."""
         ran = self.wall - self.seconds["down"]
         return self.seconds["training"] / ran if ran else 0.0
 
 
 def attempts_of(run: RecordedRun) -> list[RunAttempt]:
-    """A run's attempts in order.
+    """Return a run's attempts in order.
 
-    Events after an attempt's end belong to no attempt: a command that finds the run finished
-    writes one, and trains nothing.
+    Events after an attempt's end belong to no attempt. A command that finds the run finished writes
+    such an event and trains nothing.
     """
     attempts: list[RunAttempt] = []
     for event in run.events:
@@ -112,7 +116,7 @@ def attempts_of(run: RecordedRun) -> list[RunAttempt]:
 
 
 def _find_end(attempt: RunAttempt, later: list[RunAttempt], run: RecordedRun) -> None:
-    """Set an attempt's last step, its lines of the metrics, and its last sign of life."""
+    """Set an attempt's last step, its rows of the metrics, and its end."""
     attempt.last_step = min((a.step for a in later), default=np.inf)
     first, stop = np.searchsorted(run.column("step"), [attempt.step, attempt.last_step], "right")
     attempt.lines = slice(int(first), int(stop))
@@ -126,7 +130,7 @@ def _find_end(attempt: RunAttempt, later: list[RunAttempt], run: RecordedRun) ->
 
 
 def goodput(run: RecordedRun) -> Goodput | None:
-    """The parts of a run's time; None without an attempt on record, or without phase times."""
+    """Return the division of a run's time; None without a recorded attempt or phase times."""
     attempts = attempts_of(run)
     if not attempts or (run.lines and not phases_of(run)):
         return None
@@ -140,7 +144,7 @@ def goodput(run: RecordedRun) -> Goodput | None:
     wall = attempts[-1].ended - attempts[0].began
     del seconds["other"]
     seconds["other"] = wall - sum(seconds.values())
-    if seconds["other"] < 0:  # clocks that were set, and rounding
+    if seconds["other"] < 0:  # rounding, or a clock that was adjusted
         seconds["training"] += seconds["other"]
         seconds["other"] = 0.0
     lost = sum(max(0, int(a.reached("step") or a.event["step"]) - a.step) for a in attempts[1:])
@@ -148,7 +152,7 @@ def goodput(run: RecordedRun) -> Goodput | None:
 
 
 def _seconds_of(run: RecordedRun, attempt: RunAttempt, is_last: bool) -> list[tuple[str, float]]:
-    """(part, seconds) of an attempt."""
+    """Return (part, seconds) pairs of an attempt."""
     startup = "restart" if attempt.is_rewind else "startup"
     steps = _by_part(phases_of(run, attempt.lines)) or {startup: attempt.ready - attempt.began}
     times = run.column("time")[attempt.lines]
@@ -162,7 +166,7 @@ def _seconds_of(run: RecordedRun, attempt: RunAttempt, is_last: bool) -> list[tu
 
 
 def _after_steps(attempt: RunAttempt, last_line: float, limit: float) -> dict[str, float]:
-    """Seconds of each part after the last line of the metrics, `limit` at most."""
+    """Return the seconds of each part after the last line of the metrics, each at most `limit`."""
     parts = _by_part(attempt.end.get("phases") or {})
     if not parts:
         saves = (e for e in attempt.events if e["event"] == "checkpoint" and e["time"] > last_line)
@@ -172,7 +176,7 @@ def _after_steps(attempt: RunAttempt, last_line: float, limit: float) -> dict[st
 
 
 def phases_of(run: RecordedRun, lines: slice = slice(None)) -> dict[str, float]:
-    """Seconds in each phase, over some lines of the metrics; {} if an older version wrote them."""
+    """Return the seconds in each phase over some rows of the metrics; {} for old versions' runs."""
     columns = {phase: values[lines] for phase, values in run.phases.items()}
     return {
         phase: float(np.nansum(values))

@@ -1,7 +1,7 @@
-"""A report as one HTML file that needs nothing else.
+"""A report as one self-contained HTML file.
 
-Names, prompts and configurations are text of strangers: all is escaped, and no script but ours
-could run.
+Names, prompts and configurations are untrusted text: all of it is escaped, and the page's
+Content-Security-Policy allows only our own scripts.
 """
 
 import json
@@ -22,12 +22,12 @@ from fsdp_trainer.report.read import RecordedRun, differing, overrides
 from fsdp_trainer.report.summary import Summary, by_objective, duration, short
 
 HERE = Path(__file__).parent
-ROWS, ALL_ROWS = 2_000, 40_000  # points of each line of the page: of one run, and of all together
-BARS = 120  # intervals of which the phases are shown
-CURVES = 100  # runs with lines of their own; of the others there are figures
-LOADS = 8  # runs of which the load of every expert is shown
-LARGEST_LOAD = 12  # quarters of the even load from which on a cell has the full colour
-EVENTS, TEXT = 400, 2_000  # events shown of each run, characters of an answer
+ROWS, ALL_ROWS = 2_000, 40_000  # most points of a line, and of the same line of all runs together
+BARS = 120  # intervals for which the phases are shown
+CURVES = 100  # runs with curves; of further runs the page shows only figures
+LOADS = 8  # runs for which the load of every expert is shown
+LARGEST_LOAD = 12  # quarters of the even load at which a cell reaches full colour
+EVENTS, TEXT = 400, 2_000  # events shown for each run, characters shown of an answer
 LINES = (
     "loss",
     "objective",
@@ -54,8 +54,8 @@ LINES = (
     "experts_unused",
 )
 GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/", "reward/")
-"""Columns that share a chart, by the beginning of their names."""
-GROUPS = {  # phases in the order of a step, as they are stacked
+"""Beginnings of the names of columns that share a chart."""
+GROUPS = {  # phases stacked in a bar, in the order of a step
     "data": ("data",),
     "answers, rewards": ("rollouts", "rewards"),
     "forward": ("forward",),
@@ -65,7 +65,7 @@ GROUPS = {  # phases in the order of a step, as they are stacked
     "validation, samples": ("validation", "samples", "evaluation"),
     "checkpoint": CHECKPOINT,
     "compile": ("compile",),
-}  # and all others
+}  # all other phases are in the group `other`
 
 
 def write(summaries: list[Summary], file: Path) -> None:
@@ -105,22 +105,22 @@ def write(summaries: list[Summary], file: Path) -> None:
 
 
 def content_hash(content: str) -> str:
-    """The hash by which a Content-Security-Policy allows a script or a style."""
+    """Return the hash with which a Content-Security-Policy allows a script or a style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
 def as_script(data: Any) -> str:
-    """JSON without `<`, so that no text in it ends the script element."""
+    """Return JSON without `<`, so that no text in it can end the script element."""
     return json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
 
 
 def shown(value: Any) -> str:
-    """A value of a configuration, as one types it."""
+    """Return a value of a configuration as text: strings unchanged, all else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def page_data(summaries: list[Summary]) -> dict[str, Any]:
-    """The data of the page's charts."""
+    """Return the data of the page's charts."""
     max_rows = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
     runs = [run_data(summary.run, max_rows) for summary in summaries]
     bars = [run["phases"]["bars"] for run in runs if run["phases"]]
@@ -129,7 +129,7 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
 
 
 def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
-    """A run's curves, each of about `max_rows` points, its smallest and greatest among them."""
+    """Return a run's curves, of about `max_rows` points each, including their extremes."""
     names = [name for name in run.metrics if name in LINES or name.startswith(GROUPED)]
     began = beginning(run)
     seconds = np.fmax.accumulate(run.column("time")) - began
@@ -148,9 +148,9 @@ def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
 
 
 def expert_load(run: RecordedRun) -> dict[str, Any] | None:
-    """The cells of a picture of the load of every expert: column, row and shade from 0 to 1.
+    """Return the load of every expert as cells of a picture: column, row and shade from 0 to 1.
 
-    None where no step has it, or not in the form that training writes.
+    Returns None if no step has it, or not in the format that training writes.
     """
     if run.expert_load is None:
         return None
@@ -172,7 +172,7 @@ def expert_load(run: RecordedRun) -> dict[str, Any] | None:
 
 
 def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
-    """Values of the three x axes at some rows."""
+    """Return the values of the three x axes at some rows."""
     return {
         "steps": numbers(run.column("step")[rows], 15),
         "tokens": numbers(run.column("tokens")[rows], 15),
@@ -181,7 +181,7 @@ def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, A
 
 
 def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dict[str, Any]]:
-    """A run's last events, each with its place on the three x axes."""
+    """Return a run's last events, each with its place on the three x axes."""
     steps, tokens = run.column("step"), np.nan_to_num(run.column("tokens"))
     known = (steps, tokens) if run.lines else (np.zeros(1), np.zeros(1))
     events = []
@@ -199,7 +199,10 @@ def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dic
 
 
 def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndarray:
-    """The rows to show: first, last, and those of each column's extremes in ranges of rows."""
+    """Return the rows to show: first, last, and those of each column's extremes in ranges of rows.
+
+    rows: number of rows. All of them are shown if they are at most `max_rows`.
+    """
     if rows <= max_rows:
         return np.arange(rows)
     edges = np.linspace(0, rows, max(2, max_rows // 4) + 1).astype(int)
@@ -213,7 +216,7 @@ def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndar
 
 
 def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The mean around each of some rows, over 1/200 of all rows."""
+    """Return the mean of a column around each of some rows, over 1/200 of all rows."""
     half = max(1, len(values) // 400)
     known, sums = (
         np.concatenate([[0.0], np.cumsum(part)])
@@ -225,7 +228,7 @@ def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
-    """Numbers for JSON: null for NaN, integers without a point, others rounded."""
+    """Return numbers for JSON: None if not finite, integers if exact, else rounded to `digits`."""
 
     def number(value: float) -> float | None:
         if not np.isfinite(value):
@@ -238,7 +241,7 @@ def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
 
 
 def beginning(run: RecordedRun) -> float:
-    """Unix seconds of a run's first attempt, else of its first line or event."""
+    """Return the start of a run's first attempt, or its first line or event, in Unix seconds."""
     known = [
         *(attempt.began for attempt in attempts_of(run)[:1]),
         *run.column("time")[:1],
@@ -248,7 +251,7 @@ def beginning(run: RecordedRun) -> float:
 
 
 def about(event: dict[str, Any]) -> str:
-    """An event's details on a line."""
+    """Return an event's details on one line."""
     shown_elsewhere = ("event", "time", "step", "phases", "about", "reached")
     details = {name: value for name, value in event.items() if name not in shown_elsewhere}
     reached = int((event.get("reached") or {}).get("step") or 0)
@@ -262,7 +265,7 @@ def about(event: dict[str, Any]) -> str:
 
 
 def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
-    """Seconds in each group of phases, over BARS intervals of writes at most."""
+    """Return the seconds in each group of phases, over at most BARS intervals of writes."""
     if not run.phases:
         return {}
     closes = np.flatnonzero(np.any([~np.isnan(values) for values in run.phases.values()], axis=0))

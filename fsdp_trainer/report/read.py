@@ -1,6 +1,6 @@
 """Runs, read from the files in their folders.
 
-A run may be at work, have crashed, or be of an older version: it may lack any of the figures.
+A run may still be running, have crashed, or be of an older version, so any figure may be missing.
 """
 
 import json
@@ -18,9 +18,9 @@ import yaml
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.records import parse
 
-READ_BYTES = 2**30  # of all runs' metrics together; of longer ones the end is read
-EVENTS, SAMPLES = 20_000, 200  # kept of each run, the latest
-SILENT_SECONDS = 900  # without a line, after which a run is taken for dead
+READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
+EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run
+SILENT_SECONDS = 900  # without a new line or event, after which a run is considered dead
 YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GONE = "ended without a word"
 HOLDS_NO_RUN = (
@@ -30,11 +30,11 @@ HOLDS_NO_RUN = (
 
 @dataclass
 class RecordedRun:
-    """Everything on record of a run.
+    """All recorded data of a run.
 
-    metrics: a column for each figure, NaN where a line lacks it; those of `phases` and of the
-    sources are named `phases/forward` and so on. configuration: by dotted key; job: its line in
-    sweep.jsonl; remarks: parts of the files that could not be read.
+    metrics: a column for each figure, NaN where a line lacks it; entries of objects such as
+    `phases` are named `phases/forward`. configuration: values by dotted key. job: its line in
+    sweep.jsonl. remarks: notes on parts of the files that were not or could not be read.
     """
 
     name: str
@@ -48,20 +48,20 @@ class RecordedRun:
     state: str = "nothing yet"
     reason: str = ""
     expert_load: tuple[int, list[str]] | None = None
-    """The last step whose line has the load of every expert, and what it says of each block."""
+    """The last step whose line has the load of every expert, and that load, one text per block."""
     label: str = ""
-    """A short name for narrow places of the page; the name if there is none."""
+    """A short name for narrow places of the page; by default the name."""
 
     def __post_init__(self) -> None:
         self.label = self.label or self.name
 
     def column(self, name: str) -> np.ndarray:
-        """A figure of all lines; NaN where there is none."""
+        """Return a column of the metrics; NaN for lines that lack the figure."""
         return self.metrics.get(name, np.full(self.lines, np.nan))
 
     @property
     def phases(self) -> dict[str, np.ndarray]:
-        """The column of seconds in each phase; {} if an older version wrote them."""
+        """The columns of seconds by phase; {} if an older version wrote the run."""
         return {
             name.partition("/")[2]: values
             for name, values in self.metrics.items()
@@ -69,12 +69,12 @@ class RecordedRun:
         }
 
     def last(self, name: str) -> float | None:
-        """The last value of a column; None if it has none."""
+        """Return the last value of a column; None if it has none."""
         known = self.column(name)[~np.isnan(self.column(name))]
         return float(known[-1]) if len(known) else None
 
     def minimum(self, name: str) -> tuple[int, float] | None:
-        """The step of the smallest value of a column, and the value."""
+        """Return the step of the smallest value of a column and the value; None if it has none."""
         column = self.column(name)
         if np.isnan(column).all():
             return None
@@ -83,7 +83,7 @@ class RecordedRun:
 
     @property
     def given(self) -> dict[str, str]:
-        """The overrides of a sweep's job, by key."""
+        """The overrides of a sweep's job, by key; {} for other runs."""
         return {
             key: value
             for word in (self.job or {}).get("overrides", ())
@@ -92,17 +92,20 @@ class RecordedRun:
 
     @property
     def explanation(self) -> str:
-        """The reason of the state, if it says more than the state."""
+        """The reason for the state; "" if it only repeats the state."""
         return "" if self.reason in (self.state, "already finished") else self.reason
 
     @property
     def lines(self) -> int:
-        """The number of lines of the metrics."""
+        """The number of lines in the metrics."""
         return len(self.metrics.get("step", ()))
 
 
 def read_sources(sources: list[str]) -> list[RecordedRun]:
-    """Every run of some folders: of runs, of sweeps, or of both. Raises UserError without one."""
+    """Return all runs in some folders, each a run, a sweep, or a folder of runs and sweeps.
+
+    Raises UserError for a folder without any.
+    """
     names: dict[Path, tuple[str, dict[str, Any] | None]] = {}
     problems = []
     for source in sources:
@@ -125,9 +128,10 @@ def read_sources(sources: list[str]) -> list[RecordedRun]:
 
 
 def label_jobs(runs: list["RecordedRun"]) -> None:
-    """Label the jobs of a sweep by the settings in which they differ, where no two are alike.
+    """Label the jobs of a sweep by the settings in which they differ.
 
-    A job's own name is a number that means nothing to people.
+    A job's name is a number without meaning to people. It stays the label if the settings are not
+    unique or too long.
     """
     keys = overrides(runs)
     names = {
@@ -152,7 +156,10 @@ def is_run(folder: Path) -> bool:
 
 
 def runs_below(folder: Path) -> Iterator[tuple[Path, str, dict[str, Any] | None]]:
-    """Folder, name and job of the run, of a sweep's jobs, or of the runs and sweeps in a folder."""
+    """Yield folder, name and job of each run in a folder.
+
+    The folder is a run, a sweep, or holds runs and sweeps. The job is None for a run of no sweep.
+    """
     if is_sweep(folder):
         yield from jobs_of(folder)
     elif is_run(folder):
@@ -173,19 +180,19 @@ def is_sweep(folder: Path) -> bool:
 
 
 def jobs_of(sweep: Path) -> Iterator[tuple[Path, str, dict[str, Any]]]:
-    """Folder, name and line in sweep.jsonl of each job."""
+    """Yield folder, name and line in sweep.jsonl of each job of a sweep."""
     for job in read_lines(sweep / "sweep.jsonl", lambda count: None):
         name = str(job.get("job"))
-        folder = sweep / "jobs" / name  # after a sweep was moved, job["folder"] is where it was
+        folder = sweep / "jobs" / name  # job["folder"] is out of date if the sweep was moved
         yield folder if folder.is_dir() else Path(str(job.get("folder"))), name, job
 
 
 def read_lines(
     file: Path, broken: Callable[[int], None], max_bytes: int | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The objects in the last `max_bytes` of a file of JSON lines; nothing if there is no file.
+    """Yield the objects in the last `max_bytes` of a file of JSON lines, which may be missing.
 
-    `broken` is called once, with the number of lines that hold no object.
+    broken: called once at the end, with the number of lines that hold no object.
     """
     bad = 0
     try:
@@ -197,7 +204,7 @@ def read_lines(
                 line = parse(text.decode(errors="replace"))
                 if isinstance(line, dict):
                     yield line
-                elif text.endswith(b"\n"):  # else it is just being written
+                elif text.endswith(b"\n"):  # a line without an end is still being written
                     bad += 1
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
@@ -208,7 +215,7 @@ def read_lines(
 def read_run(
     folder: Path, name: str, job: dict[str, Any] | None = None, max_bytes: int = READ_BYTES
 ) -> RecordedRun:
-    """Read all files of a run, and of its metrics the last `max_bytes`."""
+    """Read all files of a run, but only the last `max_bytes` of its metrics."""
     run = RecordedRun(name, folder, job=job)
 
     def lines(file: str, max_bytes: int) -> Iterator[dict[str, Any]]:
@@ -239,8 +246,7 @@ def read_run(
 
 
 def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl that are of a step; the run keeps the last load of every
-    expert."""
+    """Yield the lines of metrics.jsonl that have a step, and set `run.expert_load` from them."""
     for line in lines:
         if isinstance(line.get("step"), int):
             if "expert_load" in line:
@@ -249,7 +255,7 @@ def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[st
 
 
 def is_event(line: dict[str, Any]) -> bool:
-    """Return True if a line has an event, its time, and no step or one that is a number."""
+    """Return True if a line has an event and its time, and its step, if any, is an integer."""
     return (
         "event" in line
         and isinstance(line.get("time"), int | float)
@@ -258,7 +264,7 @@ def is_event(line: dict[str, Any]) -> bool:
 
 
 def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Lines as columns of numbers; those of an object in a line are named `object/key`."""
+    """Return lines as columns of numbers; entries of an object in a line are named `object/key`."""
     sparse: dict[str, tuple[list[int], list[float]]] = {}
     count = 0
     for line in lines:
@@ -275,7 +281,7 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
 
 
 def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every leaf, its key joined of all keys above it."""
+    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             for below, leaf in flat(value, separator):
@@ -285,9 +291,9 @@ def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]
 
 
 def state(run: RecordedRun) -> tuple[str, str]:
-    """(running, finished, stopped, failed or nothing yet; the reason).
+    """Return a run's state (running, finished, stopped, failed or nothing yet) and the reason.
 
-    The state of a sweep's job that has ended is the one in sweep.jsonl.
+    If a sweep's job has ended, its state is the one in sweep.jsonl.
     """
     job = run.job or {}
     if job.get("state", "running") not in ("waiting", "running"):
@@ -306,7 +312,10 @@ def state(run: RecordedRun) -> tuple[str, str]:
 
 
 def differing(runs: list[RecordedRun]) -> dict[str, list[Any]]:
-    """Keys whose values differ among runs, with each run's value; not those of its folder."""
+    """Return the configuration keys whose values differ among runs, with each run's value.
+
+    Keys of the run's folder are left out.
+    """
     known = [run for run in runs if run.configuration]
     keys = dict.fromkeys(key for run in known for key in run.configuration)
     shown = {key: [json.dumps(run.configuration.get(key)) for run in known] for key in keys}
@@ -319,7 +328,7 @@ def differing(runs: list[RecordedRun]) -> dict[str, list[Any]]:
 
 
 def overrides(runs: list[RecordedRun]) -> list[str]:
-    """The keys that a sweep's jobs were started with and that not all have alike."""
+    """Return the override keys of a sweep's jobs that do not have the same value in all of them."""
     jobs = [run.given for run in runs if run.job]
     return [
         key

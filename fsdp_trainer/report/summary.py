@@ -1,4 +1,4 @@
-"""A run in figures: for the head of the page, for the terminal, and for scripts."""
+"""The figures of a run, for the head of the page, the terminal and scripts."""
 
 import time
 from collections import Counter
@@ -19,18 +19,18 @@ from fsdp_trainer.report.goodput import OUTSIDE, PARTS, Goodput, goodput, phases
 from fsdp_trainer.report.read import RecordedRun, differing, overrides
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
-SHOWN = 12  # runs with a summary of their own at the terminal, and keys that differ
+SHOWN = 12  # most runs with their own summary at the terminal, and most differing keys shown
 
 
 @dataclass
 class Summary:
-    """Figures of one run."""
+    """The figures of one run."""
 
     run: RecordedRun
 
     @cached_property
     def goodput(self) -> Goodput | None:
-        """The parts of its time; None if nothing was started."""
+        """The division of the run's time; None if it was never started or lacks phase times."""
         return goodput(self.run)
 
     @cached_property
@@ -40,7 +40,7 @@ class Summary:
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Mean seconds a step in each phase; {} of old runs."""
+        """Mean seconds per step in each phase, the longest first; {} for runs of old versions."""
         means = {
             phase: spent / self.run.lines
             for phase, spent in phases_of(self.run).items()
@@ -50,14 +50,17 @@ class Summary:
 
     @property
     def about(self) -> list[str]:
-        """Model, world and data, as the last start printed them."""
+        """The lines about model, world and data that the last start printed."""
         return next(
             (event["about"] for event in reversed(self.run.events) if event.get("about")), []
         )
 
     @property
     def objective(self) -> float | None:
-        """The figure that ranks runs: a job's objective, else the last validation loss, or loss."""
+        """The figure by which runs are ordered, the lowest first.
+
+        It is the objective of a sweep's job, else the last validation loss, else the last loss.
+        """
         if self.run.job:
             return self.run.job.get("objective")
         last = self.run.last("validation_loss")
@@ -65,12 +68,12 @@ class Summary:
 
     @property
     def seconds(self) -> float | None:
-        """The time from the first start to the last sign of life."""
+        """The seconds from the first start to the last line or event."""
         return self.goodput.wall if self.goodput else (self.run.job or {}).get("seconds")
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """(name, text) of each figure in the page's head and at the terminal."""
+        """The (name, text) pairs of the figures in the page's head and at the terminal."""
         run = self.run
         state = f"{run.state}: {run.explanation}" if run.explanation else run.state
         facts = [("state", state), *self._starts()]
@@ -89,7 +92,7 @@ class Summary:
         return [("started", time.strftime("%Y-%m-%d %H:%M:%S", at)) for at in local]
 
     def _progress(self) -> list[tuple[str, str]]:
-        """Steps, tokens and losses."""
+        """Return the facts about steps, tokens and losses."""
         run, facts = self.run, []
         if run.lines:
             total = run.configuration.get("train.steps")
@@ -123,7 +126,7 @@ class Summary:
         return facts
 
     def figures(self) -> dict[str, Any]:
-        """The figures by name, for scripts."""
+        """Return the figures by name, for scripts."""
         run, good = self.run, self.goodput
         names = (
             "step",
@@ -158,12 +161,12 @@ class Summary:
 
 
 def by_objective(summaries: Sequence["Summary"]) -> list["Summary"]:
-    """Return the runs with the best first; those without a figure come last."""
+    """Return the runs ordered by objective, the lowest first, those without one last."""
     return sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0))
 
 
 def goodput_in_words(good: Goodput) -> str:
-    """The share of training, and of what cost more than 1%."""
+    """Return the share of training, and of all other parts of at least 1%, in words."""
     parts = sorted(
         ((part, good.share(part)) for part in PARTS if part != "training"),
         key=lambda item: -item[1],
@@ -174,7 +177,7 @@ def goodput_in_words(good: Goodput) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A duration for people, e.g. 2 h 31 m."""
+    """Format a duration for people, e.g. 2 h 31 m."""
     if seconds is None:
         return ""
     if seconds < 60:
@@ -186,7 +189,7 @@ def duration(seconds: float | None) -> str:
 
 
 def short(value: float | None) -> str:
-    """A number for people: four digits, and the thousands apart."""
+    """Format a number for people: four digits, or an integer with separated thousands."""
     if value is None:
         return "–"
     if value == int(value) or abs(value) >= 1e4:
@@ -195,7 +198,7 @@ def short(value: float | None) -> str:
 
 
 def sparkline(values: np.ndarray) -> str:
-    """A column in WIDTH characters, each the mean of its part."""
+    """Draw a column in at most WIDTH characters, each for the mean of a part."""
     known = values[~np.isnan(values)]
     if len(known) < 2:
         return ""
@@ -205,7 +208,7 @@ def sparkline(values: np.ndarray) -> str:
 
 
 def show(summaries: list[Summary], console: Console) -> None:
-    """Print a table of all runs, and the figures of each if they are few."""
+    """Print a table of all runs, the figures of each if there are few, and keys that differ."""
     runs = [summary.run for summary in summaries]
     if len(summaries) > 1:
         console.print(table_of(summaries))
@@ -223,7 +226,7 @@ def show(summaries: list[Summary], console: Console) -> None:
 
 
 def table_of(summaries: list[Summary]) -> Table:
-    """A table of the runs, the best one first."""
+    """Return a table of the runs, in order of their objectives."""
     varied = overrides([summary.run for summary in summaries])
     columns = ["run", *map(escape, varied), "objective", "state", "steps", "took", "goodput"]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1))

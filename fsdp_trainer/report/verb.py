@@ -1,4 +1,4 @@
-"""The verb `report`: the page, and the summary."""
+"""The verb `report`: write the page, print the summary."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from fsdp_trainer.report.summary import Summary, show
 
 
 def report(cfg: ReportConfig) -> int:
-    """Write the page or print the figures; the exit code.
+    """Write the page or print the figures, and return the exit code.
 
     Raises UserError for a source that holds no run, and if the page cannot be written.
     """

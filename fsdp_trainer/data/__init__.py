@@ -1,4 +1,4 @@
-"""The data room: sources → conversations → tokens and mask → store → packing → global order.
+"""Data: sources → conversations → tokens and loss weights → store → packing → global row order.
 
-Knows no model and no torch.
+Imports neither a model nor torch.
 """

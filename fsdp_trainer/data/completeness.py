@@ -1,4 +1,4 @@
-"""Checks for the parts of a conversation that a template leaves out of its text."""
+"""Checks for parts of a conversation that are missing in the text its template produced."""
 
 import json
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ TEXT, REASONING, CALLS = "text_left_out", "reasoning_left_out", "calls_left_out"
 
 
 def left_out_of_answer(message: Message, text: str) -> Iterator[str]:
-    """Yield the keys of `findings.KINDS` for what an assistant's turn holds and its text does not.
+    """Yield the keys of `findings.KINDS` for parts of an assistant turn that its text lacks.
 
-    text: what the turn adds to the conversation.
+    text: the text that the turn adds to the conversation.
     """
     thought, answer = split_thinking(message["content"])
     reasoning = message.get("reasoning_content") or thought
@@ -30,9 +30,9 @@ def left_out_of_answer(message: Message, text: str) -> Iterator[str]:
 
 
 def left_out_of_context(messages: list[Message], text: str) -> bool:
-    """Return whether a text lacks what turns other than the assistant's hold.
+    """Return whether a text lacks the content of any turn that is not the assistant's.
 
-    They are looked for in their order, so that a long text is gone through once.
+    The turns are searched for in order, so that a long text is scanned only once.
     """
     place = 0
     for message in messages:
@@ -48,7 +48,7 @@ def left_out_of_context(messages: list[Message], text: str) -> bool:
 
 
 def shows(text: str, part: str) -> bool:
-    """Return whether a text holds a part, perhaps as JSON writes it, or with other white space."""
+    """Return whether a text contains a part, also JSON-escaped or with different white space."""
     part = part.strip()
     if part in text:
         return True
@@ -59,7 +59,7 @@ def shows(text: str, part: str) -> bool:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Yield all texts within a value of lists and objects."""
+    """Yield all strings in a value of nested lists and objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -1,6 +1,6 @@
 """The stores of one component of the data.
 
-It is split into tasks, tokenised into parts, and merged into a folder of the cache.
+A component is split into tasks, tokenised into parts, and merged into a folder of the cache.
 """
 
 import os
@@ -44,15 +44,15 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.console import duration, short
 
 SMALLEST, LARGEST, FEWEST = 4 << 20, 256 << 20, 512
-"""Bytes of a task, at least and at most, and how many tasks a large data set has."""
-WORTH_PROCESSES = 8 << 20  # bytes below which starting processes takes longer than they save
+"""Minimum and maximum bytes of a task, and the minimum number of tasks of a large data set."""
+WORTH_PROCESSES = 8 << 20  # with fewer bytes, starting processes takes longer than it saves
 
 
 @dataclass
 class Reporter:
     """Receivers of messages.
 
-    progress: called again and again while there is progress; say: for lines that stay.
+    progress: called repeatedly with the current state. say: called with lines that stay on screen.
     """
 
     progress: Callable[[str], None] = nothing
@@ -61,9 +61,10 @@ class Reporter:
 
 @dataclass
 class ComponentSources:
-    """The sources of a part of the data that is tokenised, packed and ordered by itself.
+    """The sources of a component, which is tokenised, packed and ordered independently of others.
 
-    share: of its rows, held out for validation; key: the one that names it.
+    share: fraction of its rows that is held out for validation. key: configuration key that names
+    it.
     """
 
     name: str
@@ -78,7 +79,7 @@ class ComponentSources:
 
 
 class Preparation:
-    """One component's stores, as folders of the cache."""
+    """Makes and opens the stores of one component, as folders of the cache."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Preparation:
         self.folder, self.parts = root / name, root / f".{name}"
 
     def stores(self) -> dict[str, TokenStore]:
-        """Open the stores, after they have been made if they are not there, or not whole."""
+        """Return the open stores by name; make them first if they are missing or incomplete."""
         while not (meta := read_whole(self.folder, self.reporter.say)):
             self._make()
         self.meta, files = meta, self.component.files
@@ -123,16 +124,16 @@ class Preparation:
         sources = [source.name for source in self.component.sources]
         stores = {}
         for name, about in meta["stores"].items():
-            # few rows are held out: they are counted with the rest
+            # few rows are held out: the counts of the training store include them
             counted = (meta["counts"], examples) if name == TRAIN else ()
             folder = self.folder / name
             stores[name] = TokenStore(folder, about["fingerprint"], sources, files, *counted)
         return stores
 
     def shard(self, index: int, count: int) -> list[int]:
-        """Make every part of shard `index` of `count`, and everything when the others are there.
+        """Make every part of shard `index` of `count`; merge all parts when no shard is missing.
 
-        Returns the shards with parts that are missing.
+        Returns the indices of the shards that still lack parts.
         """
         if read_whole(self.folder, self.reporter.say):
             return []
@@ -149,7 +150,7 @@ class Preparation:
     def _make(self) -> None:
         tasks = self._tasks()
         with self._held(shared=False) as alone:
-            # another process may have made it while this one waited
+            # another process may have made it while this one waited for the lock
             if not read_whole(self.folder, self.reporter.say):
                 for leftover in self.parts.glob("tmp-*") if alone else ():
                     shutil.rmtree(leftover, ignore_errors=True)
@@ -158,14 +159,14 @@ class Preparation:
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
                 self._merge([done[i] for i in range(len(tasks))], whole)
                 whole.chmod(0o755)
-                if not read_whole(self.folder):  # without locks another may have been faster
+                if not read_whole(self.folder):  # without locks another run may have been faster
                     shutil.rmtree(self.folder, ignore_errors=True)
                     commit(whole, self.folder)
             shutil.rmtree(self.parts, ignore_errors=True)
 
     @contextmanager
     def _held(self, shared: bool) -> Iterator[bool]:
-        """Hold the folder of the parts; gives True if no other process can.
+        """Lock the folder of the parts; yield True if no other process can hold it.
 
         Raises RunFailed if something cannot be written.
         """
@@ -186,13 +187,13 @@ class Preparation:
                 try:
                     yield alone
                 except BaseException as error:
-                    # other data, or other options, make other parts
+                    # other data or options make other parts: these would never be reused
                     useless = isinstance(error, UserError) or not any(self.parts.glob("[0-9]*"))
                     if alone and useless:
                         shutil.rmtree(self.parts, ignore_errors=True)
                     raise
         except OSError as error:
-            # without locks another process may have finished it, and deleted the parts
+            # without locks another process may have finished the store and deleted the parts
             if not read_whole(self.folder):
                 reason = (
                     f"the tokenised data cannot be written to {self.root}:"
@@ -204,7 +205,7 @@ class Preparation:
         return self.parts / f"{i:06}"
 
     def _tasks(self) -> list[Task]:
-        """Return all files in tasks of about one size, which depends on the files alone."""
+        """Split all files into tasks of about equal size, depending on the files alone."""
         sizes = {file: stamp[0] if stamp else 0 for file, stamp in self.stamps.items()}
         each = min(max(sum(sizes.values()) // FEWEST, SMALLEST), LARGEST)
         tasks: list[Task] = []
@@ -227,9 +228,9 @@ class Preparation:
         return tasks
 
     def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, TaskResult]:
-        """Make those of the wanted parts that are not there, and return the results of all.
+        """Make the wanted parts that are missing, and return the results of all wanted parts.
 
-        Raises UserError with the first bad rows, if they are to end it.
+        Raises UserError with the first bad rows if data.on_error=fail.
         """
         stored = {i: read_result(self._part(i), tasks[i]) for i in wanted}
         done = {i: result for i, result in stored.items() if result}
@@ -251,11 +252,11 @@ class Preparation:
             workers = min(self.options.data.workers or cores(), len(missing))
         handler = partial(do_job, self.options)
         results = do_jobs(jobs(), handler, pace.tick, workers, ". What is finished is kept")
-        with closing(results):  # ends the workers at once, also on an error
+        with closing(results):  # closing it also stops the workers after an error
             for i, result in results:
                 done[i] = result
                 pace.finished(self.bytes[i])
-                if result.bad_rows and on_error == "fail":  # tasks behind need not be begun
+                if result.bad_rows and on_error == "fail":  # later files need not be started
                     last = min(last, _last_of_file(tasks, i))
         read = [done[i] for i in sorted(done) if i <= last]
         problems = [problem for result in read for problem in result.problems][:SHOWN]
@@ -264,7 +265,7 @@ class Preparation:
         return done
 
     def _merge(self, done: list[TaskResult], into: Path) -> None:
-        """Write all parts as one, and last the description of it."""
+        """Merge all parts, then write their description as the last file."""
         parts = [self._part(i) for i in range(len(done))]
         stores = {}
         for name in done[0].totals:
@@ -286,7 +287,7 @@ class Preparation:
         self.reporter.progress("data   merging the parts")
 
     def _description(self, done: list[TaskResult], merged: Path) -> dict[str, Any]:
-        """Return what is known of the rows of all parts, and of the samples merged from them."""
+        """Return counts and problems of all parts, and the duplicates among the merged samples."""
         rows: Counter[tuple[int, str]] = Counter()
         counts: Counter[str] = Counter()
         examples: dict[str, list[str]] = {}
@@ -318,7 +319,7 @@ class Preparation:
         }
 
     def _refuse(self, meta: dict[str, Any]) -> None:
-        """Raise UserError: nothing can be learnt. It says what became of the rows."""
+        """Raise UserError because no token is supervised, with an account of all rows."""
         key, name, data = self.component.key, self.component.name, self.options.data
         path = data.path if key == "data.path" else data.validation
         which = f" of {name}" if name not in (TRAIN, VALIDATION, path) else ""
@@ -328,9 +329,9 @@ class Preparation:
         raise UserError("the data cannot be used", [Problem(f"{key}={path}", "\n".join(lines))])
 
     def _unused_lines(self, meta: dict[str, Any]) -> list[str]:
-        """Return a line for all files with the same columns that are not used.
+        """Return one line for each set of unused columns, with the files that have them.
 
-        Those of prompts are: rewards get them.
+        Prompts have no unused columns: rewards receive all of them.
         """
         if self.options.kind == PROMPTS:
             return []
@@ -346,7 +347,7 @@ class Preparation:
         return self.component.files[numbers[0]] if len(numbers) == 1 else f"{len(numbers):,} files"
 
     def _lines(self, meta: dict[str, Any], renamed: dict[str, str]) -> list[str]:
-        """Return lines about the data for people, with the files' present names."""
+        """Return lines about the data for people, with the current names of the files."""
         by_format: dict[str, list[tuple[int, int]]] = {}
         for number, format, rows in meta["rows"]:
             by_format.setdefault(format, []).append((number, rows))
@@ -366,9 +367,9 @@ class Preparation:
 
 
 class Pace:
-    """The line that tells how far it is, and how long it will take.
+    """The line that shows progress and the remaining time.
 
-    total, before: bytes of the files, and of those that were done before.
+    total: bytes of all files. before: bytes of the parts that an earlier process had finished.
     """
 
     def __init__(self, total: float, before: float, reporter: Reporter):
@@ -377,12 +378,12 @@ class Pace:
         self.began = time.monotonic()
 
     def tick(self, rows: int, tokens: int) -> None:
-        """Add rows that were read, and tokens that were written."""
+        """Add numbers of rows read and tokens written."""
         self.rows, self.tokens = self.rows + rows, self.tokens + tokens
         self.reporter.progress(str(self))
 
     def finished(self, size: float) -> None:
-        """Add bytes of the files."""
+        """Add the size of a finished task in bytes."""
         self.done += size
         self.reporter.progress(str(self))
 
@@ -404,13 +405,13 @@ class Pace:
 
 
 def _last_of_file(tasks: list[Task], i: int) -> int:
-    """Return the last task with a unit of the file that task i ends with."""
+    """Return the index of the last task with a unit of the file that task i ends with."""
     file = tasks[i][-1].number
     return max(k for k in range(i, len(tasks)) if tasks[k][0].number <= file)
 
 
 def _digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first sample of each group, and a digest of the whole group."""
+    """Return the index of the first sample of each group, and a digest of each complete group."""
     digests = np.asarray(store.digests)  # pairs may share an answer
     if store.group_starts is None:
         return np.arange(len(digests)), digests
@@ -421,20 +422,20 @@ def _digests(store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _duplicates(digests: np.ndarray) -> np.ndarray:
-    """Return the samples that equal an earlier one, in order."""
+    """Return the sorted indices of digests that equal an earlier one."""
     order = np.argsort(digests, kind="stable")
     alike = digests[order[1:]] == digests[order[:-1]]
     return np.sort(order[1:][alike])
 
 
 def _renamed(where: str, renamed: dict[str, str]) -> str:
-    """Return FILE:LINE, with the file as it is called now."""
+    """Return FILE:LINE with the current name of the file."""
     file, _, line = where.rpartition(":")
     return f"{renamed.get(file, file)}:{line}"
 
 
 def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
-    """Return the description of a folder's stores; None unless they are whole."""
+    """Return the description of a folder's stores; None if they are missing or incomplete."""
     if not folder.exists():
         return None
     try:
@@ -445,9 +446,9 @@ def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, 
 
 
 def commit(aside: Path, folder: Path) -> None:
-    """Rename a finished folder, unless another process was faster."""
+    """Rename a finished folder to its final name, unless another process was faster."""
     try:
         os.replace(aside, folder)
     except OSError:
-        if not read_whole(folder):  # else another run was faster, with the same content
+        if not read_whole(folder):  # otherwise another run was faster and wrote the same content
             raise

@@ -1,7 +1,7 @@
 """The cache of tokenised data.
 
-`data` is tokenised once, into a folder named by all that decides the tokens; every run finds it
-there.
+Data is tokenised once, into a folder named by a hash of everything that decides the tokens. Later
+runs find it there.
 """
 
 import tempfile
@@ -35,25 +35,25 @@ from fsdp_trainer.errors import Problem, UserError
 
 @dataclass
 class Prepared:
-    """The prepared data, just made or from the cache."""
+    """The prepared data, newly made or from the cache."""
 
     train: list[TokenStore]
-    """One for each component: of a mixture each of its entries, else everything together."""
+    """One store per component: each entry of a mixture, otherwise all data together."""
     names: list[str]
     """The names of the components."""
     validation: TokenStore | None
     report: list[str]
     """Short lines for people."""
     streamed: StreamedData | None = None
-    """The streams, in place of `train`, with data.streaming."""
+    """The streams that replace `train` with data.streaming."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Hashes of the content of the files of `train`, by path."""
+    """Content hashes of the files of `train`, by path."""
     unused: list[str] = field(default_factory=list)
-    """Lines that name the columns of each file that are not used."""
+    """Lines that name the unused columns of each file."""
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all samples, those held out too."""
+        """A hash of all samples, including held-out ones."""
         stores = [
             *([self.streamed] if self.streamed else self.train),
             *([self.validation] if self.validation else []),
@@ -64,9 +64,10 @@ class Prepared:
 def components(
     data: Data, root: Path, reporter: Reporter
 ) -> tuple[list[ComponentSources], ComponentSources | None]:
-    """The components to train on, and the one to validate on; remote files are fetched.
+    """Return the components to train on and the one to validate on, after fetching remote files.
 
-    Raises UserError without data.
+    The second is None if validation data is absent or a share of the training data. Raises
+    UserError if there is no data.
     """
     sources, named = (
         find_sources(data.path, "data.path", root, reporter.say, reporter.progress),
@@ -95,9 +96,9 @@ def preparations(
     reporter: Reporter,
     kind: str | None = None,
 ) -> list["Preparation"]:
-    """The prepared data of every component, that of validation last if it is separate.
+    """Return the preparation of every component, with separate validation data as the last one.
 
-    kind: as `make_reader` takes it.
+    kind: passed to `make_reader`.
     """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
@@ -122,9 +123,9 @@ def prepare(
     reporter: Reporter | None = None,
     kind: str | None = None,
 ) -> Prepared:
-    """Tokenise what `data` names into folders of `root`, unless that is there already.
+    """Tokenise the data into folders of `root`, unless it is already there.
 
-    kind: as `make_reader` takes it. UserError if the data cannot be used.
+    kind: passed to `make_reader`. Raises UserError if the data cannot be used.
     """
     reporter = reporter or Reporter()
     preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, kind)
@@ -155,8 +156,7 @@ def prepare(
 
 
 def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> None:
-    """Raise UserError where a store that was found in the cache holds pairs and none are wanted, or
-    the other way round."""
+    """Raise UserError if cached stores hold pairs but single answers are needed, or vice versa."""
     samples = sum(map(len, stores.values()))
     groups = sum(store.groups for store in stores.values())
     expected = samples // 2 if kind == PAIRS else samples
@@ -173,7 +173,7 @@ def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> 
 def _merge_held_out(
     preparing: list["Preparation"], stores: list[TokenStore], root: Path
 ) -> TokenStore:
-    """The samples that the components of a mixture hold out, as one store."""
+    """Return the held-out samples of all components as one store."""
     if len(preparing) == 1:
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in preparing])

@@ -1,4 +1,4 @@
-"""Readers of streams: in this process, or in workers that each read some of them.
+"""Readers of streams: in this process, or in worker processes that read some of the streams each.
 
 Imports no torch.
 """
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from fsdp_trainer.data.stream import StreamedData, StreamedRow, StreamIterator
 from fsdp_trainer.data.workers import Report, WorkerPool
 
-ROWS_AHEAD = 2  # rows that a worker makes of each of its streams before they are needed
+ROWS_AHEAD = 2  # rows of each of its streams that a worker makes in advance
 
 
 class RowMaker:
-    """Returns the next row of a stream each time it is called with its number.
+    """Returns the next row of the stream with the given number at each call.
 
-    cursors: where each stream begins. UserError for data that cannot be used, OSError for files
-    that cannot be read.
+    cursors: start position of each stream. Raises UserError for data that cannot be used, OSError
+    for files that cannot be read.
     """
 
     def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]]):
@@ -24,7 +24,7 @@ class RowMaker:
         self._streams: dict[int, StreamIterator] = {}
 
     def __call__(self, stream: int, report: Report) -> StreamedRow:
-        """report: gets the name of each file before it is read; that of the first call stays."""
+        """report: called with a file's name before it is read; a stream keeps its first one."""
         if not self._streams:
             allow_open_files(2 * len(self._cursors))
         if stream not in self._streams:
@@ -33,11 +33,14 @@ class RowMaker:
 
 
 class Readers:
-    """Gives the next row of any of these streams, in this process. cursors: where each begins."""
+    """Returns the next row of any of its streams, read in this process.
+
+    cursors: start position of each stream.
+    """
 
     def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]]):
         self.waits_for = ""
-        """The file that is read, or waited for."""
+        """The file that is being read or waited for."""
         self._make_row = RowMaker(data, cursors)
         self._closed = False
 
@@ -51,14 +54,14 @@ class Readers:
         return self._make_row(stream, self._reads)
 
     def close(self) -> None:
-        """Read no further row, also in another thread."""
+        """Make every later call of `next` fail; may be called from another thread."""
         self._closed = True
 
 
 class WorkerReaders(Readers):
-    """Gives the same rows, made by workers: ask for them in the streams' order.
+    """Returns the same rows, made by worker processes; call `next` in the order of the streams.
 
-    `next` also raises RunFailed if a worker is gone.
+    `next` also raises RunFailed if a worker has died.
     """
 
     def __init__(self, data: StreamedData, cursors: Mapping[int, Sequence[int]], workers: int):
@@ -77,7 +80,7 @@ class WorkerReaders(Readers):
         """Return the next row of a stream, and have the worker make one more."""
         worker = self._worker_of[stream]
         while (row := self.pool.receive(worker)) is None:
-            pass  # a report
+            pass  # a report, not a row
         self.pool.send(worker, stream)
         return row
 
@@ -87,7 +90,7 @@ class WorkerReaders(Readers):
 
 
 def allow_open_files(count: int) -> None:
-    """Raise this process's limit of open files by `count`, as far as the system lets it."""
+    """Raise this process's limit of open files by `count`, or up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return

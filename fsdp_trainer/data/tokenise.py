@@ -1,6 +1,6 @@
-"""Tasks of tokenisation: some units of files become a part of a store.
+"""Tasks of tokenisation: each turns some units of files into one part of a store.
 
-Works alike in this process and in workers; imports no torch.
+Runs in this process or in workers; imports no torch.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ from fsdp_trainer.data.store import Damaged, StoreWriter, check_columns
 from fsdp_trainer.data.units import Unit, read_rows, read_unit
 from fsdp_trainer.errors import Problem, UserError
 
-CHUNK, CHARACTERS = 1000, 1 << 22  # texts and characters of one call of the tokenizer, at most
+CHUNK, CHARACTERS = 1000, 1 << 22  # limits of texts and characters for one call of the tokenizer
 TRAIN, VALIDATION = "train", "validation"
 SKIPPED = "skipped.jsonl"
-"""The file in the folder of the cache with each row that data.on_error=skip left out."""
+"""File in the cache folder that lists each row that data.on_error=skip left out."""
 
 
 @dataclass(frozen=True)
 class TaskUnit:
     """A unit of a task.
 
-    source, number: the places of its source and of its file; lines_before: of the file, before the
-    unit; format, fields: as data.format and data.fields.
+    source, number: indices of its source and of its file. lines_before: number of lines in the file
+    before the unit. format, fields: as data.format and data.fields.
     """
 
     unit: Unit
@@ -56,33 +56,34 @@ Task = list[TaskUnit]
 
 
 def task_key(task: Task) -> list[list[int | None]]:
-    """Return (number of the file, start, stop) of each unit: they tell a task from others."""
+    """Return (file number, start, stop) of each unit, which identifies the task."""
     return [[one.number, one.unit.start, one.unit.stop] for one in task]
 
 
 @dataclass
 class TaskResult:
-    """Counts and problems of a task, known once its rows have been read."""
+    """Counts and problems of a task, complete once its rows have been read."""
 
     task: list[list[int | None]] = field(default_factory=list)
-    """The task_key."""
+    """The value of `task_key`."""
     rows: list[tuple[int, str, int]] = field(default_factory=list)
-    """(number of the file, format, rows) of each unit."""
+    """(file number, format, number of rows) of each unit."""
     unused: list[tuple[int, list[str]]] = field(default_factory=list)
-    """(number of the file, columns that are not read) of each unit that has any."""
+    """(file number, columns that are not used) of each unit with such columns."""
     bad_rows: int = 0
     problems: list[Problem] = field(default_factory=list)
-    """The first few of the bad rows."""
+    """The first few bad rows."""
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     totals: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
-    """Samples, tokens, supervised, longest; by store and source (its place, as text)."""
+    """Samples, tokens, supervised, longest: by store and by source (its index as a string)."""
 
 
 def read_result(part: Path, task: Task) -> TaskResult | None:
-    """Return the result of a part that an earlier process has finished; None if there is none.
+    """Return the result of a part that an earlier process finished; None if there is none.
 
-    Another version may have divided the work in another way.
+    Also None if the part was made for another task, since another version may split the work
+    differently.
     """
     try:
         stored = json.loads((part / "done.json").read_text(encoding="utf-8"))
@@ -97,19 +98,19 @@ def read_result(part: Path, task: Task) -> TaskResult | None:
 
 
 Tick = Callable[[int, int], None]
-"""Called with the rows read and the tokens written since the last time."""
+"""Called with the numbers of rows read and of tokens written since the last call."""
 Job = tuple[int, Task, Path]
-"""The place of a task, the task, and the folder of its part."""
+"""The index of a task, the task, and the folder of its part."""
 
 
 def do_job(options: TokenizeOptions, job: Job, tick: Tick) -> tuple[int, TaskResult]:
-    """Return a task's place and its result, after its part is written."""
+    """Write the part of a task, and return the task's index and result."""
     place, task, part = job
     return place, tokenise(task, part, options, tick)
 
 
 def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> TaskResult:
-    """Write the samples of a task into the folder `part`, which appears when it is whole.
+    """Write the samples of a task into the folder `part`, which appears only once it is complete.
 
     It does not appear if data.on_error=fail and there are bad rows.
     """
@@ -119,11 +120,11 @@ def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> Ta
         if not (result.bad_rows and options.data.on_error == "fail"):
             text = json.dumps(asdict(result), ensure_ascii=False)
             (aside / "done.json").write_text(text, encoding="utf-8")
-            aside.chmod(0o755)  # mkdtemp's folder is for its owner only, the cache is shared
+            aside.chmod(0o755)  # mkdtemp's folder is private to its owner, but the cache is shared
             try:
                 os.replace(aside, part)
             except OSError:
-                # else another process was faster, with the same content
+                # otherwise another process was faster and wrote the same content
                 if read_result(part, task) is None:
                     shutil.rmtree(part, ignore_errors=True)
                     os.replace(aside, part)
@@ -133,7 +134,7 @@ def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> Ta
 
 
 class TaskTokenizer:
-    """One pass over a task: rows → conversations → samples → files, in bounded memory."""
+    """One pass over a task, in bounded memory: rows → conversations → samples → files."""
 
     def __init__(self, task: Task, folder: Path, options: TokenizeOptions, tick: Tick):
         self.task, self.options, self.tick = task, options, tick
@@ -147,10 +148,10 @@ class TaskTokenizer:
         self.result = TaskResult(task_key(task))
 
     def run(self) -> TaskResult:
-        """Read and write everything, and return what is known of it."""
+        """Read and write everything; return the counts and problems."""
         for unit in self.task:
             self._tokenise_unit(unit)
-            if self.problems.will_raise:  # the message names rows of one file
+            if self.problems.will_raise:  # the message names rows of one file only
                 break
         for writer in self.writers.values():
             writer.close()
@@ -179,7 +180,7 @@ class TaskTokenizer:
     def _texts(self, unit: TaskUnit) -> Iterator[tuple[tuple[str, int], Rendered]]:
         """Yield ((store, line), text) for every text of a unit.
 
-        After a problem that will be raised, only further problems are looked for.
+        After a problem that will be raised, rows are only checked for further problems.
         """
         self.reader = self._reader_of_file(unit)
 
@@ -219,7 +220,7 @@ class TaskTokenizer:
                 return
 
     def _reader_of_file(self, unit: TaskUnit) -> Reader | None:
-        """Return the reader chosen by the file's first row, where the unit begins behind it."""
+        """Return the reader chosen by the file's first row; None if the unit holds that row."""
         if not unit.unit.start:
             return None
         prompts = self.options.kind == PROMPTS
@@ -246,7 +247,7 @@ def first_reader(
     fields: tuple[tuple[str, str], ...],
     prompts: bool = False,
 ) -> Reader | None:
-    """Return the reader that a file's first readable row decides; None without one."""
+    """Return the reader chosen by a file's first readable row; None if no row can be read."""
     for row in read_rows(file):
         if not row.error:
             try:
@@ -258,9 +259,9 @@ def first_reader(
 
 
 def content_place(row: Readable) -> float:
-    """Return a number in [0, 1) from a row's content, evenly spread.
+    """Return a number in [0, 1), a hash of a row's content.
 
-    Rows are held out by it alone: their order does not matter.
+    It alone decides whether a row is held out, so the order of rows does not matter.
     """
     if isinstance(row, Document):
         content = row.text

@@ -1,4 +1,4 @@
-"""Locked folders of the cache: each part is made once, and what a crash left is used."""
+"""Locked folders of the cache: each part is made once, and parts survive a crash."""
 
 import fcntl
 import os
@@ -20,7 +20,7 @@ OLD_SECONDS = 24 * 3600.0
 
 @contextmanager
 def removed_if_refused(root: Path) -> Iterator[None]:
-    """Delete a cache that was made for data that is refused, if it holds files' hashes alone."""
+    """Delete a new cache if the data is refused and it holds nothing but file hashes."""
     new = NewFolders(root, root / "remote")
     try:
         yield
@@ -33,15 +33,16 @@ def removed_if_refused(root: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool]:
-    """Hold `folder`, which is made if need be: with others that share it, or alone.
+    """Lock `folder`, shared or exclusively, and make it if it is missing.
 
-    Gives True if this process is alone with it. Where the file system has no locks all go ahead:
-    they write the same, and by rename. waits: called again and again while another holds it.
+    Yields True if this process holds it exclusively. If the file system has no locks, all processes
+    proceed: they write the same content and publish it by renaming. waits: called repeatedly while
+    another process holds the lock.
     """
     while True:
         lock = _open_lock(folder)
         if lock is None:
-            continue  # the process that held it has just finished
+            continue  # the process that held it has finished and deleted the folder
         with lock:
             while (locked := _locked(lock, shared)) is False:
                 waits()
@@ -57,7 +58,7 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
 
 
 def _open_lock(folder: Path) -> TextIO | None:
-    """Return the folder's open lock file; None if the folder was deleted meanwhile."""
+    """Return the folder's lock file, opened; None if the folder was deleted in the meantime."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / LOCK, "a+")
@@ -71,7 +72,7 @@ def _open_lock(folder: Path) -> TextIO | None:
 
 
 def _locked(lock: TextIO, shared: bool) -> bool | None:
-    """None where the file system knows no locks."""
+    """Return whether the lock was acquired; None if the file system has no locks."""
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -89,7 +90,7 @@ def _is_there(lock: TextIO, path: Path) -> bool:
 
 
 def clear_leftovers(root: Path, but: Path) -> None:
-    """Delete unfinished parts of runs that were killed, and that were not resumed for a day."""
+    """Delete unfinished parts of killed runs that were not resumed for a day, except `but`."""
     for lock in root.glob(f".*/{LOCK}"):
         folder = lock.parent
         try:

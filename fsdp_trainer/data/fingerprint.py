@@ -1,6 +1,6 @@
-"""Fingerprints of components: all that decides their tokens.
+"""Fingerprints of components: hashes of everything that decides their tokens.
 
-The files' content, tokenizer, template, options, and the version of the code.
+These are file contents, tokenizer, template, options and the version of the code.
 """
 
 import hashlib
@@ -20,18 +20,18 @@ from fsdp_trainer.data.sources import content_hash
 
 HASHES = "hashes.json"
 LOOK_SECONDS = 0.2
-# a file that was changed just now may be changed again within one tick of its file system's clock
+# a file that was changed just now may change again within one tick of its file system's clock
 SETTLED_SECONDS = 2.0
 TOKENS_VERSION = 1
-"""Raised by every change of code that changes the tokens or weights of a row, or the files that
-hold them; a test compares those of a fixed corpus."""
+"""Must be increased with every code change that alters the tokens or weights of a row, or the files
+that hold them; a test compares them for a fixed corpus."""
 LIBRARIES = ("tokenizers", "jinja2")
-"""Packages whose versions decide the tokens too."""
+"""Packages whose versions affect the tokens too."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """The digest of a file when it had this stamp, of `units.stamp`."""
+    """The digest of a file, and the file's `units.stamp` when it was computed."""
 
     digest: str
     stamp: tuple[int, int] | None
@@ -40,9 +40,9 @@ class Content:
 def contents(
     files: Iterable[str], root: Path, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Content]:
-    """The content of each file.
+    """Return the digest and stamp of each file.
 
-    A file with the size, times and inode of its last hash is not read again.
+    A file whose size, times and inode have not changed since its last hash is not read again.
     """
     known = _read_hashes(root)
     marks = {file: _marks(file) for file in dict.fromkeys(files)}
@@ -61,7 +61,7 @@ def contents(
         try:
             while wait(hashed.values(), LOOK_SECONDS).not_done:
                 tick()
-        finally:  # a stop does not wait for the end of a large file
+        finally:  # do not wait for the end of a large file after a stop
             leaving.set()
             threads.shutdown(cancel_futures=True)
     digests |= {file: one.result() for file, one in hashed.items()}
@@ -79,13 +79,13 @@ def contents(
 
 
 def _marks(file: str) -> list[Any] | None:
-    """Return a file's bytes, times, inode and path; None if it is no file of this machine.
+    """Return a file's size in bytes, mtime, ctime, inode and path; None if it is not a local file.
 
-    `cp -p` and rsync set the second, the time of the last write; nothing sets the third.
+    `cp -p` and rsync can set mtime; nothing can set ctime.
     """
     try:
         about = os.stat(file)
-    except OSError:  # it is no file of this machine
+    except OSError:  # not a local file
         return None
     times = [about.st_mtime_ns, about.st_ctime_ns]
     return [about.st_size, *times, about.st_ino, os.path.abspath(file)]
@@ -105,13 +105,13 @@ def _write_hashes(root: Path, hashes: dict[str, list[Any]]) -> None:
         root.mkdir(parents=True, exist_ok=True)
         aside.write_text(json.dumps(hashes), encoding="utf-8")
         os.replace(aside, root / HASHES)
-    except OSError:  # they are computed again
+    except OSError:  # not saved: the hashes are computed again
         with suppress(OSError):
             aside.unlink()
 
 
 def fingerprint(parts: Any) -> str:
-    """Return the name of a folder for what is made of `parts` by this version of the code."""
+    """Return the name of a folder for what this version of the code makes of `parts`."""
     made_by = [TOKENS_VERSION, [version(library) for library in LIBRARIES]]
     described = json.dumps([made_by, parts], sort_keys=True, default=str)
     return hashlib.blake2b(described.encode(), digest_size=10).hexdigest()

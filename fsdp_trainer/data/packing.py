@@ -1,4 +1,4 @@
-"""Which samples share a row, and where they are cut: from the lengths alone."""
+"""Packing: which samples share a row and where they are cut, from the lengths alone."""
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass
 class Packing:
-    """Row r holds the samples `documents[offsets[r]:offsets[r + 1]]`."""
+    """Samples by row: row r holds the samples `documents[offsets[r]:offsets[r + 1]]`."""
 
     documents: np.ndarray  # [samples] int64: sample ids, row by row
     offsets: np.ndarray  # [rows + 1] int64
@@ -24,7 +24,7 @@ class Pieces:
 
 
 def pieces_of(lengths: np.ndarray, capacity: int) -> Pieces:
-    """Samples as they are, and those that are longer than a row cut into full rows and a rest."""
+    """Cut samples that are longer than a row into full rows and a rest; keep the others."""
     counts = -(-lengths // capacity)
     samples = np.repeat(np.arange(len(lengths)), counts)
     starts = (np.arange(len(samples)) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
@@ -33,21 +33,21 @@ def pieces_of(lengths: np.ndarray, capacity: int) -> Pieces:
 
 @dataclass
 class Groups:
-    """Runs of consecutive samples, each of which packing places as a whole."""
+    """Runs of consecutive samples that packing must keep in one row."""
 
-    firsts: np.ndarray  # [groups] int64: the first sample of each
-    sizes: np.ndarray  # [groups] int64: samples
-    lengths: np.ndarray  # [groups] int64: tokens
+    firsts: np.ndarray  # [groups] int64: first sample of each group
+    sizes: np.ndarray  # [groups] int64: number of samples
+    lengths: np.ndarray  # [groups] int64: number of tokens
 
     @classmethod
     def from_starts(cls, starts: np.ndarray, lengths: np.ndarray) -> "Groups":
-        """starts: [samples] bool, where a group begins; lengths: [samples] tokens."""
+        """starts: [samples] bool, True for a group's first sample. lengths: [samples] tokens."""
         firsts = np.flatnonzero(starts)
         sizes = np.diff(firsts, append=len(starts))
         return cls(firsts, sizes, np.add.reduceat(lengths, firsts))
 
     def samples(self, groups: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Turn rows of groups, as in Packing, into rows of samples, which keep their order."""
+        """Convert rows of groups, as in Packing, to rows of samples in the same order."""
         sizes = self.sizes[groups]
         ends = np.concatenate([[0], np.cumsum(sizes)])
         samples = np.repeat(self.firsts[groups] - ends[:-1], sizes) + np.arange(ends[-1])
@@ -67,16 +67,16 @@ def stream(lengths: np.ndarray, order: np.ndarray, capacity: int) -> tuple[Piece
 
 
 def one_per_row(lengths: np.ndarray) -> Packing:
-    """Every sample has a row of its own."""
+    """Put every sample into a row of its own."""
     return Packing(np.arange(len(lengths)), np.arange(len(lengths) + 1))
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
     """Pack by best-fit decreasing: the longest sample first, each into the fullest row with room.
 
-    Equal lengths are placed by index, all at once: a row with `free` room takes `free // length` of
-    them before another row gets any, as it would one by one. So the work grows with the number of
-    different lengths, not of samples.
+    Samples of equal length are placed together, by index: a row with `free` room takes `free //
+    length` of them before another row gets any, as if they were placed one by one. So the time
+    grows with the number of different lengths, not of samples.
     """
     assert len(lengths) == 0 or 0 < lengths.min() <= lengths.max() <= capacity
     by_length = np.argsort((capacity - lengths).astype(np.min_scalar_type(capacity)), kind="stable")
@@ -105,26 +105,26 @@ def best_fit(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 class Room:
-    """Rows that have room left, grouped by how much."""
+    """Rows with free room, grouped by the number of free tokens."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[np.ndarray]] = {}
         self._sizes: list[int] = []  # the keys, ascending
 
     def tightest(self, length: int) -> int | None:
-        """The least room that `length` fits into; None: there is none."""
+        """Return the smallest room that `length` fits into; None if there is none."""
         i = bisect_left(self._sizes, length)
         return self._sizes[i] if i < len(self._sizes) else None
 
     def add(self, free: int, rows: np.ndarray) -> None:
-        """Rows with `free` room each."""
+        """Add rows that have `free` room each."""
         if len(rows) and free:
             if free not in self._rows:
                 insort(self._sizes, free)
             self._rows.setdefault(free, []).append(rows)
 
     def take(self, free: int, wanted: int) -> np.ndarray | None:
-        """Return at most `wanted` of the rows with `free` room, the first added first, or None."""
+        """Remove and return up to `wanted` rows with `free` room, oldest first, or None."""
         if free not in self._rows:
             return None
         self._sizes.remove(free)

@@ -1,4 +1,4 @@
-"""Conversations and documents to tokens, each with the weight with which it is learnt."""
+"""Conversations and documents to tokens, each with its loss weight."""
 
 import re
 from collections import Counter
@@ -28,43 +28,45 @@ from fsdp_trainer.data.words import EncodedWords, Encoding
 from fsdp_trainer.rounding import round_up
 
 Span = tuple[int, int, float]
-"""Characters [start, end) of a text and the weight with which their tokens are learnt."""
+"""Characters [start, end) of a text, and the loss weight of their tokens."""
 EXAMPLES = 3
 FITS = "fits_"
-"""Begins the keys that count samples too long for a row, by a length that holds them: fits_1536."""
+"""Prefix of keys that count samples too long for a row; the suffix is a sufficient length, as in
+fits_1536."""
 LOST = "lost_tokens"
-"""Key of the tokens that were dropped or cut off with them."""
+"""Key of the number of tokens in samples that were dropped for length, or cut off."""
 REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
-"""Keys of the samples made of conversations whose template rewrites earlier turns, of their tokens,
-and of the tokens of the last sample of each, which holds the conversation once."""
+"""Keys of counts for conversations whose template rewrites earlier turns: samples made of them,
+tokens of those samples, and tokens of the last sample of each (the conversation without
+repeats)."""
 HEADER = 80
-"""Characters before an answer that may hold its beginning, where prompt and answer look alike."""
+"""Characters before an answer that may hold its beginning, if prompt and answer share a prefix."""
 TEXTS = ("content", "reasoning_content")
 """Keys of a turn that hold text."""
 GOOD, BAD, MISMATCHED = range(3)
-"""Kinds of a sample: an answer, one that is to become less likely, and a prompt with the answer to
-another one, which tells how much less likely any answer is than under a reference."""
+"""Kinds of a sample: an answer; an answer that should become less likely; and a prompt with the
+answer to another prompt, whose mean log(policy / reference) is the baseline for all answers."""
 EMPTY_THINK = re.compile(r"<think>\s*</think>")
 
 
 @dataclass
 class Sample:
-    """Tokens as they are stored; `weights[i]` is that of `tokens[i]` as a target."""
+    """Tokens as they are stored; `weights[i]` is the loss weight of `tokens[i]` as a target."""
 
     tokens: np.ndarray  # [length] int32
     weights: np.ndarray  # [length] float32
     starts_group: bool = True
-    """False: packing keeps it in one row with the sample before it."""
+    """False if packing must keep it in one row with the sample before it."""
     kind: int = GOOD
     question: str | None = None
-    """Of a prompt: DataQuestion.as_json."""
+    """DataQuestion.as_json, for prompts only."""
 
 
 @dataclass
 class Rendered:
     """A text before tokenisation.
 
-    A document is framed by bos and eos; a conversation has what its template wrote.
+    A document gets bos and eos around it; a conversation is exactly the template's output.
     """
 
     text: str
@@ -73,32 +75,32 @@ class Rendered:
     """File and line."""
     is_document: bool = False
     ends: tuple[int, ...] = ()
-    """Characters behind the special tokens that end the assistant's turns."""
+    """Character positions just after the special tokens that end the assistant's turns."""
     sample: Sample | None = None
-    """The tokens of data that is tokenised already; the text is empty then."""
+    """The tokens of data that is already tokenised; the text is then empty."""
     place: tuple[int, int] = (1, 1)
-    """Number of the text among those of its conversation, from 1, and how many there are."""
+    """Number of this text among those of its conversation, from 1, and how many there are."""
     rejected: "Rendered | None" = None
-    """Of a preference pair, whose chosen answer this is: the other one."""
+    """The rejected answer of a preference pair, if this is the chosen one."""
     is_good: bool | None = None
-    """Of an answer that is good or bad: which of both."""
+    """Label of an answer in good or bad; None for any other text."""
     question: str | None = None
-    """Of a prompt, whose text this is: see Sample."""
+    """As in Sample, for the text of a prompt."""
 
     @property
     def sides(self) -> "list[Rendered]":
-        """Itself, and the rejected answer of a pair."""
+        """This text, then the rejected answer if it is a pair."""
         return [self] if self.rejected is None else [self, self.rejected]
 
     @property
     def size(self) -> int:
-        """Characters, or as many as so many tokens usually have."""
+        """Number of characters, estimated as 4 per token for tokenised data."""
         own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
         return own + (self.rejected.size if self.rejected else 0)
 
 
 class SampleBuilder:
-    """Renders and tokenises, and counts what it leaves out."""
+    """Renders and tokenises rows, and counts what it leaves out."""
 
     def __init__(
         self,
@@ -108,14 +110,14 @@ class SampleBuilder:
         template: Template,
         splits_pairs: bool = False,
     ):
-        """splits_pairs: their answers become a good and a bad one."""
+        """splits_pairs: if True, the answers of a pair become one good and one bad answer."""
         self.splits_pairs = splits_pairs
-        self._last_answer: Sample | None = None  # the one before, of those that are good or bad
+        self._last_answer: Sample | None = None  # the previous answer labelled good or bad
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
         """Counts by the keys of `findings.KINDS`."""
         self.examples: dict[str, list[str]] = {}
-        """The first FILE:LINE of each."""
+        """The first few FILE:LINE for each key."""
         self._ends = tuple(tokenizer.special_tokens)
         self._special = re.compile(
             "|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)"
@@ -128,14 +130,14 @@ class SampleBuilder:
         ]
 
     def count(self, key: str, where: tuple[str, int]) -> None:
-        """One more of it."""
+        """Count one more event, and keep its place if it is among the first few."""
         self.counts[key] += 1
         place, places = f"{where[0]}:{where[1]}", self.examples.setdefault(key, [])
         if len(places) < EXAMPLES and place not in places:
             places.append(place)
 
     def render_prompt(self, row: DataQuestion) -> list[Rendered]:
-        """Return the text up to where the model is to answer; RowError if it cannot be rendered."""
+        """Return the prompt up to where the model answers; RowError if it cannot be rendered."""
         messages = self.template.adapt(row.messages, row.tools)
         text = self.template.render(messages, row.tools, add_generation_prompt=True)
         require_whole_characters(text)
@@ -144,7 +146,7 @@ class SampleBuilder:
     def render(self, row: Readable) -> list[Rendered]:
         """Return one text, or several if the template rewrites earlier turns.
 
-        RowError if it refuses the conversation.
+        Raises RowError if the template refuses the conversation.
         """
         if isinstance(row, Conversation):
             texts = self._conversation(row)
@@ -170,7 +172,7 @@ class SampleBuilder:
         return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
 
     def _pretokenised(self, row: Pretokenised) -> Rendered:
-        """Return tokens as they are. RowError if the tokenizer lacks one of them."""
+        """Return tokens unchanged. Raises RowError if one is not in the tokenizer's vocabulary."""
         size = self.tokenizer.vocab_size
         beyond = next((token for token in row.tokens if not 0 <= token < size), None)
         if beyond is not None:
@@ -181,7 +183,7 @@ class SampleBuilder:
         return _with_tokens(row.tokens, row.learnt, row.where)
 
     def _segments(self, row: Segments) -> Rendered:
-        """Return the tokens of texts that are tokenised one by one, as at inference."""
+        """Return the tokens of texts that are tokenised separately, as at inference."""
         try:
             encoded = self.tokenizer.encode_plain(row.texts)
         except UnicodeEncodeError:
@@ -195,18 +197,18 @@ class SampleBuilder:
         return _with_tokens(tokens, learnt, row.where)
 
     def _pair(self, row: Preference) -> Rendered:
-        """Return the chosen answer behind its prompt, with the rejected one beside it."""
+        """Return the prompt with the chosen answer; `rejected` is the prompt with the other one."""
         chosen, rejected = (self._answer(row, name) for name in SIDES)
         return replace(chosen, rejected=rejected)
 
     def _verdicts(self, row: Preference | LabelledAnswer) -> list[Rendered]:
-        """Return the row's answers, each good or bad."""
+        """Return each answer of the row with its label, good or bad."""
         if isinstance(row, LabelledAnswer):
             return [replace(self._answer(row, "answer"), is_good=row.is_good)]
         return [replace(self._answer(row, name), is_good=name == SIDES[0]) for name in SIDES]
 
     def _answer(self, row: Preference | LabelledAnswer, name: str) -> Rendered:
-        """Return an answer behind its prompt: its turns are learnt, those of the prompt are not."""
+        """Return the prompt with an answer; only the turns of the answer are supervised."""
         prompt = [
             turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in row.prompt
         ]
@@ -271,7 +273,7 @@ class SampleBuilder:
         groups = merged(turns, finder.whole)
         if len(groups) == 1:
             behind = len(row.messages)
-        # turns after the last answer may be in none of the texts
+        # turns after the last supervised answer may be in none of the texts
         if left_out_of_context(row.messages[:behind], groups[-1][0]):
             notes.add(TEXT_LEFT_OUT)
         if len(groups) > 1:
@@ -289,7 +291,7 @@ class SampleBuilder:
         ]
 
     def _chosen(self, finder: TurnFinder, row: Conversation) -> list[tuple[int, int]]:
-        """Return the places of answers to learn, among the finder's turns and the row's."""
+        """Return two indices of each supervised answer: in the finder's and the row's messages."""
         places = [
             [k for k, message in enumerate(messages) if message["role"] == "assistant"]
             for messages in (finder.messages, row.messages)
@@ -298,7 +300,7 @@ class SampleBuilder:
         return chosen[-1:] if self.data.loss_on == "last" else chosen
 
     def _weighted_turns(self, finder: TurnFinder) -> list[Span]:
-        """Turns with a weight of their own, when everything is learnt."""
+        """Return the spans of turns with their own weight, for data.loss_on=all."""
         spans = []
         template, messages, tools = finder.template, finder.messages, finder.tools
         for k in (k for k, message in enumerate(messages) if "weight" in message):
@@ -315,9 +317,10 @@ class SampleBuilder:
         return spans
 
     def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
-        """Yield for every text its sample, for a pair both, or none where it is left out.
+        """Yield the samples of every text: one, two for a pair, none if the text is left out.
 
-        Of answers that are good or bad each with one that is mismatched.
+        An answer labelled good or bad comes with a second sample, its prompt with a mismatched
+        answer.
         """
         samples = self._tokenized(texts)
         if any(text.is_good is not None for text in texts):
@@ -348,10 +351,10 @@ class SampleBuilder:
     def _with_mismatched(
         self, texts: list[Rendered], samples: list[list[Sample]]
     ) -> list[list[Sample]]:
-        """Return each text's sample and behind it its prompt with the answer before it.
+        """Return each text's sample, followed by its prompt with the answer of the sample before.
 
-        The very first one has the last answer. A mismatched answer is cut where the row of both is
-        full.
+        The very first prompt gets the last answer. A mismatched answer is cut where both samples
+        fill the row.
         """
         learnt = [one for each in samples for one in each]
         before = self._last_answer or (learnt[-1] if learnt else None)
@@ -373,7 +376,7 @@ class SampleBuilder:
         return both
 
     def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:
-        """Return both answers, or none: a row must hold them together."""
+        """Return both answers, or none: one row must hold both."""
         length = sum(len(sample.tokens) for sample in samples)
         if length > self.seq_len:
             self.counts[f"{FITS}{rounded_length(length)}"] += 1
@@ -388,7 +391,7 @@ class SampleBuilder:
         return [chosen, replace(rejected, starts_group=False)]
 
     def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
-        """Return the prompt, of which no token is learnt; none where it is too long."""
+        """Return the prompt, without supervised tokens; nothing if it is too long."""
         length = len(encoding.ids)
         if length > self.seq_len:
             self.counts[f"{FITS}{rounded_length(length)}"] += 1
@@ -417,7 +420,7 @@ class SampleBuilder:
     def _count_turns(
         self, encoding: Encoding | EncodedWords, text: Rendered, sample: Sample
     ) -> None:
-        """Count the ends and beginnings of turns that are not learnt as they should be."""
+        """Count turns whose beginning or end is not supervised as it should be."""
         for end in text.ends:
             at = encoding.first_reaching(end)
             if (
@@ -435,7 +438,7 @@ class SampleBuilder:
                 self.count("empty_think", text.where)
 
     def _leave_out_stripped(self, encoding: Encoding | EncodedWords, text: str) -> None:
-        """Let special tokens that swallow white space (Phi-3's) cover their own characters only."""
+        """Restrict special tokens that swallow white space (Phi-3's) to their own characters."""
         for i in np.flatnonzero(np.isin(encoding.ids, self._stripping)) if self._stripping else ():
             covered = text[encoding.starts[i] : encoding.ends[i]]
             encoding.starts[i] += len(covered) - len(covered.lstrip())
@@ -445,9 +448,9 @@ class SampleBuilder:
         length, seq_len = len(sample.tokens), self.seq_len
         if length <= seq_len:
             return [sample]
-        if self.data.too_long == "split":  # refused where there are turns
+        if self.data.too_long == "split":  # config rules refuse it for conversations
             self.count("split", text.where)
-            return [sample]  # the order of rows cuts it
+            return [sample]  # RowOrder splits it
         self.counts[f"{FITS}{rounded_length(length)}"] += 1
         if self.data.too_long == "truncate":
             self.count("truncated", text.where)
@@ -460,7 +463,7 @@ class SampleBuilder:
         bos = self.tokenizer.bos_id
         if bos is not None and sample.tokens[:2].tolist() == [bos, bos]:
             self.count("two_bos", text.where)
-        sample.weights[:1] = 0  # nothing comes before the first token to predict it from
+        sample.weights[:1] = 0  # no token precedes the first one to predict it from
         if len(sample.tokens) >= 2 and sample.weights.any():
             return [sample]
         return self._left_out("unsupervised", text.where)
@@ -471,9 +474,9 @@ class SampleBuilder:
 
 
 def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
-    """Return a sample's prompt with the answer of another, at most `room` tokens.
+    """Return a sample's prompt with the answer of another sample, at most `room` tokens.
 
-    None where there is no room for any of the answer.
+    None if there is no room for any token of the answer.
     """
     prompt, begin = int(np.argmax(sample.weights > 0)), int(np.argmax(other.weights > 0))
     if room <= prompt:
@@ -484,7 +487,7 @@ def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
 
 
 def require_whole_characters(*texts: str) -> None:
-    """Raise RowError for a text that no file can hold."""
+    """Raise RowError for a text that cannot be encoded as UTF-8, with half a surrogate pair."""
     try:
         for text in texts:
             text.encode()
@@ -495,13 +498,13 @@ def require_whole_characters(*texts: str) -> None:
 
 
 def _with_tokens(tokens: list[int], learnt: list[bool], where: tuple[str, int]) -> Rendered:
-    """Return what is tokenised already, in place of a text."""
+    """Return already tokenised data as a text without characters."""
     sample = Sample(np.array(tokens, np.int32), np.array(learnt, np.float32))
     return Rendered("", [], where, sample=sample)
 
 
 def _context_spans(message: Message, text: str, start: int) -> list[Span]:
-    """Return the parts of a turn that are not learnt, as places in the text behind `start`."""
+    """Return the unsupervised parts of a turn, as character spans of the text from `start` on."""
     content, parts = message.get("context_parts", ("", []))
     begin = text.find(content, start)
     if parts and begin < 0:
@@ -510,9 +513,9 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
 
 
 def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarray:
-    """Return the weight of the span that holds each token: [tokens] float32.
+    """Return the weight of the span around each token: [tokens] float32.
 
-    A token across an edge has the smaller weight of both sides.
+    A token that crosses a span's edge gets the smaller weight of both sides.
     """
     characters = np.zeros(len(text.text) + 1, np.float32)
     for start, end, weight in text.spans:
@@ -521,6 +524,6 @@ def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarr
 
 
 def rounded_length(length: int) -> int:
-    """Return the next length that one would choose: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    """Return the next usual row length: 1024, 1280, 1536, 1792, 2048, 2560 …"""
     step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
     return round_up(length, step)

@@ -1,6 +1,6 @@
-"""Arrays that the processes of a node share.
+"""Arrays that the processes of a node share through memory-mapped files.
 
-One of them writes the files, which appear when they are whole; all map them.
+One process writes the files, which appear only when they are complete; all processes map them.
 """
 
 import fcntl
@@ -16,26 +16,26 @@ import numpy as np
 
 Arrays = dict[str, np.ndarray]
 UNUSED_SECONDS = 30 * 24 * 3600.0
-# samples or rows: for less, what an epoch takes is a few MB, arrays within 0.1 s in every process
+# number of samples or rows; with fewer, each process makes an epoch's arrays in 0.1 s and a few MB
 SHARED_FROM = 200_000
 
 
 class SharedArrays:
-    """Groups of named arrays in `folder`, one folder for each group.
+    """Groups of named arrays in `folder`, one subfolder for each group.
 
-    When one is made, groups are deleted that nobody has opened for a month: also those of other
-    folders beside this one. A process that maps them keeps them.
+    Writing a group deletes all groups, also in sibling folders, that were not opened for a month. A
+    process that has mapped a deleted group can still use it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.problem: OSError | None = None
-        """Why nothing can be kept there; every process then holds the arrays in its own memory."""
+        """Error that prevented writing files; every process then keeps the arrays in memory."""
 
     def get(self, group: str, make: Callable[[], Arrays]) -> Arrays:
-        """Return the arrays that `make` returns, from files if any process has written them.
+        """Return the arrays of a group, from its files or, if there are none, from `make`.
 
-        A process that comes while another one makes them waits.
+        Waits if another process is making them.
         """
         arrays: Arrays | None = self._open(group)
         if arrays is not None:
@@ -43,7 +43,7 @@ class SharedArrays:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "lock", "w") as lock:
-                with suppress(OSError):  # where there are no locks, several make the same
+                with suppress(OSError):  # this file system has no locks: several may make the same
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 stored = self._open(group)
                 if stored is not None:
@@ -62,7 +62,7 @@ class SharedArrays:
                 file.stem: np.asarray(np.load(file, mmap_mode="r"))
                 for file in (self.folder / group).glob("*.npy")
             }
-        except (OSError, ValueError, EOFError):  # cut short by a crash of the machine
+        except (OSError, ValueError, EOFError):  # files damaged by a crash of the machine
             return None
         with suppress(OSError):
             os.utime(self.folder / group)
@@ -76,7 +76,7 @@ class SharedArrays:
                     np.save(file, array)
                     file.flush()
                     os.fsync(file.fileno())
-            aside.chmod(0o755)  # mkdtemp's folder is for its owner only
+            aside.chmod(0o755)  # mkdtemp's folder is private to its owner
             _remove(self.folder / group)
             os.replace(aside, self.folder / group)
         finally:
@@ -90,7 +90,7 @@ class SharedArrays:
 
 
 def _remove(group: Path) -> None:
-    """Renamed first, so that nobody finds a part of it."""
+    """Delete a group; rename it first, so that no process finds half of it."""
     gone = group.with_name(f".gone-{group.name}-{os.getpid()}")
     with suppress(OSError):
         os.replace(group, gone)

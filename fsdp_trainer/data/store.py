@@ -1,4 +1,4 @@
-"""Tokenised samples on disk: flat memory-mapped columns, written aside and renamed when whole."""
+"""Tokenised samples on disk: flat memory-mapped columns, renamed into place when complete."""
 
 import hashlib
 import json
@@ -22,26 +22,26 @@ COLUMNS = {
 PER_TOKEN = ("tokens", "weights")
 GROUP_STARTS, KINDS = "group_starts", "kinds"
 OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
-"""[samples] columns that are there only if one of their values is not the usual one: False where a
-sample shares the row of the one before it; the kinds of samples.py. Dtype, usual value."""
+"""Columns of [samples] that are only written if some value differs from the usual one.
+group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
+samples.py. Values: (dtype, usual value)."""
 QUESTIONS, QUESTION_SIZES = "questions", "question_sizes"
-"""What answers to prompts are judged by: JSON one behind the other, and [samples] int64, the bytes
-of each: columns that are there only if the samples are prompts."""
-BLOCK = 1 << 24  # bytes that are copied between two signs of life
+"""Columns that only stores of prompts have. questions: concatenated JSON of what answers are judged
+by. question_sizes: [samples] int64, bytes of each."""
+BLOCK = 1 << 24  # bytes copied between two calls of `tick`
 
 
 class Damaged(Exception):
-    """A store is not as it was written; the message says what is wrong with it."""
+    """Raised for a store that differs from what was written; the message describes the damage."""
 
 
 class TokenStore:
     """Samples on disk.
 
-    `weights` belongs to `tokens` one to one: the weight with which that token is learnt, as a
-    target.
+    `weights[i]` is the loss weight of `tokens[i]` as a target.
 
-    fingerprint: of the samples themselves, in order: whatever made the same tokens and weights, it
-    is the same data.
+    fingerprint: hash of the samples in order. It depends only on tokens and weights, not on how
+    they were made.
     """
 
     def __init__(
@@ -56,35 +56,35 @@ class TokenStore:
         self.folder, self.fingerprint = folder, fingerprint
         self.source_names, self.file_names = list(source_names), list(files)
         self.counts: dict[str, int] = counts or {}
-        """Counts of what happened while it was written: see SampleBuilder.counts."""
+        """Counts of events while it was written: see SampleBuilder.counts."""
         self.examples: dict[str, list[str]] = examples or {}
-        """FILE:LINE of a few rows to which it happened."""
+        """FILE:LINE of the first few rows behind each count."""
         columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
         self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
         self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
         self.lengths: np.ndarray = columns["lengths"]  # [samples] int64
         self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
         self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
-        self.sources: np.ndarray = columns["sources"]  # [samples] int32, places in source_names
-        self.files: np.ndarray = columns["files"]  # [samples] int32, places in file_names
-        self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; in a table the row
-        # [samples] uint64: of a sample's tokens and weights, to find duplicates by
+        self.sources: np.ndarray = columns["sources"]  # [samples] int32, indices into source_names
+        self.files: np.ndarray = columns["files"]  # [samples] int32, indices into file_names
+        self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; row of a table
+        # [samples] uint64: hash of a sample's tokens, weights and question, used to find duplicates
         self.digests: np.ndarray = columns["digests"]
         self.group_starts = _map_optional(folder, GROUP_STARTS)
         self.kinds = _map_optional(folder, KINDS)
         self.question_sizes: np.ndarray | None = None
-        """[samples] int64; None: the samples are no prompts."""
+        """[samples] int64; None if the samples are not prompts."""
         if (folder / f"{QUESTION_SIZES}.bin").exists():
             self.question_sizes = _map(folder / f"{QUESTION_SIZES}.bin", np.int64)
             self.question_bytes = _map(folder / f"{QUESTIONS}.bin", np.uint8)
         for column in (self.tokens, self.weights):
-            # shuffled samples lie all over the file: nothing is to be read ahead behind each
+            # shuffled samples are scattered over the file, so reading ahead is useless
             if isinstance(column.base, mmap):
                 column.base.madvise(MADV_RANDOM)
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """The first token of each sample, and the end of the last one: [samples + 1] int64."""
+        """Index of the first token of each sample, then the total count: [samples + 1] int64."""
 
         def make() -> dict[str, np.ndarray]:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
@@ -99,31 +99,34 @@ class TokenStore:
 
     @property
     def groups(self) -> int:
-        """The number of groups: as many as samples where each is one by itself."""
+        """The number of groups; equals the number of samples if none share a row by constraint."""
         starts = self.group_starts
         return len(self) if starts is None else int(np.count_nonzero(starts))
 
     def read(
         self, sample: int, start: int = 0, length: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, weights) of a sample, or of at most `length` of its tokens from `start` on."""
+        """Return (tokens, weights) of a sample, at most `length` of them, from `start` on."""
         first, end = self.offsets[sample] + start, self.offsets[sample + 1]
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
 
     @cached_property
     def question_offsets(self) -> np.ndarray:
-        """The first byte of each question, and the end of the last one."""
+        """Index of the first byte of each question, then the total count: [samples + 1] int64."""
         assert self.question_sizes is not None
         return np.concatenate([[0], np.cumsum(self.question_sizes)])
 
     def question(self, sample: int) -> dict[str, Any]:
-        """Return what answers to a prompt are judged by: its row, and `answer`, the reference."""
+        """Return what answers to a prompt are judged by: its data row, including `answer`."""
         first, end = self.question_offsets[sample : sample + 2]
         return json.loads(self.question_bytes[first:end].tobytes())
 
     def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """Have the disk begin to read all these stretches of tokens at once, not one by one."""
+        """Start reading all these ranges of tokens from disk at once, instead of one by one.
+
+        firsts, counts: [ranges] int64, index of the first token and number of tokens.
+        """
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
                 begins, ends = (
@@ -134,7 +137,7 @@ class TokenStore:
                     column.base.madvise(MADV_WILLNEED, begin, size)
 
     def where(self, sample: int) -> str:
-        """Return FILE:LINE that a sample was made of."""
+        """Return FILE:LINE of the row that a sample was made from."""
         return (
             f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
             if self.file_names
@@ -142,7 +145,7 @@ class TokenStore:
         )
 
     def number_in_line(self, sample: int) -> tuple[int, int]:
-        """Return a sample's number among those made of its line, from 1, and how many they are."""
+        """Return a sample's number, from 1, among the samples of its line, and their total."""
         place = (self.files[sample], self.lines[sample])
         first, stop = sample, sample + 1
         while first > 0 and (self.files[first - 1], self.lines[first - 1]) == place:
@@ -171,14 +174,15 @@ class StoreWriter:
         self._folder = folder
         self._optional = {column: bytearray() for column in OPTIONAL}
         self.totals: dict[str, dict[str, int]] = {}
-        """Samples, tokens, supervised tokens, longest sample; by source (its place, as text)."""
+        """Samples, tokens, supervised tokens, longest sample; by source (its index as a string)."""
 
     def write(
         self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0
     ) -> None:
         """Append samples in order.
 
-        source, file: places among their names; lines: of the file, one for each sample.
+        source, file: indices into the lists of names. lines: line numbers in the file, one per
+        sample.
         """
         if not samples:
             return
@@ -199,7 +203,7 @@ class StoreWriter:
         for name, dtype in COLUMNS.items():
             self._files[name].write(
                 np.ascontiguousarray(columns[name], dtype).data
-            )  # unlike tofile it says when the disk is full
+            )  # unlike tofile, write raises an error when the disk is full
         self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
         self._optional[KINDS] += bytes(sample.kind for sample in samples)
         self._write_questions([s.question.encode() for s in samples if s.question is not None])
@@ -220,7 +224,7 @@ class StoreWriter:
             file.write(np.array([*map(len, questions)], np.int64).data)
 
     def close(self) -> None:
-        """All of it is with the system."""
+        """Close all columns and write the optional ones."""
         for file in self._files.values():
             file.close()
         starts = self._optional[GROUP_STARTS]
@@ -240,7 +244,7 @@ def _digest(sample: Sample) -> int:
 
 
 def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
-    """Add to the totals of each source."""
+    """Add `more` to the totals of each source, in place."""
     for source, added in more.items():
         mine = totals.setdefault(source, dict.fromkeys(added, 0))
         for what, n in added.items():
@@ -248,7 +252,7 @@ def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]
 
 
 def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
-    """Raise Damaged unless the columns hold just what was counted."""
+    """Raise Damaged unless the size of every column matches the totals."""
     samples = sum(one["samples"] for one in totals.values())
     tokens = sum(one["tokens"] for one in totals.values())
     optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
@@ -266,9 +270,9 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
 
 
 def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
-    """Write the columns of `parts`, one after another; return the fingerprint.
+    """Write the columns of all parts, one part after another; return the fingerprint.
 
-    Memory is bounded. tick: called while it goes on.
+    Uses bounded memory. tick: called repeatedly during the copy.
     """
     into.mkdir()
     has_questions = any((part / f"{QUESTION_SIZES}.bin").exists() for part in parts)
@@ -276,7 +280,7 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
         with open(into / f"{column}.bin", "wb") as whole:
             for part in parts:
                 if column in (QUESTION_SIZES, QUESTIONS) and not (part / f"{column}.bin").exists():
-                    continue  # a part without a sample
+                    continue  # a part without samples
                 with open(part / f"{column}.bin", "rb") as piece:
                     while _copy(piece.fileno(), whole.fileno()):
                         tick()
@@ -296,7 +300,7 @@ def _has(folder: Path, column: str) -> bool:
 
 
 def _optional(folder: Path, column: str) -> bytes:
-    """Return one byte a sample: its value in a column of OPTIONAL."""
+    """Return a column of OPTIONAL as one byte per sample."""
     if _has(folder, column):
         return (folder / f"{column}.bin").read_bytes()
     samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize
@@ -304,15 +308,15 @@ def _optional(folder: Path, column: str) -> bytes:
 
 
 def _copy(source: int, target: int) -> int:
-    """Copy up to BLOCK bytes from one file's position to the other's; return how many.
+    """Copy up to BLOCK bytes from one file's position to the other's; return the number copied.
 
-    The kernel does it where it can, and may only note that both share them.
+    The kernel copies if it can, and may then let both files share the blocks on disk.
     """
     if hasattr(os, "copy_file_range"):
         try:
             if copied := os.copy_file_range(source, target, BLOCK):
                 return copied
-        except OSError:  # not between these file systems; what else is wrong, writing tells
+        except OSError:  # not supported between these file systems; other errors recur below
             pass
     block = os.read(source, BLOCK)
     rest = memoryview(block)
@@ -322,9 +326,9 @@ def _copy(source: int, target: int) -> int:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The description that `write_meta` wrote last into a folder of stores.
+    """Return the description that `write_meta` wrote into a folder of stores.
 
-    Raises Damaged if it, or a column that it counts, is not as it was.
+    Raises Damaged if the description cannot be read or a column does not match it.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
@@ -340,7 +344,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
-    """The file that makes a folder of stores whole."""
+    """Write the description of a folder of stores; the folder is complete only with this file."""
     with open(folder / "meta.json", "w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1, ensure_ascii=False)
         file.flush()

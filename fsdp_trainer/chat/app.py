@@ -1,4 +1,4 @@
-"""The web application: the page, and OpenAI's `/v1/models` and `/v1/chat/completions`."""
+"""The web application: the page, and `/v1/models` and `/v1/chat/completions` as OpenAI's API."""
 
 import asyncio
 import json
@@ -29,13 +29,13 @@ from fsdp_trainer.generation.sampling import Sampling
 HERE = Path(__file__).parent
 LOCAL = ("127.0.0.1", "localhost", "::1")
 LOOK_SECONDS = 0.25
-"""Between two looks for whether a client is still there, where nothing is sent to it."""
-MOST_BYTES = 16 << 20  # of a request
+"""Seconds between two checks that a client is still connected while nothing is sent to it."""
+MOST_BYTES = 16 << 20  # largest size of a request
 
 
 @dataclass(frozen=True)
 class Served:
-    """All that the application answers with. token: what requests must bring; None: nothing."""
+    """The model that the application serves. token: required of requests; None: no token is."""
 
     name: str
     engine: Engine
@@ -45,9 +45,9 @@ class Served:
 
 
 class AccessGuard:
-    """Lets through requests with the token; without one, those that name this machine.
+    """Middleware that accepts requests with the token, or without one those to this machine.
 
-    A page of another site could otherwise reach a server on this machine through its visitor.
+    A page of another site could otherwise use the visitor's browser to reach the server.
     """
 
     def __init__(self, app: ASGIApp, token: str | None):
@@ -55,7 +55,7 @@ class AccessGuard:
         self.token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401 or 403, or let the application answer."""
+        """Answer 401 or 403, or pass the request to the application."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -63,7 +63,7 @@ class AccessGuard:
         await (refusal or self.app)(scope, receive, send)
 
     def refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that is not let through."""
+        """Return the answer to a request that is refused; None if it is accepted."""
         if self.token is not None:
             given = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
             given = given or request.query_params.get("token", "")
@@ -78,7 +78,7 @@ class AccessGuard:
 
 
 def make_app(served: Served) -> Starlette:
-    """Return the application."""
+    """Return the application with its routes and the access guard."""
 
     async def page(request: Request) -> Response:
         return page_response(served)
@@ -99,14 +99,14 @@ def make_app(served: Served) -> Starlette:
 
 
 def error_response(status: int, message: str, param: str | None = None) -> Response:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the format that OpenAI's clients read."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     error = {"message": message, "type": kind, "param": param, "code": None}
     return JSONResponse({"error": error}, status)
 
 
 def page_response(served: Served) -> Response:
-    """Return the page, with its style and script in it; nothing else may run or be fetched."""
+    """Return the page with its style and script inline; no other script or fetch is allowed."""
     style, script = ((HERE / f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     defaults = served.defaults
     html = (HERE / "page.html").read_text("utf-8")
@@ -134,7 +134,7 @@ def hash_of(content: str) -> str:
 
 
 async def complete(request: Request, served: Served) -> Response:
-    """Answer a request for the next turn, in one piece or as a stream."""
+    """Answer a request for the next turn, at once or as a stream."""
     try:
         asked_for = read_request(await body_of(request), served.defaults)
         prompt = encode(served, asked_for)
@@ -170,7 +170,7 @@ def encode(served: Served, request: ChatRequest) -> list[int]:
 
 
 class Answers:
-    """The answers to one request, as they come from the engine."""
+    """The answers to one request, received from the engine piece by piece."""
 
     def __init__(self, request: Request, served: Served, wanted: ChatRequest, prompt: list[int]):
         self.request = request
@@ -180,7 +180,7 @@ class Answers:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
         def send(event: Event) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens
+            with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
@@ -190,7 +190,7 @@ class Answers:
         self.created = int(time.time())
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """Yield the events up to the end of all answers; the job ends when nobody listens."""
+        """Yield the events up to the end of all answers; closing this generator cancels the job."""
         self.served.engine.submit(self.job)
         remaining = self.wanted.n
         try:
@@ -204,7 +204,7 @@ class Answers:
             self.job.is_cancelled = True
 
     async def _next(self) -> Event:
-        """Return the next event. Raises ConnectionError when the client has gone."""
+        """Return the next event. Raises ConnectionError if the client has disconnected."""
         while True:
             try:
                 return await asyncio.wait_for(self._events.get(), LOOK_SECONDS)
@@ -226,7 +226,7 @@ class Answers:
                     if await self.request.is_disconnected():
                         raise ConnectionError
         except ConnectionError:
-            return Response(status_code=499)  # as nginx writes it; nobody reads it
+            return Response(status_code=499)  # nginx's code for a client that has disconnected
         choices = [
             {
                 "index": index,
@@ -278,7 +278,7 @@ class Answers:
         return f"data: {json.dumps(self.head('chat.completion.chunk') | {'choices': [choice]})}\n\n"
 
     def head(self, kind: str) -> dict[str, Any]:
-        """Return what all objects of this request begin with."""
+        """Return the entries that all response objects of this request share."""
         return {
             "id": self.id,
             "object": kind,
@@ -287,7 +287,7 @@ class Answers:
         }
 
     def usage(self) -> dict[str, int]:
-        """Return the tokens of the prompt and of all answers."""
+        """Return the number of tokens of the prompt and of all answers."""
         prompt, answer = len(self.job.prompt), self.job.tokens
         return {
             "prompt_tokens": prompt,

@@ -1,7 +1,8 @@
-"""Answers to many requests at once, from one model, computed by one thread.
+"""Computation of answers to many requests at once, by one model in one thread.
 
-Each request, or several that wait together and sample alike, is a generation with a cache of its
-own; all generations take a token in turn, so that no request waits for the end of another.
+Each request is a generation with a cache of its own; requests that wait together and have the same
+temperature and top_p share one. All generations advance by a token in turn, so that no request
+waits for the end of another.
 """
 
 import queue
@@ -19,14 +20,14 @@ from fsdp_trainer.generation.ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
 LOOK_SECONDS = 0.2
-"""Between two looks of an idle engine for whether it is to end."""
+"""Seconds between two checks of an idle engine whether it has been closed."""
 UNFINISHED = "\ufffd"
-"""The character that a decoder writes for bytes that are no whole character."""
+"""The character that a decoder writes for bytes of an incomplete character."""
 
 
 @dataclass(frozen=True)
 class AnswerPiece:
-    """Text of an answer. index: of the sample; finish: `stop` or `length` with its last piece."""
+    """A piece of an answer's text. index: of the sample. finish: `stop` or `length` in the last."""
 
     index: int
     text: str
@@ -52,13 +53,13 @@ class ChatJob:
     stops: list[str]
     send: Callable[[Event], None]
     tokens: int = 0
-    """Generated so far, in all samples."""
+    """Number of tokens generated so far, in all samples."""
     is_cancelled: bool = False
-    """Nobody waits for the answer: set by any thread."""
+    """True if the answer is no longer wanted. Any thread may set it."""
 
 
 class AnswerText:
-    """The text of a continuation as it grows, up to a stop string."""
+    """The growing text of a continuation, up to a stop string."""
 
     def __init__(
         self, job: ChatJob, index: int, continuation: Continuation, tokenizer: TextTokenizer
@@ -72,7 +73,7 @@ class AnswerText:
         self.is_finished = False
 
     def advance(self) -> None:
-        """Send what is new; end the continuation at a stop string."""
+        """Send the new part of the text; end the continuation at a stop string."""
         continuation = self.continuation
         if self.is_finished:
             return
@@ -100,7 +101,7 @@ class AnswerText:
 
 
 def first_of(stops: list[str], text: str) -> int | None:
-    """Return where the first stop string in a text begins; None if there is none."""
+    """Return the index of the first stop string in a text; None if there is none."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
@@ -108,7 +109,7 @@ def first_of(stops: list[str], text: str) -> int | None:
 def sure(text: str, stops: list[str]) -> str:
     """Return the beginning of a text that no further token can change.
 
-    Left out are parts of a character, and an end with which a stop string begins.
+    An incomplete character at the end is left out, and an end that may begin a stop string.
     """
     text = text.rstrip(UNFINISHED)
     longest = max(map(len, stops), default=1) - 1
@@ -120,26 +121,26 @@ def sure(text: str, stops: list[str]) -> str:
 
 @dataclass
 class ActiveGeneration:
-    """Answers that are computed together, and the steps that are still to be taken."""
+    """Answers that are computed together, and their remaining steps."""
 
     answers: list[AnswerText]
     steps: Iterator[list[Continuation]] = field(default_factory=lambda: iter(()))
 
     def step(self) -> bool:
-        """Take one step; return whether there are further ones."""
+        """Take one step; return True if there may be another one."""
         is_over = next(self.steps, None) is None
         for answer in self.answers:
             answer.advance()
         return not is_over
 
     def fail(self, message: str) -> None:
-        """Tell all who wait that there is nothing more to come."""
+        """Send an error to all jobs whose answers are computed here."""
         for job in {id(answer.job): answer.job for answer in self.answers}.values():
             job.send(EngineError(message))
 
 
 class Engine:
-    """Computes jobs in a thread of its own, at most `rows` answers at the same time."""
+    """A thread that computes jobs, at most `rows` answers at the same time."""
 
     def __init__(self, speaker: Speaker, rows: int):
         self.speaker = speaker
@@ -151,15 +152,15 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to compute."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, job: ChatJob) -> None:
-        """Compute a job when its turn comes; from any thread."""
+        """Queue a job. Any thread may call it."""
         self._arrived.put(job)
 
     def close(self) -> None:
-        """End all answers; from any thread, also in a handler of a signal."""
+        """End all answers. Any thread may call it, also from a signal handler."""
         self._closing.set()
 
     def join(self) -> None:
@@ -168,7 +169,7 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is computed, and nothing waits."""
+        """True if no job is being computed or waiting."""
         return not (self._active or self._waiting or self._arrived.qsize())
 
     def _run(self) -> None:
@@ -184,7 +185,7 @@ class Engine:
             job.send(EngineError("the server is closing"))
 
     def _receive(self) -> None:
-        """Take all jobs that have arrived; wait a moment for one if there is nothing to do."""
+        """Move arrived jobs to the waiting ones; when idle, wait up to LOOK_SECONDS for one."""
         is_idle = not (self._active or self._waiting or self._closing.is_set())
         with suppress(queue.Empty):
             if is_idle:
@@ -193,7 +194,7 @@ class Engine:
                 self._waiting.append(self._arrived.get_nowait())
 
     def _begin(self) -> None:
-        """Begin the jobs that there is room for; those that sample alike are computed together."""
+        """Start the jobs that fit in `rows`; equal temperature and top_p share a generation."""
         self._waiting = [job for job in self._waiting if not job.is_cancelled]
         used = sum(len(active.answers) for active in self._active)
         groups: dict[tuple[float, float], list[ChatJob]] = {}
@@ -223,6 +224,6 @@ class Engine:
     def _step(self, active: ActiveGeneration) -> bool:
         try:
             return active.step()
-        except Exception as error:  # out of memory, for one: other requests go on
+        except Exception as error:  # such as out of memory; other requests continue
             active.fail(f"{type(error).__name__}: {error}")
             return False

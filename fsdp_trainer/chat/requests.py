@@ -1,20 +1,20 @@
-"""Requests of OpenAI's chat completions, read and checked."""
+"""Reading and checking of requests for OpenAI's chat completions."""
 
 from dataclasses import dataclass
 from typing import Any
 
 MOST_STOPS = 4
 NOT_SERVED = ("tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio")
-"""Keys of the interface that this server does not have; false, null and empty ones are ignored."""
+"""Keys of OpenAI's API that are not supported; false, null and empty values are ignored."""
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered. args: the message, and the key that it is about."""
+    """A request that cannot be answered. args: the message, and the key that caused it or None."""
 
 
 @dataclass(frozen=True)
 class ChatDefaults:
-    """The values of what a request leaves out."""
+    """Values for settings that a request leaves out. rows: the largest `n`."""
 
     temperature: float
     top_p: float
@@ -61,14 +61,14 @@ def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
 
 
 def read_messages(value: Any) -> list[dict[str, str]]:
-    """Return the turns as role and text."""
+    """Return the turns of a conversation, each with role and text. Raises BadRequest."""
     if not isinstance(value, list) or not value:
         raise BadRequest("'messages' should be a list of turns, with one at least", "messages")
     return [read_turn(turn, place) for place, turn in enumerate(value)]
 
 
 def read_turn(turn: Any, place: int) -> dict[str, str]:
-    """Return the role and the text of a turn; text may be in parts."""
+    """Return the role and the text of a turn, whose text may be in parts. Raises BadRequest."""
     where = f"messages[{place}]"
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRequest(f"{where} should be an object with a role and a content", "messages")
@@ -85,13 +85,13 @@ def read_turn(turn: Any, place: int) -> dict[str, str]:
         content.encode()
     except UnicodeEncodeError:
         raise BadRequest(f"{where}.content holds half a character", "messages") from None
-    # OpenAI's newer name of the system turn
+    # `developer` is OpenAI's newer name for the system role
     role = "system" if turn["role"] == "developer" else turn["role"]
     return {"role": role, "content": content}
 
 
 def read_stops(value: Any) -> list[str]:
-    """Return the stop strings: none, one, or a few."""
+    """Return the stop strings, up to MOST_STOPS. Raises BadRequest."""
     stops = [value] if isinstance(value, str) else value or []
     are_texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
     if not are_texts or len(stops) > MOST_STOPS:
@@ -100,7 +100,7 @@ def read_stops(value: Any) -> list[str]:
 
 
 def number(body: dict[str, Any], key: str, default: float, low: float, high: float) -> float:
-    """Return a number of the body within bounds, the default for null."""
+    """Return a number of the body, the default for null. Raises BadRequest if out of bounds."""
     value = body.get(key)
     if value is None:
         return default
@@ -110,7 +110,7 @@ def number(body: dict[str, Any], key: str, default: float, low: float, high: flo
 
 
 def whole(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
-    """Return a whole number of the body within bounds, the default for null."""
+    """Return an integer of the body, the default for null. Raises BadRequest if out of bounds."""
     value = body.get(key)
     if value is None:
         return default
@@ -120,7 +120,7 @@ def whole(body: dict[str, Any], key: str, default: int, low: int, high: int) -> 
 
 
 def flag(body: Any, key: str) -> bool:
-    """Return a value of true or false; null is false."""
+    """Return a boolean of the body, False for null. Raises BadRequest."""
     value = body.get(key) if isinstance(body, dict) else None
     if value not in (None, True, False):
         raise BadRequest(f"{key!r} should be true or false", key)

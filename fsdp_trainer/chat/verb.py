@@ -1,4 +1,4 @@
-"""The verb `chat`: serves a page and OpenAI's interface until Ctrl-C."""
+"""The verb `chat`: serve a page and OpenAI's API until Ctrl-C."""
 
 import importlib.util
 import socket
@@ -11,11 +11,11 @@ from fsdp_trainer.config.verbs import ChatConfig
 from fsdp_trainer.errors import Problem, UserError
 
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
-GRACE_SECONDS = 10  # for connections to end after Ctrl-C, at most
+GRACE_SECONDS = 10  # longest wait for connections to end after Ctrl-C
 
 
 def chat(cfg: ChatConfig) -> int:
-    """Serve a model until Ctrl-C; returns the exit code."""
+    """Serve a model until Ctrl-C. Returns the exit code."""
     check(cfg)
     listening = listen(cfg)
     try:
@@ -25,7 +25,7 @@ def chat(cfg: ChatConfig) -> int:
 
 
 def check(cfg: ChatConfig) -> None:
-    """Raise UserError if the server may not be started so, or its packages are missing."""
+    """Raise UserError if the settings are unsafe or wrong, or packages are missing."""
     problems = []
     if cfg.host not in LOCAL_ADDRESSES and not cfg.token:
         reason = (
@@ -44,7 +44,7 @@ def check(cfg: ChatConfig) -> None:
 
 
 def listen(cfg: ChatConfig) -> socket.socket:
-    """Return a socket that listens at host and port. Raises UserError."""
+    """Return a socket that listens on host and port. Raises UserError."""
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,8 +60,8 @@ def listen(cfg: ChatConfig) -> socket.socket:
 
 
 def serve(cfg: ChatConfig, listening: socket.socket) -> int:
-    """Load the model and answer at a socket until Ctrl-C."""
-    # heavy, and starlette and uvicorn are optional
+    """Load the model and answer on a socket until Ctrl-C. Returns the exit code."""
+    # imported late: torch is slow to import, starlette and uvicorn are optional
     import torch
     import uvicorn
 
@@ -84,7 +84,7 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     )
 
     class Server(uvicorn.Server):
-        """Ends the answers at a signal, before it waits for their connections."""
+        """A server that ends all answers at a signal, before it waits for their connections."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             """See uvicorn."""

@@ -1,8 +1,8 @@
 """CORE, the centred accuracy of base models over 22 tasks (Li et al. 2024, arXiv 2406.11794, §3.5).
 
 The data are a folder in the format of nanochat's eval bundle, https://github.com/karpathy/nanochat:
-core.yaml (`icl_tasks`), eval_data/ (JSON lines) and eval_meta_data.csv (what guessing gives, in
-percent). Examples, the choice of items and the scores are computed as its core_eval.py does.
+core.yaml (`icl_tasks`), eval_data/ (JSON lines) and eval_meta_data.csv (accuracy of random guesses,
+in percent). Examples, the choice of items and the scores are computed as in its core_eval.py.
 """
 
 import csv
@@ -23,30 +23,33 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
 
 CORE = "core"
-"""The name in tasks=[…]."""
+"""The name of these tasks in tasks=[…]."""
 ORDER_SEED, EXAMPLE_SEED = 1337, 1234  # nanochat's
 Item = dict[str, Any]
 
 
 class TaskKind(NamedTuple):
-    """A kind of tasks. texts: an item's texts, without examples; answer: which is the right one."""
+    """A kind of tasks.
+
+    texts: returns an item's texts, without examples. answer: returns the index of the right one.
+    """
 
     texts: Callable[[Item, str], list[str]]
     answer: Callable[[Item], int]
 
 
 def choice_texts(item: Item, delimiter: str) -> list[str]:
-    """Return a question with each of its choices."""
+    """Return one text for each choice: the question followed by it."""
     return [f"{item['query']}{delimiter}{choice}" for choice in item["choices"]]
 
 
 def schema_texts(item: Item, delimiter: str) -> list[str]:
-    """Return each of the contexts with the same continuation."""
+    """Return one text for each context, followed by the same continuation."""
     return [f"{each}{delimiter}{item['continuation']}" for each in item["context_options"]]
 
 
 def language_texts(item: Item, delimiter: str) -> list[str]:
-    """Return a context without and with its continuation."""
+    """Return the context without and with its continuation."""
     context = f"{item['context'].strip()}{delimiter}"
     return [context, f"{context}{item['continuation']}"]
 
@@ -63,7 +66,7 @@ KINDS = {
 class CoreTask:
     """A task of the bundle.
 
-    shots: examples before a question; baseline: what guessing gives.
+    shots: number of examples before a question. baseline: accuracy of random guesses, 0 to 1.
     """
 
     label: str
@@ -74,7 +77,7 @@ class CoreTask:
     items: list[Item]
 
     def texts(self, number: int) -> list[str]:
-        """Return an item's texts, with examples that depend on its number alone."""
+        """Return an item's texts, after examples that depend only on the item's number."""
         kind, item = KINDS[self.kind], self.items[number]
         others = [i for i in range(len(self.items)) if i != number]
         chosen = random.Random(EXAMPLE_SEED + number).sample(others, self.shots)
@@ -83,11 +86,14 @@ class CoreTask:
             before += kind.texts(example, self.delimiter)[kind.answer(example)] + "\n\n"
         texts = [before + text for text in kind.texts(item, self.delimiter)]
         if self.kind == "language_modeling":
-            texts[0] = texts[0].rstrip()  # a space would be a part of the next token
+            texts[0] = texts[0].rstrip()  # a space at the end would belong to the next token
         return texts
 
     def endings(self, tokens: list[list[int]], context: int) -> list[Ending]:
-        """Return what is asked about an item. tokens: of its texts; context: of the model."""
+        """Return the endings whose likelihoods answer an item.
+
+        tokens: of each of its texts. context: length of the model's context.
+        """
         if self.kind == "schema":
             same = common_prefix([text[::-1] for text in tokens])
             counts = [same] * len(tokens)
@@ -103,7 +109,7 @@ class CoreTask:
         ]
 
     def is_right(self, number: int, endings: list[Ending], scores: list[Likelihood]) -> bool:
-        """Return whether the model answers an item rightly."""
+        """Return True if the model answers an item correctly."""
         if self.kind == "language_modeling":
             return scores[0].is_greedy
         pairs = zip(scores, endings, strict=True)
@@ -115,7 +121,7 @@ class Core:
     """The tasks of a bundle."""
 
     def __init__(self, folder: str, limit: int | None, tokenizer: TextTokenizer):
-        """limit: items of each task; None: all. Raises UserError for a bundle that is not whole."""
+        """limit: items of each task; None: all. Raises UserError for an incomplete bundle."""
         try:
             self.tasks = read_tasks(Path(folder), limit)
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
@@ -131,7 +137,7 @@ class Core:
         return {CORE: {"centered": sum(centered) / len(centered)}, **metrics}
 
     def run_task(self, task: CoreTask, scorer: Scorer) -> dict[str, float]:
-        """Return the accuracy of a task, as it is and centred. Collective."""
+        """Return a task's accuracy, its standard error, and the centred accuracy. Collective."""
         questions = [
             task.endings([self.encode(text) for text in task.texts(number)], scorer.context)
             for number in range(len(task.items))
@@ -147,7 +153,7 @@ class Core:
         return {"acc": accuracy, "acc_stderr": spread, "centered": centered}
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text behind bos; without one eos, as elsewhere."""
+        """Return the tokens of a text after bos, or after eos if the tokenizer has no bos."""
         tokenizer = self.tokenizer
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         return [first or 0, *tokenizer.encode(text)]
@@ -174,12 +180,12 @@ def read_tasks(folder: Path, limit: int | None) -> list[CoreTask]:
 
 
 def read_items(file: Path, limit: int | None) -> list[Item]:
-    """Return items in an order of their own: in the files many are sorted."""
+    """Return the items of a file, shuffled: many files are sorted. limit: None: all items."""
     items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     random.Random(ORDER_SEED).shuffle(items)
     return items[:limit]
 
 
 def common_prefix(texts: list[list[int]]) -> int:
-    """Return how many tokens all texts begin with."""
+    """Return the number of leading tokens that all texts share."""
     return sum(1 for _ in takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False)))

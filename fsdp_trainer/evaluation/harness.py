@@ -1,7 +1,7 @@
 """Our decoder as a model of lm-evaluation-harness, which has the tasks. Import it late.
 
-Every rank runs the whole harness, as if it were alone, and hands the same requests to this class;
-only what the model computes is shared out, and every rank gets all results.
+Every rank runs the complete harness as if it were alone, and passes the same requests to this
+class. Only the model's computation is divided among the ranks, and every rank gets all results.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from fsdp_trainer.evaluation.scoring import Ending, Scorer
 from fsdp_trainer.generation.sampling import Sampling
 
 DEFAULT_ANSWER = 256
-"""Tokens that a task may generate if it does not say, as in lm-evaluation-harness."""
+"""Tokens that a task may generate by default, as in lm-evaluation-harness."""
 
 
 class HarnessModel(TemplateLM):
@@ -34,7 +34,7 @@ class HarnessModel(TemplateLM):
         self.published = tokenizer.as_published()
         self.template = template
 
-    # --- the harness asks
+    # --- interface of the harness
 
     @property
     def eot_token_id(self) -> int:
@@ -44,23 +44,23 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without a context: bos, else eos, as HFLM's."""
+        """The token before a text without context: bos, else eos, as in the harness's HFLM."""
         tokenizer = self.text_tokenizer
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         return 0 if first is None else first
 
     @property
     def max_length(self) -> int:
-        """Tokens of the model's context."""
+        """Length of the model's context in tokens."""
         return self.scorer.context
 
     @property
     def tokenizer_name(self) -> str:
-        """A name by which the harness tells its caches apart."""
+        """A name by which the harness distinguishes its caches."""
         return self.text_tokenizer.fingerprint
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template's name, for the record."""
+        """Return the template's name, which the harness records."""
         return self.template.name if chat_template else None
 
     def apply_chat_template(
@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Return the tokens of a text, with bos where the published tokenizer adds it."""
+        """Return the tokens of a text, with bos if the published tokenizer adds it."""
         special = add_special_tokens
         if special is None:
             bos = self.text_tokenizer.bos_token
@@ -82,7 +82,7 @@ class HarnessModel(TemplateLM):
         return self.published.encode(string, add_special_tokens=special).ids
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows that begin with the prefix token."""
+        """Return the log-likelihood of complete texts, in windows that start with the prefix."""
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for request in requests:
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
         return [sum(scores[ends[i] : ends[i + 1]]) for i in range(len(counts))]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Return what the model says to each request."""
+        """Return the text that the model generates for each request."""
         groups: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(i)
@@ -117,10 +117,10 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list, disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return for each request the log-likelihood of its continuation, and whether each token
-        of it is the likeliest.
+        """Return for each request (log-likelihood of its continuation, True if that is greedy).
 
-        requests: (texts, tokens of the context, tokens of the continuation).
+        A continuation is greedy if each of its tokens is the likeliest. requests: (texts, tokens of
+        the context, tokens of the continuation).
         """
         longest = self.max_length + 1
         endings = [
@@ -129,10 +129,10 @@ class HarnessModel(TemplateLM):
         ]
         return [(score.total, score.is_greedy) for score in self.scorer.likelihoods(endings)]
 
-    # --- the model answers
+    # --- generation
 
     def answers(self, prompts: list[str], options: dict[str, Any]) -> list[str]:
-        """Return the continuations of prompts with the same options."""
+        """Return the continuations of prompts that have the same generation options."""
         given = normalize_gen_kwargs(options, DEFAULT_ANSWER)
         until = handle_stop_sequences(given.get("until"), eos=self.text_tokenizer.eos_token)
         room = self.max_length - given["max_gen_toks"]

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness: found by name or file, run, and their metrics. Import it late."""
+"""Tasks of lm-evaluation-harness by name or file, and their metrics. Import it late."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ RESAMPLES = 1000
 
 
 class LoadedTasks(TaskManager):
-    """Tasks that are loaded already, whatever names are asked for: they need no network again."""
+    """A task manager that loads its tasks once, so that later runs do not need the network."""
 
     def __init__(self, specs: list[Any], include_defaults: bool):
         super().__init__(include_defaults=include_defaults)
@@ -35,15 +35,15 @@ class LoadedTasks(TaskManager):
         self.loaded = super().load(specs)
 
     def load(self, task_list: Any) -> Any:
-        """Return the loaded tasks."""
+        """Return the tasks loaded first, whatever names are requested."""
         return self.loaded
 
 
 class HarnessTasks:
-    """Some of the harness's tasks. What it prints goes to stderr."""
+    """Some of the harness's tasks. The harness's own output goes to stderr."""
 
     def __init__(self, cfg: Evaluation, names: list[str]):
-        """Load the tasks. Raises UserError for one that is not there."""
+        """Load the tasks. Raises UserError for a task that does not exist."""
         os.environ["DISABLE_MULTIPROC"] = "1"  # the harness would fork a process for each core
         self.cfg = cfg
         self.specs: list[Any] = [
@@ -53,7 +53,7 @@ class HarnessTasks:
             self.manager = LoadedTasks(self.specs, not all(map(is_file, names)))
 
     def run(self, scorer: Scorer, tokenizer: TextTokenizer, template: Template) -> Metrics:
-        """Return {task: {metric: value}}; on other than a node's first rank it may be empty.
+        """Return {task: {metric: value}}; it may be empty on ranks that are not their node's first.
 
         Collective.
         """
@@ -79,9 +79,9 @@ def is_file(name: str) -> bool:
 
 
 def metrics_of(results: dict[str, dict[str, Any]]) -> Metrics:
-    """Return the numbers among the harness's results.
+    """Return the numeric metrics among the harness's results.
 
-    Its `acc,none` is `acc`; a task with other filters has `exact_match,strict-match`.
+    `acc,none` is renamed to `acc`; metrics with a filter keep it: `exact_match,strict-match`.
     """
     return {
         task: {

@@ -1,4 +1,4 @@
-"""The model that a verb evaluates: a whole copy on each rank, or one that the ranks share."""
+"""The model that a verb evaluates: a complete copy on each rank, or one sharded over all ranks."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ from fsdp_trainer.parallel.memory_check import free_bytes
 from fsdp_trainer.parallel.parallelize import parallelize
 
 ROOM = 0.8
-"""Share of the free memory that a whole model may take."""
+"""Share of the free memory that a complete model may take."""
 
 
 def build_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
-    """Return the model of cfg.source. Collective. Raises UserError and RunFailed."""
+    """Return a scorer with the model of cfg.source. Collective. Raises UserError and RunFailed."""
     if is_sharded(cfg, device):
         return sharded_scorer(cfg, device)
     model = load_model(str(cfg.source), device, getattr(torch, cfg.dtype))
@@ -33,7 +33,7 @@ def build_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
 
 
 def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
-    """Return whether the ranks share one model, on all ranks alike. Collective."""
+    """Return True if one model is sharded over the ranks, to all ranks. Collective."""
     if not dist.is_initialized():
         return False
     if cfg.sharded is not None:
@@ -46,8 +46,10 @@ def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
 
 
 def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
-    """Return a model that is sharded over all ranks: its blocks are gathered one after another in
-    each forward. Collective."""
+    """Return a scorer whose model is sharded over all ranks. Collective.
+
+    Each forward gathers its blocks one after another.
+    """
     source = Path(str(cfg.source)).expanduser()
     checkpoint = find_checkpoint(source)
     if checkpoint and (problems := damage_anywhere(checkpoint)):

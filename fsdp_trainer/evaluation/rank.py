@@ -1,5 +1,4 @@
-"""One rank of an evaluation: it holds the model, or a part of it, and computes a share of the
-requests."""
+"""One rank of an evaluation: it computes a share of the requests on the model or a shard of it."""
 
 import json
 import os
@@ -36,7 +35,7 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
     try:
         metrics = evaluate_model(cfg, world.device)
     except UserError as error:
-        if world.main:  # all ranks find the same
+        if world.main:  # all ranks raise the same error
             report(error)
         return error.exit_code
     finally:
@@ -56,7 +55,7 @@ def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
 
 
 def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
-    """Add a line to the evaluations of a run, and write the file that was asked for."""
+    """Add a line to a run's evaluations.jsonl, and write the file `cfg.out`."""
     source = Path(str(cfg.source))
     checkpoint = find_checkpoint(source)
     if cfg.out:
@@ -71,7 +70,7 @@ def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
 
 
 def show(cfg: EvaluateConfig, metrics: Metrics) -> None:
-    """Print the results: a table, or one object."""
+    """Print the results, as a table or as one JSON object."""
     if cfg.format == "json":
         print(json.dumps(metrics))
         return

@@ -1,6 +1,6 @@
-"""A model as evaluations ask it: how likely texts are, and how they go on.
+"""Likelihoods and continuations of texts by a model, for evaluations.
 
-Requests are shared out over the ranks. Every rank hands over the same ones and gets all results.
+Requests are divided among the ranks. Every rank passes the same requests and gets all results.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -20,7 +20,7 @@ from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.dims import Dims
 
 BATCH_TOKENS = 4096
-"""Tokens of a forward; a longer request is computed alone."""
+"""Largest number of tokens in a forward; a longer request is computed alone."""
 Metrics = dict[str, dict[str, float]]
 """Metrics by task and name."""
 Item = TypeVar("Item")
@@ -28,26 +28,26 @@ Result = TypeVar("Result")
 
 
 class Ending(NamedTuple):
-    """All tokens of a text, of which the last `length` are asked about."""
+    """A text's tokens; the likelihood of the last `length` of them is requested."""
 
     tokens: tuple[int, ...]
     length: int
 
 
 class Likelihood(NamedTuple):
-    """The log-likelihood of an ending, and whether each token of it is the likeliest."""
+    """The log-likelihood of an ending. is_greedy: each of its tokens is the likeliest."""
 
     total: float
     is_greedy: bool
 
 
 IDLE = Ending((*IDLE_PROMPT, 0), 1)
-"""The request of a rank that computes for the sake of the others."""
+"""The request of a rank that has none left but must join the others' collective forwards."""
 
 
 @dataclass
 class Shares:
-    """The way requests are shared out. share: which of `shares` is this rank's."""
+    """Division of requests among the ranks. share: index of this rank's share, of `shares`."""
 
     share: int = 0
     shares: int = 1
@@ -55,14 +55,14 @@ class Shares:
 
 
 def whole_copies() -> Shares:
-    """Return the shares of ranks that each have a whole model: they compute on their own."""
+    """Return the shares of ranks that each hold a complete model and compute independently."""
     if not dist.is_initialized():
         return Shares()
     return Shares(dist.get_rank(), dist.get_world_size())
 
 
 def sharded_shares(dims: Dims, device: torch.device) -> Shares:
-    """Return the shares of ranks that have one model together: every forward is collective.
+    """Return the shares of ranks over which one model is sharded: every forward is collective.
 
     The ranks of a tensor group and those of a pipeline compute the same requests.
     """
@@ -81,7 +81,7 @@ TOGETHER = ("tensor", "pipeline")
 class GroupedPrompts(OwnPrompts):
     """Ranks that continue prompts of their own, or of their groups.
 
-    groups: process groups whose ranks continue the same ones, with the first one's tokens.
+    groups: process groups whose ranks all continue the same prompts, with the first rank's tokens.
     """
 
     def __init__(self, device: torch.device, groups: list[dist.ProcessGroup]):
@@ -97,10 +97,10 @@ class GroupedPrompts(OwnPrompts):
 
 
 class Scorer:
-    """A model that answers requests, the ranks a share each.
+    """A model that answers requests, of which each rank computes a share.
 
-    model: has `next_logits` and `config`, as a Decoder; rows: requests that a rank computes at the
-    same time; check: called before each batch on all ranks alike, may raise.
+    model: has `next_logits` and `config`, like a Decoder. rows: number of requests that a rank
+    computes at a time. check: called before each batch on all ranks; may raise, on all of them.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Scorer:
 
     @property
     def context(self) -> int:
-        """Tokens of the model's context."""
+        """Length of the model's context in tokens."""
         return self.model.config.max_position_embeddings
 
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
@@ -131,7 +131,7 @@ class Scorer:
         sampling: Sampling,
         is_over: IsOver,
     ) -> list[list[int]]:
-        """Return the tokens that follow each prompt. Collective."""
+        """Return the tokens generated after each prompt. Collective."""
 
         def generate(own: Sequence[list[int]]) -> list[list[int]]:
             answers = generate_tokens(
@@ -155,9 +155,9 @@ class Scorer:
         work: Callable[[Sequence[Item]], Sequence[Result]],
         weight: Callable[[Item], int],
     ) -> list[Result]:
-        """Return the work's result for each item, of which every rank computes a share. Collective.
+        """Return the result of `work` for each item; every rank computes a share. Collective.
 
-        weight: of an item; every share has items of about the same weights.
+        weight: returns the cost of an item; all shares have items of about the same costs.
         """
         shares = self.shares
         order = sorted(range(len(items)), key=lambda i: -weight(items[i]))
@@ -167,8 +167,10 @@ class Scorer:
         return unsorted(order, dict(gather((shares.share, computed))), shares.shares)
 
     def own_likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
-        """Return the likelihood of each ending; those that differ in the last token alone share
-        their computation."""
+        """Return the likelihood of each ending.
+
+        Endings that differ only in their last token share their computation.
+        """
         order = sorted(
             range(len(endings)), key=lambda i: (-len(endings[i].tokens), endings[i].tokens)
         )
@@ -186,7 +188,7 @@ class Scorer:
         return results
 
     def batches(self, lengths: list[int]) -> list[list[int]]:
-        """Return numbers of texts that are computed at the same time."""
+        """Return the indices of the texts in each batch, in order. lengths: tokens of each text."""
         batches: list[list[int]] = []
         size = 0
         for number, length in enumerate(lengths):
@@ -228,8 +230,11 @@ class Scorer:
 
 
 def unsorted(order: list[int], computed: dict[int, list[Result]], shares: int) -> list[Result]:
-    """Return results in the order of the items. computed: of each share; order: of all items, which
-    were dealt to the shares in turn."""
+    """Return results in the order of the items.
+
+    computed: results of each share. order: indices of all items, which were dealt to the shares in
+    turn.
+    """
     results: list[Any] = [None] * len(order)
     for share, some in computed.items():
         for i, result in zip(order[share::shares], some, strict=True):

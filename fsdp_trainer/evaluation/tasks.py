@@ -1,4 +1,4 @@
-"""The tasks of an evaluation: loaded once, run as often as the model changes."""
+"""The tasks of an evaluation, which are loaded once and run on each state of the model."""
 
 import random
 from collections.abc import Iterator
@@ -18,20 +18,20 @@ class Tasks:
     """The tasks that a configuration names, for one tokenizer."""
 
     def __init__(self, cfg: Evaluation, tokenizer: TextTokenizer, template: Template):
-        """Load the tasks. Raises UserError for one that is not there."""
+        """Load the tasks. Raises UserError for a task that does not exist."""
         self.tokenizer, self.template = tokenizer, template
         self.core = self.harness = None
         if CORE in cfg.tasks:
             self.core = Core(str(cfg.core_data), cfg.limit, tokenizer)
         names = [name for name in cfg.tasks if name != CORE]
         if names:
-            # a heavy optional package
+            # it imports a heavy optional package
             from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
 
             self.harness = HarnessTasks(cfg, names)
 
     def run(self, scorer: Scorer) -> Metrics:
-        """Return {task: {metric: value}}; on other than a node's first rank it may be empty.
+        """Return {task: {metric: value}}; it may be empty on ranks that are not their node's first.
 
         Collective.
         """
@@ -44,7 +44,7 @@ class Tasks:
 
 @contextmanager
 def same_randomness() -> Iterator[None]:
-    """Leave the process's generators of random numbers as they were: the harness seeds them."""
+    """Restore the process's random number generators at the end: the harness seeds them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         try:

@@ -1,4 +1,4 @@
-"""The verb `evaluate`: starts ranks, or evaluates as one of them, and imports no torch before."""
+"""The verb `evaluate`: start ranks, or evaluate as one of them. It imports torch only in a rank."""
 
 import importlib.util
 import os
@@ -11,7 +11,7 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 
 def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
-    """Evaluate a model on tasks, on as many ranks as `launch` says. Returns the exit code."""
+    """Evaluate a model on tasks, on as many ranks as cfg.launch asks for. Returns the exit code."""
     require_tasks(cfg, "")
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="evaluate")
@@ -23,9 +23,9 @@ def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
 
 
 def require_tasks(cfg: Evaluation, node: str) -> None:
-    """Raise UserError where there is nothing to evaluate, or the harness is not installed.
+    """Raise UserError if there is nothing to evaluate, or the harness is not installed.
 
-    node: in front of the keys, `evaluation.` in training.
+    node: prefix of the keys in messages; `evaluation.` in training.
     """
     problems = []
     if not cfg.tasks:
@@ -47,7 +47,7 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
 
 
 def core_problem(folder: str | None, node: str) -> str:
-    """Return why the task `core` cannot be run on a folder; empty: it can."""
+    """Return the reason why the task `core` cannot be run on a folder, "" if it can."""
     if folder is None:
         return (
             "the task core needs its data: the folder of nanochat's eval_bundle.zip, as  "

@@ -1,7 +1,7 @@
-"""Keys and values of rows that grow by one token at a time, and attention over them.
+"""Cache of keys and values for rows that grow by one token at a time, and attention over it.
 
-Rows end in the same column: a shorter one begins further right, and a mask hides the columns
-before it. So a new token is written to one column of all rows.
+All rows end in the same column: a shorter row begins further right, and a mask hides the columns
+before it. A new token is therefore written to the same column of every row.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from fsdp_trainer.models.sdpa import PLAIN, Scoring, sdpa
 
 
 class KeyValueCache:
-    """The cache of all blocks. `blocks` are what the model is handed.
+    """The cache of all blocks. `blocks` is passed to the model.
 
-    names: of the blocks; lengths: tokens of each row that are in the cache; capacity: columns.
-    starts: [rows] int64, each row's first column; end: the number of filled columns.
+    names: of the blocks. lengths: number of cached tokens of each row. capacity: number of columns.
+    starts: [rows] int64, each row's first column. end: the number of filled columns.
     """
 
     def __init__(
@@ -32,23 +32,23 @@ class KeyValueCache:
         self.blocks = {name: BlockCache(self) for name in names}
 
     def prompt_columns(self, starts: Sequence[int]) -> Tensor:
-        """Return which packed token is in each column of each row: flat int64.
+        """Return the index of the packed token in each column of each row: flat int64.
 
-        starts: each row's first place in the packed prompts. Columns before a row repeat its first
-        token: they must be finite.
+        starts: index of each row's first token in the packed prompts. Columns before a row repeat
+        its first token, because even masked values must be finite.
         """
         columns = np.arange(self.end) - self.starts[:, None]
         places = np.array(starts, np.int64)[:, None] + columns.clip(min=0)
         return to_device(places.ravel(), self.device)
 
     def next_layout(self) -> "NextTokens":
-        """Return the layout of one more token in each row; its column counts from now on."""
+        """Return the layout of one more token in each row, and count its column as filled."""
         self.end += 1
         assert self.end <= self.capacity
         return NextTokens(self.starts, self.end, self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Forget all rows but these, and the columns that only others had."""
+        """Keep only these rows, and drop the columns before the first of them."""
         self.starts = self.starts[rows]
         first = int(self.starts.min())
         self.starts = self.starts - first
@@ -61,7 +61,8 @@ class KeyValueCache:
 class BlockCache:
     """Keys and values of one block, each [rows, kv heads, capacity, head_dim].
 
-    columns: where a prompt's keys and values go; None: the last column gets new ones.
+    columns: index of the packed prompt token in each column, while prompts are expected; None:
+    a new token is expected, which fills the last column.
     """
 
     def __init__(self, cache: KeyValueCache):
@@ -70,7 +71,7 @@ class BlockCache:
         self.keys = self.values = torch.empty(0)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See Cache. Prompts come packed, [1, tokens, …], and attend to themselves."""
+        """See Cache. Prompts are packed, [1, tokens, …], and attend only to themselves."""
         if self.columns is not None:
             self.keys = self.filled(k[0], self.columns)
             self.values = self.filled(v[0], self.columns)
@@ -82,7 +83,7 @@ class BlockCache:
         return self.keys[:, :, :end].transpose(1, 2), self.values[:, :, :end].transpose(1, 2)
 
     def filled(self, prompts: Tensor, columns: Tensor) -> Tensor:
-        """Return new storage with the prompts' numbers. prompts: [tokens, kv heads, head_dim]."""
+        """Return new storage filled from the prompts, [tokens, kv heads, head_dim]."""
         rows = len(self.cache.starts)
         _, heads, size = prompts.shape
         stored = prompts.new_empty(rows, heads, self.cache.capacity, size)
@@ -91,7 +92,7 @@ class BlockCache:
         return stored
 
     def keep(self, rows: Tensor, first: int, end: int) -> None:
-        """Forget other rows, and columns before `first`."""
+        """Keep only these rows, and the columns from `first` to `end`."""
         for name in ("keys", "values"):
             old = getattr(self, name)
             smaller = old.new_empty(len(rows), old.shape[1], old.shape[2] - first, old.shape[3])
@@ -100,16 +101,16 @@ class BlockCache:
 
 
 class Prompts(DocumentAttention):
-    """Prompts one after the other in one row, none of which sees another."""
+    """Prompts packed into one row, none of which sees another."""
 
     def __init__(self, lengths: list[int], device: torch.device):
         super().__init__([lengths], sum(lengths), device)
 
 
 class NextTokens(PackedAttention):
-    """One new token in each row, which looks at the row's cached ones and at itself.
+    """One new token in each row, which attends to the row's cached tokens and to itself.
 
-    starts: [rows], each row's first column; keys: columns of the cache, the new one included.
+    starts: [rows], each row's first column. keys: number of filled columns, with the new token's.
     """
 
     def __init__(self, starts: np.ndarray, keys: int, device: torch.device):
@@ -129,7 +130,7 @@ class NextTokens(PackedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention.
 
-        The heads that share keys become queries of one head: no kernel need repeat the keys.
+        The heads that share keys become queries of one head, so that no kernel repeats the keys.
         """
         first = 0 if self.window is None else max(0, self.keys - self.window)
         mask = None if self.mask is None else self.mask[..., first:]

@@ -1,9 +1,9 @@
-"""The forward of one new token in each row, from weights that are laid out for it. On a CPU.
+"""A faster forward of one new token in each row on a CPU, from copies of the weights.
 
-It takes as long as its weights take to read and its operators to call. torch multiplies a few rows
-with a matrix [outputs, inputs] at a third of the speed of memory, so the weights are copied into
-other layouts, and matrices with the same inputs become one. The numbers are the model's but for
-rounding. Parts that are not plain, such as experts or layers with adapters, are called as they are.
+Its time is that of reading the weights and of calling the operators. torch multiplies a few rows
+with a matrix [outputs, inputs] at a third of the memory's speed, so the weights are copied into
+other layouts, and matrices with the same inputs are joined. Results equal the model's but for
+rounding. Parts that are not plain, such as experts or layers with adapters, are called unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,18 @@ from fsdp_trainer.parallel.memory_check import free_bytes
 from fsdp_trainer.torch_private import can_pack, pack_weight, packed_linear
 
 LEAST_TOKENS = 16
-"""The copies cost about as much time as they save in so many tokens."""
+"""Number of tokens in which the copies save about as much time as they cost."""
 PACKED_FROM = 2**18
-"""Numbers of a matrix from which one row is multiplied faster with its packed layout, by several
-threads; torch uses one for other layouts."""
+"""Size of a matrix, in numbers, from which one row is multiplied faster with the packed layout:
+torch then uses several threads, and one for other layouts."""
 PLAIN_MODULES = (Attention, MLP, RMSNorm, Head, nn.Linear)
 Apply = Callable[[Tensor], Tensor]
 
 
 class Decoding:
-    """A model whose weights stay as they are, and its copies for one row and for several.
+    """A model whose weights do not change, and its copies for one row and for several.
 
-    A copy is made when it is first worth it. It takes at most half of the memory that is free.
+    A copy is made the first time that it saves time. It takes at most half of the free memory.
     """
 
     def __init__(self, model: Decoder):
@@ -45,9 +45,9 @@ class Decoding:
         self.is_plain = type(model) is Decoder and is_plain(model.lm_head)
 
     def model_for(self, rows: int, tokens: int) -> "DecodingModel | None":
-        """Return the copy for so many rows; None: the model itself is as good.
+        """Return the copy for this number of rows; None if a copy would not save time.
 
-        tokens: how many each row may still get.
+        tokens: number of tokens that may still be generated in each row.
         """
         several = rows > 1
         if several not in self.copies and self.is_worth_it(several, tokens):
@@ -55,7 +55,7 @@ class Decoding:
         return self.copies.get(several)
 
     def is_worth_it(self, several: bool, tokens: int) -> bool:
-        """Return whether to make a copy."""
+        """Return True if a copy is possible, saves time and fits in memory."""
         if not self.is_plain or tokens < LEAST_TOKENS or (several and not can_pack()):
             return False
         needed = sum(p.numel() * p.element_size() for p in self.model.parameters())
@@ -63,7 +63,7 @@ class Decoding:
 
 
 class DecodingModel:
-    """A copy of a model for one new token in each row. several: for more rows than one."""
+    """A copy of a model for one new token in each row. several: it is for more than one row."""
 
     def __init__(self, model: Decoder, several: bool):
         self.model = model
@@ -100,7 +100,7 @@ class DecodingBlock:
     def __call__(
         self, x: Tensor, cos_sin: CosSin, layout: NextTokens, cache: Cache
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the residual stream behind the block, and no auxiliary values. See Block."""
+        """Return the residual stream after the block, and no auxiliary values. See Block."""
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed = self.mixer(before_mixer(x) if before_mixer else x, cos_sin, layout, cache)
         x = x + (after_mixer(mixed) if after_mixer else mixed)
@@ -110,7 +110,7 @@ class DecodingBlock:
 
 
 class DecodingAttention:
-    """A copy of grouped-query attention: queries, keys and values by one product."""
+    """A copy of grouped-query attention, with queries, keys and values from one product."""
 
     def __init__(self, attention: Attention, several: bool):
         three = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -126,7 +126,7 @@ class DecodingAttention:
         self.scoring = attention.scoring._replace(sinks=attention.sinks)
 
     def __call__(self, x: Tensor, cos_sin: CosSin, layout: NextTokens, cache: Cache) -> Tensor:
-        """x: [rows, 1, hidden]."""
+        """Return the attention's output, [rows, 1, hidden]. x: [rows, 1, hidden]."""
         q, k, v = self.project(x).split(self.widths, -1)
         if self.qk_norm == "whole":
             q = self.q_norm(q)
@@ -142,7 +142,7 @@ class DecodingAttention:
 
 
 class DecodingMLP:
-    """A copy of a gated feed-forward: gate and up by one product."""
+    """A copy of a gated feed-forward, with gate and up from one product."""
 
     def __init__(self, mlp: MLP, several: bool):
         two = (mlp.gate_proj, mlp.up_proj)
@@ -151,18 +151,18 @@ class DecodingMLP:
         self.activation = mlp.activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [rows, 1, hidden]."""
+        """Return the feed-forward's output, [rows, 1, hidden]. x: [rows, 1, hidden]."""
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.activation(gate) * up)
 
 
 def is_own(module: nn.Module, *classes: type[nn.Module]) -> bool:
-    """Return whether a module computes what its class says: no adapter, no compiled forward."""
+    """Return True if a module is of exactly one of these classes, with its forward unchanged."""
     return type(module) in classes and "forward" not in vars(module)
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module and all in it are ours, in float32 on a CPU, and whole."""
+    """Return True if a module and its children are plain modules in unsharded float32 on a CPU."""
     if not all(is_own(each, *PLAIN_MODULES) for each in module.modules()):
         return False
     return all(
@@ -172,7 +172,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def norm(module: RMSNorm) -> Apply:
-    """Return a root-mean-square norm with fewer operators, for float32."""
+    """Return a root-mean-square norm with fewer operators if it is plain, else the module."""
     if not is_plain(module):
         return module
     size = module.weight.numel()
@@ -187,7 +187,7 @@ def norm(module: RMSNorm) -> Apply:
 
 
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return what `rotate` does, with fewer operators where it is of all channels."""
+    """Return the result of `rotate`, with fewer operators if all channels are rotated."""
     if x.shape[-1] != cosine.shape[-1]:
         return rotate(x, cosine, sine)
     first, second = x.chunk(2, -1)
@@ -195,9 +195,9 @@ def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], several: bool) -> Apply:
-    """Return layers with the same inputs as one.
+    """Return one layer that joins layers with the same inputs.
 
-    weights: [outputs, inputs] each. biases: all of them, or None for each.
+    weights: [outputs, inputs] each. biases: a tensor for each layer, or None for each.
     """
     weight = weights[0].detach()
     if len(weights) > 1:
@@ -208,11 +208,11 @@ def linear(weights: Sequence[Tensor], biases: Sequence[Tensor | None], several: 
         packed = pack_weight(weight)
         return lambda x: packed_linear(x, packed, bias)
     outputs, inputs = weight.shape
-    if outputs > inputs:  # one row: the product reads along the longer dimension faster
+    if outputs > inputs:  # for one row the product reads faster along the longer dimension
         weight = weight.t().contiguous().t()
     return lambda x: F.linear(x, weight, bias)
 
 
 def is_packed_for_one_row(weight: Tensor) -> bool:
-    """Return whether the packed layout is the fastest one for one row."""
+    """Return True if the packed layout is the fastest one for a single row."""
     return torch.get_num_threads() > 1 and weight.numel() >= PACKED_FROM and can_pack()

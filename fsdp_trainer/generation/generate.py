@@ -1,4 +1,4 @@
-"""Continuations of many prompts at once, with a cache of keys and values."""
+"""Generation of continuations of many prompts at once, with a cache of keys and values."""
 
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
@@ -15,26 +15,26 @@ from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities
 from fsdp_trainer.models.decoder import Decoder
 
 ROWS = 32
-"""Answers that are generated at the same time by default."""
+"""Number of answers that are generated at the same time by default."""
 IDLE_PROMPT = [0]
-"""The prompt of a rank that computes for the sake of the others."""
+"""The prompt of a rank that has none left but must join the others' collective forwards."""
 
 
 IsOver = Callable[[list[int]], bool]
-"""Called with an answer's tokens after each new one: whether it ends here."""
+"""A function of an answer's tokens, called after each new one, that returns True to end it."""
 
 
 def never(tokens: list[int]) -> bool:
-    """Let an answer go on."""
+    """Return False: an answer is not ended."""
     return False
 
 
 class Continuation:
     """The continuation of a prompt: `tokens`, without the stop token that ended it.
 
-    room: the most tokens that it may have; place: its prompt and sample, to find it again.
-    stop: the token that ended it; None: none did. log_probabilities: of all tokens, that one too,
-    where `sampling` asks for them.
+    room: largest number of tokens that it may have. place: indices of its prompt and of its sample.
+    stop: the stop token that ended it, or None. log_probabilities: of all tokens and of the stop
+    token, if `sampling` asks for them.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Continuation:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and the answer."""
+        """Number of tokens of the prompt and the answer."""
         return len(self.prompt) + len(self.tokens)
 
     def number(self) -> float:
-        """Return the random number of the next token; of an answer that is done, of the last."""
+        """Return the random number for the next token; any number once the answer is done."""
         assert self.numbers is not None
         return float(self.numbers[min(len(self.tokens), len(self.numbers) - 1)])
 
     def add(self, token: int, stop_ids: Collection[int], is_over: IsOver) -> None:
-        """Take the next token, or end."""
+        """Append the next token, or end at a stop token."""
         if self.is_done:
             return
         if token in stop_ids:
@@ -75,10 +75,10 @@ class Continuation:
 
 
 class Generation:
-    """Answers that grow together, by a token with every forward.
+    """Generation of several answers together, one token each with every forward.
 
-    Every step is one forward, whatever the answers: ranks that take as many steps make as many
-    forwards.
+    Every step is exactly one forward, whatever the answers, so ranks that take the same number of
+    steps make the same number of forwards.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Generation:
         device: torch.device,
         decoding: Decoding | None = None,
     ):
-        """decoding: the model's, for those who generate again with the same weights."""
+        """decoding: of this model, for a caller that generates again with the same weights."""
         self.model = model
         self.decoding = decoding or Decoding(model)
         self.sampling = sampling
         self.device = device
         scaling = model.config.rope_scaling or {}
         is_long = scaling.get("rope_type") == "longrope"
-        # past this length keys are rotated otherwise, those in the cache too
+        # past this length all keys are rotated differently, also those in the cache
         self.long_from = scaling["original_max_position_embeddings"] if is_long else None
 
     def run(
@@ -105,7 +105,7 @@ class Generation:
         ranks: Ranks,
         is_over: IsOver = never,
     ) -> Iterator[list[Continuation]]:
-        """Continue the answers until all ranks' are done; yield them after every step."""
+        """Continue the answers until those of all ranks are done; yield them after every step."""
         rows = answers
         logits = self.start(rows)
         while True:
@@ -125,7 +125,7 @@ class Generation:
             logits = self.step(rows, chosen, is_idle=not unfinished)
 
     def note_probabilities(self, rows: list[Continuation], logits: Tensor, chosen: Tensor) -> None:
-        """Give the rows that go on the log-probabilities of their next tokens."""
+        """Append the log-probabilities of the chosen tokens to the rows that are not done."""
         if not self.sampling.log_probabilities:
             return
         values = log_probabilities(logits, chosen, self.sampling).tolist()
@@ -134,7 +134,7 @@ class Generation:
                 answer.log_probabilities.append(value)
 
     def start(self, rows: list[Continuation]) -> Tensor:
-        """Fill the cache with the rows' tokens, and return the logits of the next: [rows, …].
+        """Fill the cache with the rows' tokens; return the next logits, [rows, vocabulary].
 
         Rows with the same tokens are computed once.
         """
@@ -166,7 +166,7 @@ class Generation:
     def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
         """Return the logits after one more token in each row: [rows, vocabulary].
 
-        is_idle: all rows are done; other ranks' are not.
+        is_idle: all rows are done, but not those of other ranks.
         """
         if is_idle:
             return self.start([Continuation(IDLE_PROMPT, self.sampling, 1)])
@@ -181,7 +181,7 @@ class Generation:
         return self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
 
     def random_column(self, rows: list[Continuation]) -> Tensor | None:
-        """Return the rows' random numbers, [rows, 1] float64; None where none is needed."""
+        """Return the rows' random numbers, [rows, 1] float64; None at temperature 0."""
         if self.sampling.temperature == 0:
             return None
         return to_device(np.array([[answer.number()] for answer in rows]), self.device)
@@ -194,7 +194,7 @@ def stream_tokens(
     sampling: Sampling | None = None,
     decoding: Decoding | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow one prompt, as they come. decoding: see Generation."""
+    """Yield the tokens that continue one prompt as they are generated. decoding: see Generation."""
     sampling = sampling or Sampling()
     device = model.lm_head.weight.device
     answer = Continuation(prompt, sampling, room_behind(model, prompt))
@@ -221,10 +221,10 @@ def generate_tokens(
 ) -> list[list[list[int]]]:
     """Return for each prompt its answers, each a list of tokens.
 
-    rows: answers that are generated at the same time; they do not depend on it but for rounding.
-    device: where the model computes, if not where its weights are. check: called before each
-    batch; may raise, on all ranks alike. is_over: ends an answer, its last token included.
-    Collective where `ranks` says so.
+    rows: number of answers that are generated at the same time; it changes them only by rounding.
+    device: the one that the model computes on, by default that of its weights. check: called before
+    each batch; may raise, on all ranks. is_over: ends an answer after a token, which is kept.
+    Collective if `ranks` is.
     """
     sampling = sampling or Sampling()
     ranks = ranks or OneRank()
@@ -252,8 +252,8 @@ def continue_all(
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
 ) -> None:
-    """Continue answers until all are done, so many at the same time. See `generate_tokens`."""
-    # those of a batch are about as long
+    """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
+    # sorted, so that the answers of a batch have about the same length
     waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
     batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
     for number in range(ranks.most(len(batches))):
@@ -265,6 +265,6 @@ def continue_all(
 
 
 def room_behind(model: Decoder, prompt: list[int]) -> int:
-    """Return how many tokens the model's context has behind a prompt."""
+    """Return the number of tokens that fit in the model's context after a prompt."""
     assert prompt, "a prompt needs a token to begin with"
     return model.config.max_position_embeddings - len(prompt)

@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """Decisions that all ranks must take alike."""
+    """Decisions that must be the same on all ranks."""
 
     def tokens(self, chosen: Tensor) -> Tensor:
-        """Return the tokens that the rows continue with: [rows] int64."""
+        """Return the next token of each row: [rows] int64. chosen: this rank's choice."""
 
     def most(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
+        """Return the largest of all ranks' numbers."""
 
 
 class OneRank:
-    """One process, or ranks whose models know nothing of each other."""
+    """One process, or ranks whose models are independent of each other."""
 
     def tokens(self, chosen: Tensor) -> Tensor:
         """See Ranks."""
@@ -32,7 +32,7 @@ class OneRank:
 class SamePrompts(OneRank):
     """Ranks that all continue the same prompts, with rank 0's tokens.
 
-    Ranks that chose different tokens would stop at different times, and wait for each other.
+    Ranks with different tokens would stop at different times and wait for each other forever.
     """
 
     def tokens(self, chosen: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class SamePrompts(OneRank):
 
 
 class OwnPrompts(OneRank):
-    """Ranks that continue their own prompts: who is done goes on until all are."""
+    """Ranks that continue their own prompts. A rank that is done runs on until all are."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,16 +1,19 @@
-"""Bytes per token of several tokenizers on the same text."""
+"""Comparison of tokenizers by their bytes per token on the same text."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp_trainer.data.tokenizer import TextTokenizer
 
-AT_ONCE = 256  # texts of one call of a tokenizer
+AT_ONCE = 256  # texts in one call of a tokenizer
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A tokenizer's figures. bytes_per_token: of each source by name; lossless: text comes back."""
+    """A tokenizer's figures on held-out text.
+
+    by_source: bytes per token of each source, by name. lossless: decoding returns the same text.
+    """
 
     name: str
     vocab_size: int
@@ -32,7 +35,7 @@ class Measured:
 
 
 def measure(name: str, tokenizer: TextTokenizer, texts: dict[str, list[str]]) -> Measured:
-    """Return the figures of a tokenizer on the texts of each source; there must be some."""
+    """Return a tokenizer's figures. texts: the texts of each source, by name; not empty."""
     sizes: dict[str, int] = {}
     tokens: dict[str, int] = {}
     lossless = True
@@ -54,7 +57,10 @@ def measure(name: str, tokenizer: TextTokenizer, texts: dict[str, list[str]]) ->
 
 
 def table(measured: list[Measured]) -> list[str]:
-    """Return the lines of a table: a tokenizer each, a column for each of several sources."""
+    """Return the lines of a table with a row for each tokenizer.
+
+    With more than one source there is a column for each.
+    """
     sources = list(measured[0].by_source) if len(measured[0].by_source) > 1 else []
     head = ["tokenizer", "vocabulary", "tokens", "bytes/token", *sources, "text comes back"]
     rows = [head]

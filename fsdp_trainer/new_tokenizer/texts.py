@@ -1,7 +1,7 @@
-"""Text of data in any format, in short pieces: a new tokenizer learns from it.
+"""Text of data in any format, in short pieces, on which a new tokenizer is trained.
 
-Nothing but the text to measure on stays in memory. The pieces depend on the data, the configuration
-and the seed alone.
+Only the held-out text stays in memory. The pieces depend only on the data, the configuration and
+the seed.
 """
 
 import json
@@ -20,15 +20,15 @@ from fsdp_trainer.data.units import Unit, lines_before, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
 
 UNIT_BYTES = 4 << 20
-"""Bytes that are read one after another; what limits the text takes units from all files."""
-LONGEST = 1 << 14  # characters of a piece
+"""Bytes that are read in one go. Units are shuffled, so a limit on the text cuts off no file."""
+LONGEST = 1 << 14  # largest number of characters in a piece
 MEASURED_BYTES = 8 << 20
-"""Text that is kept to measure on, of all sources together."""
+"""Largest size of the held-out text of all sources together."""
 
 
 @dataclass
 class HeldOut:
-    """Text to measure on: of each source by name its texts; room: bytes that it may still grow."""
+    """Text to measure on. texts: of each source, by name. room: bytes that may still be added."""
 
     texts: dict[str, list[str]] = field(default_factory=dict)
     room: int = MEASURED_BYTES
@@ -50,8 +50,8 @@ class HeldOut:
 class CorpusPart:
     """Sources that are read together.
 
-    weight: its share of the bytes, next to other parts' weights; None: its rows are read as often
-    as `repeat` says.
+    weight: its share of the bytes, relative to other parts' weights; None: its rows are read
+    `repeat` times.
     """
 
     sources: list[Source]
@@ -60,21 +60,21 @@ class CorpusPart:
 
 
 class Corpus:
-    """The text of some data. share: of its rows, chosen by their content, held out."""
+    """The text of some data. share: share of its rows that is held out, chosen by their content."""
 
     def __init__(self, data: Data, share: float, seed: int):
-        # what training needs of conversations does not matter here
+        # these settings only matter for training
         self.data = replace(data, too_long="drop", packing="best_fit")
         self.share = share
         self.seed = seed
         self.held_out = HeldOut()
         self.rows = 0
         self.bytes = 0
-        """Bytes of text given out, in UTF-8."""
+        """Size of the text that was yielded, in UTF-8."""
         self.problems = Problems(data.on_error)
 
     def pieces(self, parts: list[CorpusPart], most_bytes: int) -> Iterator[str]:
-        """Yield pieces of all texts that are not held out, up to about so many bytes."""
+        """Yield pieces of all texts that are not held out, up to about `most_bytes` bytes."""
         pieces: Iterator[str] = chain.from_iterable(map(self._repeated, parts))
         if parts[0].weight is not None:
             pieces = mixed([WeightedPart(self._pieces, part) for part in parts])
@@ -85,7 +85,7 @@ class Corpus:
                 return
 
     def read_held_out(self, sources: list[Source]) -> None:
-        """Keep the texts of these sources, as many as there is room for."""
+        """Hold out the texts of these sources, as many as there is room for."""
         for name, text, _ in self._texts(CorpusPart(sources)):
             self.held_out.add(name, text)
             if self.held_out.room <= 0:
@@ -108,7 +108,7 @@ class Corpus:
                 yield from cut(text)
 
     def _texts(self, part: CorpusPart) -> Iterator[tuple[str, str, float]]:
-        """Yield (source, text, place of its row in [0, 1)) of a part, some of each file in turn."""
+        """Yield (source, text, place of its row in [0, 1)) of a part, in shuffled units."""
         units = [
             (source, unit)
             for source in part.sources
@@ -150,7 +150,7 @@ class Corpus:
 
 
 def place_and_texts(row: Readable) -> tuple[float, list[str]]:
-    """Return the place of a row among those that may be held out, and its texts.
+    """Return a row's place in [0, 1), by which it is held out, and its texts.
 
     Raises RowError for a row with half a character, UserError for one that has no text.
     """
@@ -164,7 +164,7 @@ def place_and_texts(row: Readable) -> tuple[float, list[str]]:
 
 
 def texts_of(row: Readable) -> list[str]:
-    """Return the texts of a row: of a conversation what is said, without the roles."""
+    """Return the texts of a row; for a conversation those of its messages, without the roles."""
     if isinstance(row, Document):
         return [row.text]
     if isinstance(row, Segments):
@@ -176,7 +176,7 @@ def texts_of(row: Readable) -> list[str]:
 
 
 def said(message: Message) -> Iterator[str]:
-    """Yield the reasoning, the text and the calls of tools of a turn."""
+    """Yield the reasoning, the text and the tool calls of a message."""
     yield message.get("reasoning_content") or ""
     yield message.get("content") or ""
     for call in message.get("tool_calls") or []:
@@ -184,7 +184,7 @@ def said(message: Message) -> Iterator[str]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most LONGEST characters, cut where a word begins if possible."""
+    """Yield a text in pieces of at most LONGEST characters, cut before a word if possible."""
     start = 0
     while len(text) - start > LONGEST:
         window = text[start : start + LONGEST]
@@ -196,7 +196,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 class WeightedPart:
-    """A part that begins again where it ends. read: returns the pieces of a pass over it."""
+    """A part that is read again from the start when it ends. read: yields the pieces of a pass."""
 
     def __init__(self, read: Callable[[CorpusPart], Iterator[str]], part: CorpusPart):
         self._read = read

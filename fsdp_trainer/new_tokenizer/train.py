@@ -1,4 +1,4 @@
-"""Trains a byte-level BPE or SentencePiece, and adds the tokens of a chat template."""
+"""Training of a byte-level BPE or SentencePiece tokenizer with the tokens of a chat template."""
 
 import io
 import re
@@ -22,20 +22,20 @@ PLAIN_TOKENS = {
         "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
     )
 }  # fmt: skip
-"""Tokens of a template that are text for people: they are not special."""
+"""Tokens of a template that are part of the visible text, and therefore not special."""
 BEGIN = {"llama2": "<s>", "mistral": "<s>", "gemma": "<bos>", "llama3": "<|begin_of_text|>"}
 END = {"llama2": "</s>", "mistral": "</s>", "gemma": "<eos>", "llama3": "<|end_of_text|>"}
-"""Tokens around a document, by template, where they have other names than usual."""
+"""Tokens around a document, by template, if they have other names than usual."""
 USUAL_END, PAD, UNKNOWN = "<|endoftext|>", "<|pad|>", "<unk>"
 TOO_SMALL = re.compile(r"smaller than required_chars\. \d+ vs (\d+)")
 
 
 @dataclass(frozen=True)
 class AddedTokens:
-    """The tokens that are added to those learnt from text.
+    """The tokens that are added to those learned from text.
 
-    named: bos_token, eos_token and pad_token, those that there are; markers: of turns, and further
-    special ones; plain: whole tokens that are not special.
+    named: bos_token (if any), eos_token and pad_token. markers: turn markers and further special
+    tokens. plain: tokens that are not special.
     """
 
     named: dict[str, str]
@@ -54,7 +54,7 @@ class AddedTokens:
 
 
 def added_tokens(template: str, further: list[str]) -> AddedTokens:
-    """Return the tokens that a built-in template needs, and further special ones."""
+    """Return the tokens that a built-in template needs. further: additional special tokens."""
     named = {"eos_token": END.get(template, USUAL_END), "pad_token": PAD}
     if "bos_token" in NAMED.get(template, ()):
         named = {"bos_token": BEGIN[template], **named}
@@ -64,12 +64,12 @@ def added_tokens(template: str, further: list[str]) -> AddedTokens:
 
 
 def smallest_vocabulary(kind: str, added: AddedTokens) -> int:
-    """Return the least number of tokens: the bytes, the added ones, and one that is learnt."""
+    """Return the smallest vocabulary: bytes, added tokens, and one token learned from text."""
     return BYTES + added.count + 1 + (kind == "sentencepiece")
 
 
 def train_byte_pairs(texts: Iterable[str], size: int, added: AddedTokens) -> TextTokenizer:
-    """Return a byte-level BPE, with at most `size` tokens, that cuts texts as Llama 3's does."""
+    """Return a byte-level BPE with at most `size` tokens, which splits text as Llama 3's does."""
     backend = Tokenizer(models.BPE())
     cut_as(backend, LLAMA_3)
     trainer = trainers.BpeTrainer(
@@ -91,12 +91,12 @@ def train_byte_pairs(texts: Iterable[str], size: int, added: AddedTokens) -> Tex
 def train_sentencepiece(
     texts: Iterable[str], size: int, added: AddedTokens, folder: Path
 ) -> TextTokenizer:
-    """Return SentencePiece's BPE with bytes for other characters, as Llama 2 has it.
+    """Return a BPE tokenizer of SentencePiece with byte fallback, like Llama 2's.
 
-    Text stays as it is, spaces included. `folder` gets tokenizer.model. The trainer keeps all text
-    in memory. Raises UserError if the size is too small for the characters of the text.
+    Text is not normalised, spaces included. tokenizer.model is written to `folder`. The trainer
+    keeps all text in memory. Raises UserError if `size` is too small for the text's characters.
     """
-    # a library that no other kind of tokenizer needs
+    # imported late: no other kind of tokenizer needs it
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -130,7 +130,7 @@ def train_sentencepiece(
 
 
 def numbered(named: dict[str, str]) -> dict[str, Any]:
-    """Return the options of SentencePiece that give these tokens the ids from 1 on; 0: unknown."""
+    """Return SentencePiece's options that give these tokens ids from 1 on, and 0 to unknown."""
     options: dict[str, Any] = {"unk_id": 0, "unk_piece": UNKNOWN}
     for id, (name, text) in enumerate(named.items(), start=1):
         short = name.removesuffix("_token")
@@ -140,15 +140,15 @@ def numbered(named: dict[str, str]) -> dict[str, Any]:
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of texts: SentencePiece learns from one at a time."""
+    """Yield the lines of texts: SentencePiece is trained on single lines."""
     for text in texts:
         for line in text.split("\n"):
-            if line and "\0" not in line:  # its own end of a text
+            if line and "\0" not in line:  # SentencePiece ends a text at \0
                 yield line
 
 
 def refused(size: int, message: str) -> UserError:
-    """Return what to say of an error of SentencePiece's trainer."""
+    """Return a UserError for an error of SentencePiece's trainer."""
     needed = TOO_SMALL.search(message)
     reason = message
     if needed:

@@ -1,4 +1,4 @@
-"""The verb `tokenizer`: trains one on data, saves it with a chat template, and measures it."""
+"""The verb `tokenizer`: train one on data, save it with a chat template, and measure it."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 
 def tokenizer(cfg: TokenizerConfig) -> int:
-    """Train a tokenizer and print how it compares; returns the exit code."""
+    """Train a tokenizer and print its figures next to others'. Returns the exit code."""
     template = cfg.data.template or USUAL_TEMPLATE
     added = added_tokens(template, cfg.tokenizer.add_tokens)
     others = check(cfg, template, added)
@@ -56,7 +56,7 @@ def tokenizer(cfg: TokenizerConfig) -> int:
 def check(
     cfg: TokenizerConfig, template: str, added: AddedTokens
 ) -> list[tuple[str, TextTokenizer]]:
-    """Return the tokenizers to compare with. Raises UserError with all that is wrong."""
+    """Return the tokenizers to compare with. Raises UserError with all problems."""
     problems = []
     if template not in BUILT_IN:
         reason = f"a new tokenizer gets one of the built-in templates:  {'  '.join(BUILT_IN)}"
@@ -83,7 +83,10 @@ def check(
 
 
 def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Console) -> Corpus:
-    """Train the tokenizer and write its folder. Raises UserError for data that cannot be used."""
+    """Train the tokenizer and write its folder; return the text that was read.
+
+    Raises UserError for data that cannot be used, and RunFailed if the folder cannot be written.
+    """
     share = cfg.data.validation if isinstance(cfg.data.validation, float) else 0.0
     corpus = Corpus(cfg.data, share, cfg.run.seed)
     parts = parts_of(cfg, console)
@@ -97,7 +100,7 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
             else:
                 trained = train_sentencepiece(pieces, cfg.vocab_size, added, folder)
             trained.save(folder, BUILT_IN[template])
-            # what is on disk is what trains later
+            # check the files on disk, which later runs load
             load_template(None, load_tokenizer(str(folder)))
     except OSError as error:
         raise RunFailed(f"cannot write the tokenizer {out}: {error}") from None
@@ -119,7 +122,7 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
 def told(
     corpus: Corpus, parts: list[CorpusPart], cfg: TokenizerConfig, console: Console
 ) -> Iterator[str]:
-    """Yield the corpus's pieces, and report how many bytes it has given. Raises UserError."""
+    """Yield the corpus's pieces while reporting the bytes and rows read. Raises UserError."""
     progress = console.paced()
     for piece in corpus.pieces(parts, int(cfg.max_gib * (1 << 30))):
         progress(f"reading  {corpus.bytes / MIB:,.1f} MiB, {corpus.rows:,} rows")
@@ -136,7 +139,7 @@ def told(
 
 
 def parts_of(cfg: TokenizerConfig, console: Console) -> list[CorpusPart]:
-    """Return what data.path names: everything together, or the entries of a mixture."""
+    """Return the parts of data.path: one of all its sources, or the entries of a mixture."""
     sources = sources_of(cfg, "data.path", console)
     named = entries(cfg.data.path)
     if not is_mixture(cfg.data.path) or len(named) == 1:
@@ -148,7 +151,7 @@ def parts_of(cfg: TokenizerConfig, console: Console) -> list[CorpusPart]:
 
 
 def sources_of(cfg: TokenizerConfig, key: str, console: Console) -> list[Source]:
-    """Return the sources of a key; remote files are copied first, or read in place as streams."""
+    """Return the sources of a key. Remote files are copied to the cache unless data.streaming."""
     reporter = Reporter(console.paced(), console.say)
     value = cfg.data.path if key == "data.path" else cfg.data.validation
     cache = None if cfg.data.streaming else cache_root(cfg)
@@ -158,7 +161,7 @@ def sources_of(cfg: TokenizerConfig, key: str, console: Console) -> list[Source]
 def compare(
     cfg: TokenizerConfig, corpus: Corpus, others: list[tuple[str, TextTokenizer]]
 ) -> list[Measured]:
-    """Return the figures of the new tokenizer, then of the others; [] without text to measure."""
+    """Return the figures of the new tokenizer, then of the others; [] without held-out text."""
     texts = corpus.held_out.texts
     if not texts:
         return []

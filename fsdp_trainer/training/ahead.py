@@ -1,6 +1,7 @@
-"""The verb `prepare`: what training would do before its first step. No torch before it must be.
+"""The verb `prepare`: do ahead of time what training does before its first step.
 
-Tokenises the data; with objective.top_k a teacher then reads it, on as many ranks as `launch` says.
+Tokenises the data; with objective.top_k a teacher then reads it, on as many ranks as `launch` sets.
+Torch is imported only if there is a teacher.
 """
 
 import os
@@ -12,7 +13,7 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 
 def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
-    """Prepare the data, and the lists of a teacher. Returns the exit code."""
+    """Prepare the data, and the teacher's lists if they are stored. Returns the exit code."""
     if not lists_teacher(cfg):
         return prepare_ahead(cfg)
     if cfg.prepare.shard:

@@ -1,4 +1,4 @@
-"""One rank of `prepare`: it holds a part of the teacher, which reads what is to be learnt."""
+"""One rank of `prepare`: it holds a shard of the teacher, which reads the supervised tokens."""
 
 import os
 
@@ -23,11 +23,11 @@ from fsdp_trainer.training.teacher import fetch_frozen_model, require_same_vocab
 from fsdp_trainer.training.teacher_lists import ListPass, digest_for_lists
 
 BEAT_SECONDS = 1.0
-"""Seconds between signs of life of a rank that prepares data while others wait."""
+"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
 
 
 def prepare_as_rank(cfg: PrepareConfig) -> int:
-    """Tokenise the data and store a teacher's lists, with other ranks. Returns the exit code."""
+    """Tokenise the data and store a teacher's lists, as one of the ranks. Returns the exit code."""
     timeout = parse_duration(cfg.launch.timeout)
     env = environment_of_ranks(os.environ) or os.environ
     console = Console(quiet=env.get("RANK", "0") != "0")
@@ -43,7 +43,7 @@ def prepare_as_rank(cfg: PrepareConfig) -> int:
         connect(world, timeout)
         store_lists(cfg, inputs, config, world, console)
     except UserError as error:
-        if world.main:  # all ranks find the same
+        if world.main:  # all ranks have the same error; rank 0 reports it
             raise
         return error.exit_code
     finally:
@@ -53,7 +53,7 @@ def prepare_as_rank(cfg: PrepareConfig) -> int:
 
 
 def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInputs:
-    """Fetch the models and tokenise the data; what an earlier rank or run did is on disk."""
+    """Fetch the models and tokenise the data, reusing what an earlier rank or run left on disk."""
     paced = console.paced()
     beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
 
@@ -73,7 +73,7 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
 def store_lists(
     cfg: PrepareConfig, inputs: RunInputs, config: ModelConfig, world: World, console: Console
 ) -> None:
-    """Have the teacher read what is not stored yet. Collective. Raises UserError."""
+    """Run the teacher on all data whose lists are not stored yet. Collective. Raises UserError."""
     assert inputs.frozen_model
     assert inputs.teacher_files
     order, held_out = build_order(cfg, inputs.data, config.attention_cost), None

@@ -1,4 +1,4 @@
-"""Rewarded answers of a step, packed into rows that training reads as stored ones."""
+"""Rewarded answers of a step, packed into rows that training reads like stored rows."""
 
 import base64
 import io
@@ -25,9 +25,10 @@ from fsdp_trainer.training.sampler import SampledAnswer
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt's answer with its rewards.
+    """An answer to a prompt, with its rewards.
 
-    row, sample: see Request. reward: what is learnt by; scores: of each reward, before weights.
+    row, sample: see Request. reward: weighted sum of the scores, used for training. scores:
+    unweighted score of each reward.
     """
 
     row: int
@@ -39,14 +40,14 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.answer.tokens)
 
 
 class PackedAnswers:
-    """The answers of a step in packed rows; it has what `Batches` reads of stored rows.
+    """The answers of a step in packed rows, with the interface of stored rows for `Batches`.
 
-    rollouts: of all prompts of the step, in the order of rows and samples.
+    rollouts: answers to all prompts of the step, ordered by row, then by sample.
     """
 
     source_names = ("",)
@@ -60,13 +61,17 @@ class PackedAnswers:
         attention_cost: Callable[[np.ndarray], np.ndarray],
         where: Callable[[int], list[str]],
     ):
-        """attention_cost: of documents' lengths; where: of a prompt's row its FILE:LINE."""
+        """Pack the answers.
+
+        attention_cost: function from lengths of documents to their attention costs. where: function
+        from the row of a prompt to its FILE:LINE.
+        """
         self.cfg, self.seq_len, self.rollouts = cfg, seq_len, list(rollouts)
         self._where = where
         lengths = np.array([rollout.tokens for rollout in rollouts], np.int64)
         packing = best_fit(lengths, seq_len)
         self.in_row = np.split(packing.documents, packing.offsets[1:-1])
-        """[rows] of places in `rollouts`."""
+        """Indices into `rollouts` of the documents in each packed row."""
         self.costs = attention_cost(lengths)
         rewards = np.array([rollout.reward for rollout in rollouts])
         self.rewards = rewards.reshape(-1, cfg.samples)
@@ -77,11 +82,11 @@ class PackedAnswers:
         )
 
     def __len__(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of packed rows."""
         return len(self.in_row)
 
     def plan(self, step: int, start: int, stop: int, figures: dict[str, Any]) -> StepPlan:
-        """Return the plan of the step. start, stop: rows of its prompts."""
+        """Return the plan of the step. start, stop: range of the rows of its prompts."""
         answers = [rollout.answer for rollout in self.rollouts]
         counts = [len(answer.tokens) for answer in answers]
         learnt = sum(n for n, used in zip(counts, self.is_learnt, strict=True) if used)
@@ -98,7 +103,7 @@ class PackedAnswers:
         )
 
     def attention_costs(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[rows] of what attention costs in each of these rows."""
+        """Return the attention cost of each of these rows, [rows]."""
         return np.array([self.costs[self.in_row[row]].sum() for row in rows])
 
     def where(self, row: int) -> list[str]:
@@ -106,7 +111,7 @@ class PackedAnswers:
         return [self._where(self.rollouts[i].row)[0] for i in self.in_row[row].tolist()]
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """The rows of these indices, in their order."""
+        """Return the rows with these indices, in this order."""
         rows = Rows.empty(len(indices), self.seq_len)
         shape = rows.weights.shape
         rows.columns = {name: np.zeros(shape, np.float32) for name in (ADVANTAGE, SAMPLED)}
@@ -120,7 +125,7 @@ class PackedAnswers:
         return rows
 
     def _put(self, rows: Rows, row: int, start: int, i: int) -> None:
-        """Lay a prompt and its answer into a row; each token of the answer is learnt."""
+        """Write a prompt and its answer into a row; only tokens of the answer are supervised."""
         rollout, answer = self.rollouts[i], self.rollouts[i].answer
         whole = slice(start, start + rollout.tokens)
         first = whole.start + len(rollout.prompt) - 1
@@ -135,11 +140,11 @@ class PackedAnswers:
         rows.columns[SAMPLED][row, learnt] = answer.log_probabilities
 
 
-# --- answers that a checkpoint keeps --------------------------------------------------------------
+# --- answers in a checkpoint ----------------------------------------------------------------------
 
 
 def packed_text(rollouts: Sequence[Rollout]) -> str:
-    """Return rollouts as text for a checkpoint, which `unpacked` reads."""
+    """Encode rollouts as text for a checkpoint; `unpacked` decodes it."""
     arrays = {
         "numbers": np.array(
             [[r.row, r.sample, r.answer.finished, r.answer.version] for r in rollouts]
@@ -155,7 +160,7 @@ def packed_text(rollouts: Sequence[Rollout]) -> str:
 
 
 def unpacked(text: str) -> list[Rollout]:
-    """Return the rollouts of `packed_text`."""
+    """Decode the rollouts that `packed_text` encoded."""
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
     tokens, sampled = stored["tokens"].tolist(), stored["sampled"].tolist()
     rollouts = []

@@ -1,4 +1,4 @@
-"""The choice of how a rank computes attention, for training and for a teacher that reads alone."""
+"""Choice of the attention implementation, for training and for a teacher that runs alone."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,12 +20,13 @@ def choose_attention(
     compiled: bool,
     method: str,
 ) -> AttentionChoice:
-    """Settle for this process how attention is computed. Raises UserError for what cannot be.
+    """Choose and set this process's attention implementation. Raises UserError if none fits.
 
-    configs: of the model, and of a teacher that reads the same rows. share: see
-    Mixture.attention_cost_share. method: by which ranks attend to shared rows.
+    configs: architecture of the model, then that of a teacher that reads the same rows. share: see
+    Mixture.attention_cost_share. method: how ranks that share rows compute attention.
     """
-    sizes = [config.head_dim for config in configs]  # one that a kernel may lack counts
+    # the choice must fit a head size that some kernel may not support, if there is one
+    sizes = [config.head_dim for config in configs]
     context = replace(
         describe_device(device),
         dtype=cfg.precision.param_dtype,
@@ -42,7 +43,7 @@ def choose_attention(
     kernel = attention_kernel(cfg, method, device.type)
     choice = choose(attention_layout(cfg, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
-    for config in reversed(configs):  # the student's is the last that is set
+    for config in reversed(configs):  # the last call wins: it must be the student's
         set_kernel_priority(
             choice, config, dtype, device, required=cfg.model.attention_kernel != "auto"
         )

@@ -1,4 +1,4 @@
-"""This rank's micro-batches of the global order of rows: arithmetic on row numbers."""
+"""This rank's micro-batches, computed from row numbers in the global order of rows."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,20 +19,20 @@ from fsdp_trainer.parallel.context import ContextRanks
 from fsdp_trainer.rounding import round_up
 
 INDEX_STEP = 128
-"""Supervised positions are padded to a multiple of this, so that the device sees few shapes."""
+"""Supervised positions are padded to a multiple of this, so that few different shapes occur."""
 MAX_SUSPECTS = 8
-"""Ranks, and samples, that are named for a bad step."""
+"""Maximum number of ranks, and of samples, that are named for a bad step."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The rows of one optimizer step; the same on every rank.
 
-    start, stop: its rows in the running order, stop excluded.
-    weight: Σ weight of their targets, which divides the loss.
-    tokens, supervised: how many there are.
-    attention_cost: Σ length² of their documents, less what windows leave out.
-    documents: how many they hold. figures: what the step's line says of them besides.
+    start, stop: range of its rows in the running order, stop excluded.
+    weight: Σ weight of the targets in these rows; the loss is divided by it.
+    tokens, supervised: number of tokens, and of supervised tokens, in these rows.
+    attention_cost: Σ length² of the documents, less the part outside attention windows.
+    documents: number of documents. figures: further metrics for the step's line.
     """
 
     step: int
@@ -48,16 +48,18 @@ class StepPlan:
 
 @dataclass
 class Assembler:
-    """Makes a rank's rows into micro-batches on its device.
+    """Makes micro-batches from a rank's rows, on its device.
 
-    sources: how many whose losses are told apart; rank, ranks: of those with different rows.
+    sources: number of data sources whose losses are reported separately.
+    rank, ranks: index and number of the data-parallel positions, each with different rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
-    seq_len. same_rows: how many ranks, neighbours, are one of `ranks`: they get the same rows;
-    stages: how many times that is so, in a pipeline.
-    context: the ranks that share this rank's rows; None: it has whole rows.
-    attention: a name of `LAYOUTS`. number_documents: for an objective that is no sum over
-    single tokens, see MicroBatch.documents. last_tokens: the last token of each document is what
-    counts, of a model that scores documents. mark_tokens: see MicroBatch.token_share.
+    seq_len; None: always seq_len.
+    same_rows: number of consecutive ranks that get the same rows and so count as one of `ranks`.
+    stages: number of pipeline stages, each with ranks · same_rows ranks.
+    context: the ranks among which each row is divided; None: this rank holds complete rows.
+    attention: a key of `LAYOUTS`. number_documents: True for an objective that is not a sum over
+    single tokens, see MicroBatch.documents. last_tokens: True for a model that scores documents:
+    only the last token of each document has a target. mark_tokens: see MicroBatch.token_share.
     """
 
     seq_len: int
@@ -76,16 +78,16 @@ class Assembler:
     context: ContextRanks | None = None
 
     def count(self, plan: StepPlan) -> int:
-        """Return the number of micro-batches per rank; surplus slots are empty rows."""
+        """Return the number of micro-batches per rank; surplus slots get empty rows."""
         return math.ceil((plan.stop - plan.start) / (self.micro_rows * self.ranks))
 
     def suspects_event(self, ranks: list[int], samples: list[str]) -> dict[str, Any]:
-        """Return what an event says of a bad step: at most MAX_SUSPECTS ranks and samples, and how
-        many more samples there are.
+        """Return the fields of an event about a bad step: at most MAX_SUSPECTS ranks and samples,
+        and the number of further samples.
 
-        ranks: as in `rank`.
+        ranks: suspected positions, numbered like `rank`; the event has global ranks.
         """
-        size = self.ranks * self.same_rows  # of a stage
+        size = self.ranks * self.same_rows  # ranks of a stage
         readers = [
             stage * size + rank * self.same_rows + i
             for rank in ranks
@@ -98,14 +100,14 @@ class Assembler:
         return event | ({"more_samples": more} if more > 0 else {})
 
     def empty(self) -> MicroBatch:
-        """Return a micro-batch without a token."""
+        """Return a micro-batch without tokens."""
         return self.assemble(Rows.empty(0, self.seq_len))
 
     def assemble(self, rows: Rows) -> MicroBatch:
-        """Return [micro_rows, length] tensors on the device; missing rows are empty.
+        """Return a micro-batch of [micro_rows, length] tensors on the device.
 
-        Of rows that ranks share, [micro_rows, length / ranks]: cut here, where every token has its
-        label.
+        Missing rows are filled with padding. If rows are divided among ranks, the shape is
+        [micro_rows, length / ranks]: rows are cut here, where every token already has its label.
         """
         if len(rows.documents) < self.micro_rows:
             given, rows = rows, Rows.empty(self.micro_rows, self.seq_len)
@@ -159,14 +161,14 @@ class Assembler:
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
-        """Return what attends to documents in rows of `length`, of which this rank has a part."""
+        """Return the attention over documents in rows of `length`, for this rank's part of them."""
         if self.context:
             return self.context.layout(self.attention, documents, length, self.device)
         return LAYOUTS[self.attention](documents, length, self.device)
 
     def length(self, rows: Rows) -> int:
-        """Return the tokens of a row of this micro-batch, padding included."""
-        # flex attention's kernel is compiled for each length: all have one
+        """Return the row length of this micro-batch in tokens, padding included."""
+        # flex attention compiles a kernel for each length, so it always gets the same one
         if self.pad_to_multiple is None or self.attention == "flex":
             return self.seq_len
         longest = max(1, *map(sum, rows.documents))
@@ -174,10 +176,10 @@ class Assembler:
 
 
 class Batches(Assembler):
-    """This rank's micro-batches of any range of stored rows."""
+    """This rank's micro-batches of ranges of stored rows."""
 
     def __init__(self, order: Mixture, *args: Any, **options: Any):
-        """args, options: those of Assembler behind `sources`."""
+        """args, options: arguments of Assembler after `sources`."""
         super().__init__(order.seq_len, len(order.source_names), *args, **options)
         self.order = order
 
@@ -189,23 +191,24 @@ class Batches(Assembler):
         start: int = 0,
         skipped: Sequence[Sequence[int]] = (),
     ) -> Iterator[StepPlan]:
-        """Yield the plans of the ranges of `row_ranges`, behind `step` steps."""
+        """Yield a plan for each range of `row_ranges`; the first one has the number `step` + 1."""
         ranges = row_ranges(rows, last_row, start, skipped)
         for number, (first, stop) in enumerate(ranges, step + 1):
             totals = self.order.totals(first, stop)
             yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
-        """Yield this rank's part of a step."""
+        """Yield this rank's micro-batches of a step."""
         for rows in self.assign_rows_to_ranks(plan)[:, self.rank]:
             yield self.assemble(self.order.read_rows(rows[rows >= 0]))
 
     def assign_rows_to_ranks(self, plan: StepPlan) -> np.ndarray:
-        """Return [micro-batches, ranks, micro_rows] int64: which rows of a step go where; -1: none.
+        """Return the rows of a step by micro-batch and rank, [micro-batches, ranks, micro_rows]
+        int64; -1: no row.
 
-        Ranks wait for each other in every micro-batch, so all should take equally long. Rows that
-        cost attention about the same go into the same micro-batch, the costliest first, and are
-        given to the ranks in one direction and then in the other.
+        Ranks wait for each other in every micro-batch, so all should take equally long. Rows with
+        about the same attention cost go into the same micro-batch, the costliest first, and are
+        dealt to the ranks alternately from first to last and from last to first.
         """
         count, numbers = self.count(plan), np.arange(plan.start, plan.stop)
         rows = np.full(count * self.micro_rows * self.ranks, -1)
@@ -221,9 +224,9 @@ class Batches(Assembler):
     def samples_of(
         self, plan: StepPlan, ranks: Sequence[int], micro_batches: Sequence[float]
     ) -> list[str]:
-        """Return the places of the samples in one micro-batch of each of these ranks.
+        """Return FILE:LINE of the samples in one micro-batch of each of these ranks.
 
-        micro_batches: which one, by rank.
+        micro_batches: index of the micro-batch, by rank.
         """
         rows = self.assign_rows_to_ranks(plan)
         own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
@@ -231,7 +234,7 @@ class Batches(Assembler):
 
 
 def at_last_tokens(rows: Rows) -> Rows:
-    """Return rows whose targets are at the last token of each document, which is scored."""
+    """Return the rows with targets only at the last token of each document, which is scored."""
     labels, weights = np.full_like(rows.labels, -100), np.zeros_like(rows.weights)
     for row, documents in enumerate(rows.documents):
         ends = np.cumsum(documents, dtype=np.int64) - 1
@@ -246,9 +249,10 @@ def tokens_of_documents(documents: Lengths, length: int) -> np.ndarray:
 
 
 def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the document of each position, [positions] int64, and the group of each document.
+    """Return the document number of each position, [positions] int64, and each document's group.
 
-    index: [positions] int64 in rows of `length`, none of them padding. Numbers count over all rows.
+    index: [positions] int64, flat positions in rows of `length`, none of them padding. Documents
+    and groups are numbered across all rows.
     """
     ends = [i * length + np.cumsum(row, dtype=np.int64) for i, row in enumerate(rows.documents)]
     starts = [start for row in rows.group_starts for start in row]
@@ -259,7 +263,7 @@ def number_documents(rows: Rows, index: np.ndarray, length: int) -> tuple[np.nda
 def ranks_with_highest(values: Sequence[float]) -> list[int]:
     """Return the ranks with the highest value, at most MAX_SUSPECTS.
 
-    values: by rank; inf where it is not finite.
+    values: one per rank; inf in place of a value that is not finite.
     """
     highest = max(values)
     return [rank for rank, value in enumerate(values) if value == highest][:MAX_SUSPECTS]
@@ -268,9 +272,9 @@ def ranks_with_highest(values: Sequence[float]) -> list[int]:
 def row_ranges(
     rows: int, last_row: int | None, start: int, skipped: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yield [start, stop) of the rows of each step.
+    """Yield the range of rows of each step, (start, stop) with stop excluded.
 
-    A step has `rows` rows, or fewer before last_row (None: there is no end) and before a skipped
+    A step has `rows` rows, or fewer if it ends at last_row (None: there is no end) or at a skipped
     range.
     """
     end = math.inf if last_row is None else last_row
@@ -286,8 +290,8 @@ def row_ranges(
 
 
 def count_steps(rows: int, last_row: int, start: int, skipped: Sequence[Sequence[int]]) -> int:
-    """Return how many ranges `row_ranges` gives, without going through those behind the last
-    skipped range."""
+    """Return the number of ranges that `row_ranges` yields, without iterating over those after the
+    last skipped range."""
     whole_from = max([start, *(min(stop, last_row) for _, stop in skipped)])
     steps = sum(1 for _ in row_ranges(rows, whole_from, start, skipped))
     return steps + max(0, math.ceil((last_row - whole_from) / rows))

@@ -1,7 +1,4 @@
-"""Builds a trainer from a configuration, in the order in which data flows.
-
-Collective: every rank builds its part.
-"""
+"""Construction of a trainer from a configuration. Collective: every rank builds its part."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -131,21 +128,21 @@ from fsdp_trainer.training.unpaired import UnpairedFigures, UnpairedForwardBackw
 from fsdp_trainer.training.weights import fill, restore
 
 SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
-"""Data sources by the class that orders the rows."""
+"""The class of a data source, by the class of its order of rows."""
 
 
 PREFERENCE_STEPS = dict.fromkeys(PAIRED, PairForwardBackward)
 PREFERENCE_STEPS |= dict.fromkeys(UNPAIRED, UnpairedForwardBackward)
-"""What runs a step's micro-batches, by objective, where answers are compared."""
+"""The class that runs a step's micro-batches, for each objective on preferences."""
 
 
 @dataclass
 class Start:
-    """The point at which a run begins or goes on.
+    """The point at which a run starts or resumes.
 
-    checkpoint: to go on from; None: from the beginning. newest: step of the run's own newest
-    checkpoint, -1: none. changes: keys that are not as in the checkpoint, [then, now]; notes: lines
-    about data that has changed.
+    checkpoint: the one to resume from; None: the run starts at the beginning. newest: step of the
+    run's own newest checkpoint, -1: none. changes: keys with other values than in the checkpoint,
+    as [then, now]; notes: lines about data that has changed.
     """
 
     checkpoint: Path | None
@@ -163,9 +160,9 @@ def build(
     signals: StopSignals,
     observer: Observer,
 ) -> tuple[Trainer, Start]:
-    """Return a trainer that stands where the run's newest checkpoint does, or at its beginning.
+    """Return a trainer with the state of the run's newest checkpoint, or of the run's beginning.
 
-    Raises UserError on every rank alike.
+    Raises the same UserError on every rank.
     """
     config, device = observer.config, world.device
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
@@ -180,7 +177,7 @@ def build(
     model.lm_head.temperature = temperature(cfg)
     model = parallelize(model, dims, cfg, adapters, compiled)
     slots.show_coordinates(dims.place)
-    slots.count_collectives(dims.collective_counter())  # of all groups that there are now
+    slots.count_collectives(dims.collective_counter())  # in all groups that exist at this point
     whole = model.whole
     observer.work = trained_work(whole)
 
@@ -232,7 +229,7 @@ def build(
     )
     data = data_source(cfg, order, start.progress, context_of_rows)
     validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
-    if world.main:  # who alone speaks: it looks through all samples
+    if world.main:  # only rank 0 prints them, and describing the data reads all samples
         lines = describe(
             cfg, whole, data, start.progress, inputs, world, dims, attention, context, run
         )
@@ -265,7 +262,7 @@ def build(
         base = base_of_new_run(model, cfg, inputs.init_from, adapters)
     describe_weights(answers, base, dtypes)
     if cfg.sharding.tensor > 1:
-        # else the first step would have a scale for each rank's part of a matrix
+        # otherwise each rank would scale its part of a matrix separately in the first step
         precompute_float8_scales(model, cfg.precision)
 
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
@@ -298,7 +295,7 @@ def build(
         dtypes=dtypes,
         base=base,
         observer=observer,
-        # a read of a GPU costs
+        # reading metrics from a GPU makes the host wait for it
         step_log=StepLog(
             cfg.logging.every or (10 if device.type == "cuda" else 1), metrics.size, clock
         ),
@@ -325,9 +322,10 @@ def listed_teacher(
     signals: StopSignals,
     in_memory: FrozenModel | None,
 ) -> FrozenModel | ListedTeacher | None:
-    """Give the orders the lists of a teacher, and return what reads them; else what is in memory.
+    """Attach a teacher's stored lists to the orders and return a ListedTeacher that reads them.
 
-    Collective. Raises UserError. start: of the run, which must have learnt from the same teacher.
+    Returns `in_memory` if no lists are stored for this run. Collective. Raises UserError. start:
+    the start of the run; a checkpoint must have been trained with the same teacher.
     """
     if inputs.frozen_model is None or inputs.teacher_files is None:
         return in_memory
@@ -363,7 +361,7 @@ def build_step(
     loss_scale: LossScale | None,
     frozen_model: FrozenModel | ListedTeacher | None = None,
 ) -> ForwardBackward:
-    """Return what runs a step's micro-batches. Collective."""
+    """Return the object that runs a step's micro-batches. Collective."""
     objective = build_objective(cfg.objective, cfg.loss)
     probe = EmbeddingGradProbe(model)
     if cfg.sharding.pipeline == 1:
@@ -391,7 +389,8 @@ def build_step(
 
 
 def figures_of(cfg: ObjectiveChoice, dims: Dims) -> AnswerFigures | None:
-    """Return the figures of an objective's answers, or of its teacher; None: it has none."""
+    """Return the metrics of an objective's compared answers or of its teacher; None: no such
+    metrics."""
     if cfg.name == DISTIL:
         return TeacherFigures()
     if cfg.name in UNPAIRED:
@@ -410,7 +409,7 @@ def data_source(
 
 
 def temperature(cfg: TrainConfig) -> float:
-    """Return what divides the logits that are learnt from, as in sampling."""
+    """Return the temperature that divides the logits in training: the one used for sampling."""
     return cfg.objective.temperature if cfg.objective.name in PROMPTED else 1.0
 
 
@@ -422,7 +421,8 @@ def answer_maker(
     device: torch.device,
     run: Path,
 ) -> AnswerMaker | None:
-    """Return what answers prompts and judges the answers; None where nothing is answered.
+    """Return the object that answers prompts and scores the answers; None if the objective has no
+    prompts.
 
     Collective. Raises UserError for a server that cannot be used.
     """
@@ -443,20 +443,20 @@ def answer_maker(
 def describe_weights(
     answers: AnswerMaker | None, base: Base | None, dtypes: dict[str, str]
 ) -> None:
-    """Let what sends weights to a server know what they are: see PolicyWeights."""
+    """Set the origin and formats of the weights that are sent to a server: see PolicyWeights."""
     sampler = answers.sampler if answers else None
     if isinstance(sampler, ServerSampler):
         sampler.weights.describe(base, dtypes)
 
 
 def bytes_of_targets(cfg: TrainConfig, inputs: RunInputs, config: ModelConfig) -> torch.Tensor:
-    """Return the bytes of each token, [vocabulary]; 0 where no text is predicted."""
+    """Return the bytes of each token, [vocabulary]; all 0 if the objective predicts no text."""
     sizes = torch.from_numpy(token_bytes(inputs.tokenizer, config.vocab_size))
     return torch.zeros_like(sizes) if cfg.objective.name in SCORED else sizes
 
 
 def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:
-    """Return the orders of stored rows that a run reads, each with the rows of one of its steps."""
+    """Return the orders of stored rows that a run reads, each with its number of rows per step."""
     orders = [(one, rows) for one in order.orders] if isinstance(order, Mixture) else []
     if held_out is not None:
         orders += [(one, held_out.rows_per_epoch) for one in held_out.orders]
@@ -466,7 +466,7 @@ def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[R
 def reference_of(
     cfg: TrainConfig, model: Decoder, dims: Dims
 ) -> Callable[[MicroBatch], MicroBatch]:
-    """Return what gives a micro-batch of pairs the sums of its reference."""
+    """Return a function that adds the reference's sums to a micro-batch of pairs."""
     if not has_reference(cfg.objective):
         return no_reference
     return BaseReference(model, dims) if base_is_reference(cfg) else stored_reference
@@ -475,7 +475,7 @@ def reference_of(
 def reference_of_tokens(
     cfg: TrainConfig, model: Decoder, frozen_model: FrozenModel | ListedTeacher | None
 ) -> Callable[[MicroBatch], Tensor] | None:
-    """Return what computes the reference's log-probabilities of answers; None: there is none."""
+    """Return a function for the reference's log-probabilities of answers; None: no reference."""
     if isinstance(frozen_model, ReferenceModel):
         return frozen_model
     return BaseTokens(model) if has_reference(cfg.objective) else None
@@ -489,7 +489,7 @@ def build_frozen_model(
     dims: Dims,
     compiled: bool,
 ) -> FrozenModel | None:
-    """Return the frozen model beside the one in training, without weights; None: there is none.
+    """Return the second, frozen model of the run, without weights; None: there is none.
 
     Collective.
     """
@@ -502,11 +502,11 @@ def build_frozen_model(
 def check_room(
     cfg: TrainConfig, init_from: Path | None, world: World, frozen_model: Path | None = None
 ) -> None:
-    """Refuse a layout of other ranks than these, number formats that the device lacks, and a model
-    whose states cannot fit.
+    """Raise UserError for a layout that does not fit the number of ranks, number formats that the
+    device lacks, or a model that cannot fit in memory.
 
-    frozen_model: the folder of a teacher or reference, if there is one. Comes before data or
-    weights are read. Raises UserError.
+    frozen_model: the folder of a teacher or reference, if there is one. Called before data or
+    weights are read.
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])
@@ -529,7 +529,7 @@ def check_room(
 
 
 def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
-    """Return the adapters that a fine-tuning of all weights could be instead."""
+    """Return adapters to suggest in place of fine-tuning all weights; empty if none apply."""
     if cfg.model.init_from is None or cfg.adapter.name != "none":
         return []
     models = []
@@ -544,8 +544,8 @@ def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError.
 
-    The ranks of a tensor group have equally many rows of the vocabulary, as of that of a frozen
-    model beside it.
+    The vocabulary is padded so that each rank of a tensor group has equally many rows of it, and as
+    many as of the vocabulary of a frozen model, if there is one.
     """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
@@ -556,7 +556,10 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
 
 
 def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
-    """Return the architecture with the head that the objective trains. Raises UserError."""
+    """Return the architecture with the head that the objective trains.
+
+    Raises UserError for a reward model if the objective trains on text.
+    """
     if cfg.objective.name in SCORED:
         return config.as_reward_model()
     if config.scalar_head:
@@ -581,7 +584,7 @@ def find_where_to_start(
     order: Order,
     held_out: Mixture | None,
 ) -> tuple[Start, Order]:
-    """Return where the run goes on, and the data that goes on from there.
+    """Return the start of the run, and the order of rows from there on.
 
     Collective. Raises UserError.
     """
@@ -594,7 +597,7 @@ def find_where_to_start(
     progress = Progress.for_data(stored, order.fingerprint, validation)
     order, progress, notes = resume_data(order, progress, stored["data"])
     listed = store.listed()
-    # not a checkpoint of another run, nor one that was left aside
+    # False for a checkpoint of another run and for one that is no longer listed
     own = checkpoint.resolve() in [path.resolve() for path in listed]
     if not own:
         progress.forget_validation()
@@ -605,7 +608,7 @@ def find_where_to_start(
 def write_assets(
     cfg: TrainConfig, inputs: RunInputs, config: ModelConfig, folder: Path, state: dict[str, Any]
 ) -> None:
-    """Write the configuration, and a Hugging Face folder without weights, into a checkpoint."""
+    """Write the configuration and a Hugging Face folder without weights into a checkpoint."""
     (folder / "config.yaml").write_text(dump_yaml(asdict(cfg)))
     source = model_folder(inputs.init_from) if inputs.init_from else None
     chosen = cfg.data.template or cfg.data.template_args

@@ -1,21 +1,20 @@
-"""A record of what torch.compile did during a run."""
+"""A record of the compilations by torch.compile during a run."""
 
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.compile import Compilations
 
 
 class CompilationLog:
-    """Records each compilation, and warns of blocks that are compiled again after the first
-    step."""
+    """Records each compilation, and warns if blocks are compiled again in a later step."""
 
     def __init__(self, observer: Observer, compiled: bool):
-        """compiled: whether the run compiles at all."""
+        """compiled: True if the run uses torch.compile."""
         self.observer = observer
         self.compilations = Compilations() if compiled else None
         self._steps_compiled = 0
 
     def report(self, step: int, during: str) -> None:
-        """Record what was compiled since the last call. during: `training` or `validation`."""
+        """Record the compilations since the last call. during: `training` or `validation`."""
         graphs, cached = self.compilations.new() if self.compilations else (0, 0)
         if not graphs:
             return

@@ -1,4 +1,4 @@
-"""Silent data corruption: results that are wrong though nothing failed, found by comparing bits.
+"""Detection of silent data corruption (wrong results without an error) by comparing bits.
 
 Dixit et al. 2021, "Silent Data Corruptions at Scale".
 """
@@ -23,15 +23,15 @@ from fsdp_trainer.parallel.pipeline import copies_in_stages
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOSS, ACTIVATIONS, SUMS = "loss", "gradient of the activations", "sums of the parameters' gradients"
 OWN = {LOSS, ACTIVATIONS}
-"""Results of a rank, or of those that share its rows. SUMS are wrong on all ranks if one rank or
-the network is."""
+"""Results of a single rank, or of the ranks that share its rows. SUMS are wrong on all ranks if one
+rank or the network has failed."""
 Ranks = tuple[int, ...]
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the sum of the bit patterns of this rank's part of each tensor. Waits for the device.
+    """Return, for each tensor, the sum of the bit patterns of this rank's part.
 
-    Every single flipped bit changes it.
+    Any single flipped bit changes the sum. Waits for the device.
     """
     parts = [local_part(tensor) for tensor in tensors]
     sums = [part.view(INTEGERS[part.element_size()]).sum(dtype=torch.int64) for part in parts]
@@ -39,21 +39,21 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def differences(one: dict[str, list[int]], other: dict[str, list[int]]) -> set[str]:
-    """Return the names under which two passes have different digests."""
+    """Return the names of the results whose digests differ between two passes."""
     return {name for name, value in one.items() if value != other[name]}
 
 
 def outvoted(ranks: list[int], values: dict[int, int]) -> list[int]:
-    """Return those of `ranks` that do not have the value of the majority; without one, all."""
+    """Return the ranks whose value is not that of the majority; all ranks without a majority."""
     value, count = Counter(values[rank] for rank in ranks).most_common(1)[0]
     majority = 2 * count > len(ranks)
     return [rank for rank in ranks if values[rank] != value] if majority else ranks
 
 
 def find_odd(by_rank: list[dict[int, int]]) -> dict[int, list[int]]:
-    """Return the ranks without the value of the majority, by key; keys without such are left out.
+    """Return, by key, the ranks whose value is not that of the majority; omit keys without any.
 
-    by_rank: of each rank the values that it should share with all others that have the key.
+    by_rank: for each rank its values, which all ranks that have the same key should agree on.
     """
     holders: dict[int, list[int]] = {}
     for rank, values in enumerate(by_rank):
@@ -67,7 +67,7 @@ def find_odd(by_rank: list[dict[int, int]]) -> dict[int, list[int]]:
 
 
 def ranks_with_copies(model: Decoder, dims: Dims, name: str, tensor: Tensor) -> Ranks:
-    """Return the ranks that hold the same part as this one of a tensor of a checkpoint."""
+    """Return the ranks that hold the same part of a checkpoint's tensor as this rank."""
     ranks = dims.holders(tensor)
     if copies_in_stages(parameter_of(name), model) == 1:
         return ranks
@@ -77,19 +77,19 @@ def ranks_with_copies(model: Decoder, dims: Dims, name: str, tensor: Tensor) -> 
 
 @dataclass
 class Corruption:
-    """The comparisons of train.check_every. Collective: RunFailed is raised on all ranks alike."""
+    """The comparisons of train.check_every. Collective: RunFailed is raised on all ranks."""
 
     every: int | None
-    """Steps between two checks; None: there are none."""
+    """Steps between two checks; None: no checks."""
     record: Callable[..., None]
     """record(event, **details) writes to events.jsonl."""
     holders: Callable[[str, Tensor], Ranks]
-    """holders(name, tensor) returns the ranks that hold this rank's part of it, this one too."""
+    """holders(name, tensor) returns the ranks that hold this rank's part, including this rank."""
     not_deterministic: set[str] = field(default_factory=set)
-    """Results that some rank's kernels never compute twice alike: no longer compared."""
+    """Results for which some rank's kernels are not deterministic: no longer compared."""
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is checked."""
+        """Return True if a step is to be checked."""
         return self.every is not None and step % self.every == 0
 
     def check_computation(
@@ -100,9 +100,9 @@ class Corruption:
         compute: returns loss, gradient of the activations (None: the embedding is frozen) and the
         parameters' gradients.
 
-        If two passes differ on any rank, all make a third. A result that is different in all three
+        If two passes differ on any rank, all ranks make a third. A result that differs in all three
         comes from kernels that are not deterministic: it is recorded once and not compared again.
-        They need not be so on every rank: short documents take other kernels than long ones.
+        This may concern only some ranks, since short and long documents use different kernels.
         """
 
         def run_pass() -> dict[str, list[int]]:
@@ -125,7 +125,7 @@ class Corruption:
         self._blame(step, [results - random for results in by_rank])
 
     def _blame(self, step: int, by_rank: list[set[str]]) -> None:
-        """Raise RunFailed for the results that differ on each rank, if there are any."""
+        """Raise RunFailed if any results differ. by_rank: names of the differing results."""
         results = set().union(*by_rank)
         if not results:
             return
@@ -137,7 +137,7 @@ class Corruption:
     def check_copies(self, step: int, state: dict[str, Tensor]) -> None:
         """Raise RunFailed unless ranks that hold the same part of a tensor hold the same bits.
 
-        state: weights and optimizer state by name. Without copies, compare nothing.
+        state: weights and optimizer state by name. Parts that only one rank holds are not compared.
         """
         names: dict[Ranks, list[str]] = {}
         for name, tensor in state.items():
@@ -167,12 +167,12 @@ class Corruption:
         self._fail(step, sorted(set().union(*odd.values())), how)
 
     def _fail(self, step: int, ranks: list[int], how: str) -> None:
-        """Record and raise what was found. ranks: one of them did it; none: it may be any."""
+        """Record the fault and raise RunFailed. ranks: those suspected; empty: it may be any."""
         hosts = gather(socket.gethostname())
         names = " or ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
         fault = f"{names or 'some rank, or the network,'} {how}"
         self.record("corruption", step=step, ranks=ranks, why=fault)
-        dist.barrier()  # it is on record before any rank ends the world
+        dist.barrier()  # the event is written before any rank ends the run
         raise RunFailed(
             f"{fault}.\nA processor, memory or link gave wrong bits without an error. No "
             "checkpoint was written of it; leave that machine out, and the same command goes on "

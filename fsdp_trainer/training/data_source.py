@@ -1,5 +1,4 @@
-"""The source of a trainer's micro-batches: a protocol, and stored rows as its first
-implementation."""
+"""The protocol for sources of a trainer's micro-batches, and its implementation for stored rows."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -29,15 +28,15 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopSignals
 
 LeaveTogether = Callable[[], None]
-"""Called on all ranks where one of them has no data for a step: raises what they leave with."""
+"""Called on all ranks if one of them has no data for a step; raises the exception to leave with."""
 
 
 @dataclass
 class SourceContext:
-    """The arguments of every source besides its rows.
+    """The arguments of every source, apart from its rows.
 
-    assembler: options of Assembler; workers: to start where data.workers does not say how many;
-    attention_cost: of documents' lengths.
+    assembler: options of Assembler. workers: number of workers if data.workers is null.
+    attention_cost: function from lengths of documents to their attention costs.
     """
 
     cfg: TrainConfig
@@ -52,49 +51,49 @@ class SourceContext:
 
 
 class DataSource(Protocol):
-    """Rows by number, of which each step takes the next ones.
+    """Numbered rows, of which each step trains on the next ones.
 
-    What it yields is a function of the progress, so any number of ranks can go on from a
-    checkpoint.
+    The data that follows is a function of the progress alone, so a checkpoint can be resumed on any
+    number of ranks.
     """
 
     fingerprint: str
-    """Equal fingerprints are equal data."""
+    """Hash of the data: equal fingerprints mean equal data."""
     source_names: list[str]
-    """The files or data sets whose losses are told apart."""
+    """The files or data sets whose losses are reported separately."""
     first_row: int
-    """The number of its first row: those before were other data's."""
+    """The number of its first row; smaller numbers belong to the data before a change of data."""
 
     @classmethod
     def build(cls, order: Any, progress: Progress, context: SourceContext) -> Self:
         """Return the source of the rows of `order`."""
 
     def total_steps(self, progress: Progress) -> int:
-        """Return the number of optimizer steps of the whole run."""
+        """Return the total number of optimizer steps of the run."""
 
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
-        """Begin to read behind `progress`. Collective."""
+        """Begin to read the rows after `progress`. Collective."""
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """Return the fields of Progress that it goes on from, as of a checkpoint. Collective."""
+        """Return the fields of Progress from which the source can resume. Collective."""
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
-        """Return the ranks, and samples, that a bad step may come from. Collective."""
+        """Return the ranks and samples that may have caused a bad step. Collective."""
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
-        """Return what each component of a mixture has given so far; empty for a single one."""
+        """Return the data read so far from each component of a mixture; empty for a single one."""
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return lines on the data for people."""
+        """Return printed lines that describe the data."""
 
     def epochs(self, progress: Progress) -> float | None:
-        """Return how many epochs the whole run has; None where there are none."""
+        """Return the total number of epochs of the run; None for data without epochs."""
 
 
 class StoredRows:
     """Rows of prepared data.
 
-    The order is a function of the row number; there is nothing else to save.
+    Their order is a function of the row number, so no other state has to be saved.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class StoredRows:
         last_row: int | None,
         signals: StopSignals,
     ):
-        """last_row: where the data of a run in epochs ends; None: it has train.steps."""
+        """last_row: the row at which train.epochs end; None: the run has train.steps."""
         self.order, self.batches, self.rows = batches.order, batches, cfg.batch.rows
         self.steps, self.last_row = cfg.train.steps or 0, last_row
         self.prefetch, self.signals = cfg.data.prefetch, signals
@@ -121,31 +120,31 @@ class StoredRows:
 
     @classmethod
     def validation(cls, order: Mixture, context: SourceContext) -> "StoredRows":
-        """Return the source of rows that are read from beginning to end, as by `open_all`."""
+        """Return a source of validation rows, which `open_all` reads from beginning to end."""
         return cls(context.cfg, Batches(order, **context.assembler), None, context.signals)
 
     def total_steps(self, progress: Progress) -> int:
-        """Return train.steps, or how many steps the rows up to last_row make."""
+        """Return train.steps, or the number of steps that end at last_row."""
         if self.last_row is None:
             return self.steps
         skipped = progress.skipped_row_ranges
         return progress.step + count_steps(self.rows, self.last_row, progress.rows, skipped)
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
-        """Return the plans of the steps behind `progress`."""
+        """Return the plans of the steps after `progress`."""
         skipped = progress.skipped_row_ranges
         plans = self.batches.plans(self.rows, self.last_row, progress.step, progress.rows, skipped)
         return islice(plans, max(0, self.total_steps(progress) - progress.step))
 
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
-        """Begin to read behind `progress`.
+        """Begin to read the rows after `progress`.
 
-        A rank without data takes part in the step's collectives.
+        A rank without data still takes part in the step's collectives.
         """
         return self._feed(self.plans(progress))
 
     def open_all(self) -> Feed:
-        """Begin to read all rows of an epoch as one step: a validation."""
+        """Begin to read all rows of an epoch as a single step, for a validation."""
         return self._feed(self.batches.plans(self.order.rows_per_epoch, self.order.rows_per_epoch))
 
     def _feed(self, plans: Iterator[StepPlan]) -> Feed:
@@ -153,13 +152,13 @@ class StoredRows:
         return Feed(self.batches, what, self._read(plans), self.prefetch, self.signals)
 
     def _read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
-        """Yield each plan, followed by this rank's micro-batches of it."""
+        """Yield each plan, followed by this rank's micro-batches of that step."""
         for plan in plans:
             yield plan
             yield from self.batches.micro_batches(plan)
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """Return the mixtures that rows came from so far; the last as of this progress."""
+        """Return the mixtures that rows were read from so far, the last one up to this progress."""
         return {"segments": [*progress.segments[:-1], self.order.state(progress.rows)]}
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
@@ -169,18 +168,18 @@ class StoredRows:
         return self.batches.suspects_event(ranks, samples)
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
-        """Return what each component has given so far; empty for a single one."""
+        """Return the data read so far from each component; empty for a single component."""
         return self.order.report(progress.rows) if len(self.order.components) > 1 else []
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return lines on the store, the mixture and its packing."""
+        """Return printed lines about the store, the mixture and its packing."""
         notes = dict.fromkeys(part.note for part in self.order.orders if part.note)
         last = self._end(progress)
         lines = two_lines(prepared, self.order.seq_len, self.order)
         return [*lines, *self.order.plan(last), *notes]
 
     def epochs(self, progress: Progress) -> float:
-        """Return how many epochs the whole run has."""
+        """Return the total number of epochs of the run."""
         return (self._end(progress) - self.order.start) / self.order.rows_per_epoch
 
     def _end(self, progress: Progress) -> int:
@@ -193,7 +192,7 @@ class StoredRows:
 def last_row(epochs: float, rows_per_epoch: int, segments: list[dict[str, Any]]) -> int:
     """Return the row at which train.epochs end.
 
-    What earlier data has done of them, measured in its own epochs, is done. segments: see
+    Epochs of earlier data, each measured in that data's own length, count as done. segments: see
     Mixture.state.
     """
     measured = [(one, following) for one, following in pairwise(segments) if one["rows_per_epoch"]]

@@ -1,4 +1,4 @@
-"""The lines above the progress line: what is about to happen."""
+"""The lines printed before training starts, which describe the run."""
 
 import math
 from pathlib import Path
@@ -41,7 +41,7 @@ def describe(
     context: ContextChoice,
     run: Path,
 ) -> list[str]:
-    """Return a line or more on the run, model, world, data, attention, head, step and length."""
+    """Return lines on the run, model, ranks, data, attention, head, step and number of steps."""
     config = model.config
     origin = cfg.model.init_from or "random weights"
     token_notes = renumbered(cfg, inputs.tokenizer, inputs.init_from)
@@ -78,7 +78,7 @@ def describe(
 
 
 def tensor_groups(dims: Dims) -> str:
-    """Return what the line on the world says of groups that divide matrices and experts."""
+    """Return the part of the line on ranks about groups that divide matrices and experts."""
     size = dims.sizes["tensor"]
     tensor = f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
     size = dims.expert_sizes["expert"]
@@ -86,7 +86,7 @@ def tensor_groups(dims: Dims) -> str:
 
 
 def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
-    """Return the line on ranks that share rows."""
+    """Return the line on ranks that share rows, if they do."""
     size = cfg.sharding.context
     if size == 1:
         return []
@@ -95,7 +95,7 @@ def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
 
 
 def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
-    """Return the line on the stages of a pipeline. model: whole."""
+    """Return the line on the stages of a pipeline, if there is one. model: with all its blocks."""
     sharding = cfg.sharding
     if sharding.pipeline == 1:
         return []
@@ -108,7 +108,7 @@ def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
 
 
 def further_blocks(config: ModelConfig) -> list[str]:
-    """Return the line on blocks of a folder that predict further tokens."""
+    """Return the line on blocks for multi-token prediction in the model's folder, if it has any."""
     key = config.family_spec.further_blocks
     count = config.source.get(key)
     if not key or not count:
@@ -117,7 +117,7 @@ def further_blocks(config: ModelConfig) -> list[str]:
 
 
 def adapters(model: Decoder) -> list[str]:
-    """Return the line on the model's adapters and the format of the weights beside them."""
+    """Return the line on the model's adapters and the format of the frozen weights, if any."""
     layers, experts = adapted_layers(model), adapted_experts(model)
     names = dict.fromkeys(name.rpartition(".")[2] for name in (*layers, *experts))
     if not names:
@@ -139,7 +139,7 @@ def adapters(model: Decoder) -> list[str]:
 
 
 def not_followed(init_from: str | None) -> list[str]:
-    """Return a line on each setting of a PEFT folder that the training does not follow."""
+    """Return a line for each setting of a PEFT folder that has no effect in training."""
     folder = Path(init_from or "")
     if not init_from or not is_adapter(folder):
         return []
@@ -149,7 +149,7 @@ def not_followed(init_from: str | None) -> list[str]:
 def line_on_frozen_model(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
     """Return the line on a teacher, or on a reference in memory, if there is one.
 
-    folder: its own; None: it is as the trained one.
+    folder: folder of the frozen model; None: it has the architecture of the trained model.
     """
     frozen_model = frozen_source(cfg)
     if frozen_model is None:
@@ -167,12 +167,12 @@ def line_on_frozen_model(cfg: TrainConfig, trained: ModelConfig, folder: Path | 
 
 
 def one_or_range(values: list[float]) -> str:
-    """Return a sorted list's value, or its first and last."""
+    """Return the only value of a sorted list, or its first and last value, as text."""
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
 
 
 def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:
-    """Return what is to be known of 16 bits on a CPU, and of float8."""
+    """Return notes on 16-bit formats on a CPU and on float8."""
     lines = []
     if device_type == "cpu" and cfg.precision.param_dtype != "float32":
         lines.append(
@@ -191,8 +191,8 @@ def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[s
 
 
 def step_arithmetic(cfg: TrainConfig, dims: Dims) -> list[str]:
-    """Return how the rows of a step are divided, and the learning rate where it follows its
-    tokens."""
+    """Return a line on how a step's rows are divided, and one on the learning rate if it depends
+    on the step's tokens."""
     batch, optim = cfg.batch, cfg.optim
     readers = f"{dims.batch_ranks} {'ranks' if dims.same_rows == 1 else 'groups'}"
     slots = batch.micro_rows * dims.batch_ranks

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits every time (train.deterministic)."""
+"""Deterministic kernels: the same inputs give the same bits every time (train.deterministic)."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ import torch
 import torch.utils.deterministic
 
 CUBLAS_WORKSPACE = ":4096:8"
-"""The setting that torch asks for: with several streams cuBLAS may take other kernels."""
+"""The setting that torch requires: without it, cuBLAS on several streams is not deterministic."""
 
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Have torch take deterministic kernels, and raise RuntimeError where it has none."""
+    """Make torch use deterministic kernels; an operation without one raises RuntimeError."""
     if not enabled:
         yield
         return
@@ -23,7 +23,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     fills = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # it writes all memory that is new, to find code that reads what nobody wrote
+    # a debugging aid that torch turns on as well: it fills each new tensor, which costs time
     memory.fill_uninitialized_memory = False
     try:
         yield

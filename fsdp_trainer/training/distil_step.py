@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches that a teacher reads before its student."""
+"""Forward and backward of micro-batches with soft targets from a teacher."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from fsdp_trainer.training.step import ForwardBackward
 
 
 class SoftTeacher(Protocol):
-    """Gives micro-batches a teacher's probabilities: one in memory, or what was stored of it."""
+    """A provider of a teacher's probabilities: the teacher in memory, or its stored lists."""
 
     def reading(self, batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
-        """Return the batch with soft targets, for as long as it is entered. Collective."""
+        """Return a context manager for the batch with soft targets, valid inside. Collective."""
 
 
 @dataclass(kw_only=True)
 class DistilForwardBackward(ForwardBackward):
-    """Runs micro-batches with a teacher. The reported loss is that of the data's own tokens."""
+    """Runs micro-batches with a teacher. The reported loss is the cross-entropy on the data."""
 
     teacher: SoftTeacher
 
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
-        """Run the teacher, then the student, whose head compares both. See ForwardBackward."""
+        """Run the teacher, then the student, whose head compares the two. See ForwardBackward."""
         with self.teacher.reading(batch) as with_soft_targets:
             return self.model(with_soft_targets, objective)

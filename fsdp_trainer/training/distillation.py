@@ -1,5 +1,5 @@
-"""Distillation: the loss of a student that learns from a teacher's probabilities besides the data
-(Hinton et al. 2015)."""
+"""Distillation: the loss of a student trained on the data and on a teacher's probabilities (Hinton
+et al. 2015)."""
 
 from dataclasses import dataclass
 
@@ -12,8 +12,9 @@ from fsdp_trainer.models.head import Scores
 class Distillation:
     """Σ weight · ((1 - share) · cross-entropy + share · T² · divergence) over tokens.
 
-    The head calls it. weights: [tokens] float32, divided already by the whole step's Σ weight.
-    temperature: T, at which the divergence was taken; T² keeps its gradient as large as at 1.
+    The head calls it. weights: [tokens] float32, already divided by the step's Σ weight.
+    temperature: T, with which the divergence was computed; T² keeps its gradient as large as for
+    T = 1.
     """
 
     weights: Tensor
@@ -23,7 +24,7 @@ class Distillation:
     needs_all_tokens = False
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`, whose scores these are."""
+        """Return the sum over `tokens`. scores: those of these tokens."""
         assert scores.divergence is not None
         of_teacher = self.share * self.temperature**2 * scores.divergence
         losses = of_teacher - (1 - self.share) * scores.log_probability

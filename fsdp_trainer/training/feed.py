@@ -1,6 +1,6 @@
-"""A rank's micro-batches, step by step, made ahead.
+"""A rank's micro-batches, step by step, prefetched.
 
-A rank that lacks its rows does not keep the others waiting.
+A rank without data continues with empty micro-batches, so that the others do not wait for it.
 """
 
 import traceback
@@ -16,17 +16,17 @@ from fsdp_trainer.training.prefetch import Prefetcher
 from fsdp_trainer.training.stop import StopSignals
 
 PREFETCH_ON_GPU = 2
-"""Micro-batches made ahead on a GPU: one on its way and one ready.
+"""Micro-batches to prefetch on a GPU: one being made and one ready.
 
-Assembling takes a small part of a step.
+Two are enough because assembling one takes a small part of a step.
 """
 
 
 class Feed(Prefetcher):
     """The steps of some plans, each with this rank's micro-batches.
 
-    What it reads ahead are plans and micro-batches in turn: `plan, batch, batch, plan, batch, …`.
-    When it is closed, the thread that reads ends.
+    The prefetched items are each plan followed by its micro-batches: `plan, batch, batch, plan, …`.
+    Closing it ends the reading thread.
     """
 
     def __init__(
@@ -37,28 +37,28 @@ class Feed(Prefetcher):
         prefetch: int | None,
         signals: StopSignals,
     ):
-        """Begin to read ahead.
+        """Begin to prefetch.
 
-        what: names what is read, in messages. prefetch: micro-batches to make ahead; None: as many
-        as the device needs.
+        what: name of the data in messages. items: plans and micro-batches, see Feed. prefetch:
+        number of micro-batches to prefetch; None: the default for the device.
         """
         self.assembler, self.what, self.signals = assembler, what, signals
         default = PREFETCH_ON_GPU if assembler.device.type == "cuda" else 0
         depth = default if prefetch is None else prefetch
         self.plan = StepPlan(0, 0, 0)
-        """The plan of the step that is read now."""
+        """The plan of the current step."""
         super().__init__(items, depth, assembler.device, counted=MicroBatch)
 
     def next_step(self, step: int) -> "StepBatches":
-        """Return the next step, which is `step`. Raises StopIteration where there is none."""
+        """Return the next step, whose number is `step`. Raises StopIteration after the last one."""
         self.plan = self.get()
         assert self.plan.step == step
         return StepBatches(self)
 
     def next_micro_batch(self) -> MicroBatch:
-        """Return this rank's next micro-batch of the step; an empty one where it lacks its rows.
+        """Return this rank's next micro-batch of the step; an empty one if its rows are missing.
 
-        The other ranks wait for it in this step's collectives.
+        The rank must go through the step all the same: the others wait for it in collectives.
         """
         try:
             if not self.signals.data_missing:
@@ -71,7 +71,7 @@ class Feed(Prefetcher):
         return self.assembler.empty()
 
     def lose(self, error: BaseException) -> None:
-        """Take note that this rank cannot read its part of a step."""
+        """Record the error that keeps this rank from reading its part of a step."""
         if isinstance(error, UserError):
             self.signals.data_error = error
             return
@@ -84,7 +84,7 @@ class Feed(Prefetcher):
         self.signals.data_error = RunFailed(message)
 
     def describe(self) -> str:
-        """Return what this rank reads for the step."""
+        """Return a description of the data that this rank reads for the step."""
         return f"rows {self.plan.start:,} to {self.plan.stop - 1:,}, {self.what}"
 
 
@@ -99,10 +99,10 @@ class StepBatches:
         return (self._feed.next_micro_batch() for _ in range(self.count))
 
     def empty(self) -> MicroBatch:
-        """Return a micro-batch without a token."""
+        """Return a micro-batch without tokens."""
         return self._feed.assembler.empty()
 
     @property
     def data_missing(self) -> bool:
-        """Return whether this rank lacked its rows."""
+        """Return True if this rank's rows are missing."""
         return self._feed.signals.data_missing

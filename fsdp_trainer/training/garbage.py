@@ -1,6 +1,6 @@
-"""Python's garbage collection at chosen steps.
+"""Python's garbage collection at fixed steps, on all ranks at once.
 
-A rank that collects while the others wait for it in a collective costs all of them its pause.
+If each rank collected at its own time, the others would wait for it in a collective every time.
 """
 
 import gc
@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Give a function to call after each step, which collects after every so many of them.
+    """Yield a function to call after each step, which collects garbage after every `every` steps.
 
-    None leaves Python's own collector at work, which is on again at the end. What is alive after
-    the first step lives as long as the run: it is frozen, so that later collections do not look at
-    it. At the end nothing stays frozen, whoever froze it: a run's model is in reference cycles, and
-    the process may begin another run.
+    every: None: Python's automatic collector stays on. Otherwise it is off inside the context.
+    Objects that exist after the first step live as long as the run, so they are frozen and later
+    collections skip them. At the end all objects are unfrozen, including any frozen elsewhere: the
+    run's model is in reference cycles and must be collected if the process begins another run.
     """
     if every is None:
         yield lambda step: None

@@ -1,4 +1,4 @@
-"""Gradient synchronisation, norm and clipping on sharded gradients."""
+"""Synchronisation, norm and clipping of sharded gradients."""
 
 from itertools import chain
 from typing import Any
@@ -15,13 +15,13 @@ from fsdp_trainer.parallel.pipeline import copies_in_stages
 
 
 class GradientSync:
-    """Decides, before each micro-batch, what its backward communicates."""
+    """Sets, before each micro-batch, which collectives its backward runs."""
 
     def __init__(self, model: nn.Module, accumulate: str, replicated: bool):
         self.root, self.accumulate, self.replicated = fsdp_modules(model)[0], accumulate, replicated
 
     def before(self, last: bool) -> None:
-        """last: whether the coming backward is the step's last."""
+        """Set FSDP's flags for the coming backward. last: whether it is the last of the step."""
         if self.accumulate == "unsharded":
             self.root.set_requires_gradient_sync(last)
             self.root.set_is_last_backward(last)
@@ -31,10 +31,11 @@ class GradientSync:
 
 @torch.no_grad()
 def share_copied_gradients(model: nn.Module, dims: Dims) -> None:
-    """Give the ranks of a tensor group the same gradients of what they hold copies of. Collective.
+    """Broadcast the gradients of parameters that a tensor group holds copies of. Collective.
 
-    The tensor group sums them first, then each of its ranks sums over other ranks, in an order that
-    the backend chooses for each group: copies could differ by rounding, and drift apart.
+    These gradients are summed in the tensor group first, then each of its ranks sums over other
+    ranks, in an order that the backend chooses for each group: without the broadcast, copies could
+    differ by rounding and drift apart.
     """
     group = dims.group("tensor")
     if group is None:
@@ -53,7 +54,7 @@ def share_copied_gradients(model: nn.Module, dims: Dims) -> None:
 
 
 def is_copied_in_tensor_group(parameter: Tensor) -> bool:
-    """Return whether all ranks of a tensor group hold the same part of a parameter."""
+    """Return True if all ranks of a tensor group hold the same part of a parameter."""
     if not isinstance(parameter, DTensor):
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -70,14 +71,14 @@ def clip_gradients(
 ) -> Tensor:
     """Clip in place: every element to ±max_value, then the global norm to max_norm. Collective.
 
-    Returns the global norm before both: float32 scalar on the gradients' device, the same on every
-    rank. scale: of the loss, by which all gradients are divided first.
+    Returns the global norm before clipping: a float32 scalar on the gradients' device, the same on
+    every rank. scale: the loss scale, by which all gradients are divided first.
     """
     share_copied_gradients(model, dims)
     parts: dict[int, list[Tensor]] = {}  # by replication factor
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            # operators on DTensors would cost the host ten times as much
+            # operations on DTensors would take the host ten times as long
             part = local_part(parameter.grad)
             factor = dims.replication_factor(parameter) * copies_in_stages(name, model)
             parts.setdefault(factor, []).append(part)
@@ -97,11 +98,11 @@ def clip_gradients(
 
 
 def global_norm(parts: dict[int, list[Tensor]], dims: Dims) -> Tensor:
-    """Return the 2-norm of what all ranks hold together, float32. Collective.
+    """Return the 2-norm over all ranks' tensors, float32. Collective.
 
-    parts: this rank's tensors by replication factor. Summed over all ranks, replicas included, so
-    that the norm is the same on every rank to the last bit and a number that is not finite on one
-    rank is known to all.
+    parts: this rank's tensors by replication factor, which divides their squares: the sum is over
+    all ranks, replicas included. So the norm is the same on every rank to the last bit, and a value
+    that is not finite on any rank is known to all.
     """
     squares = [
         torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).double().square().sum() / factor

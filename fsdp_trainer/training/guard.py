@@ -1,6 +1,6 @@
-"""Steps whose loss or gradient norm stands out.
+"""Detection of steps whose loss or gradient norm is an outlier or not finite.
 
-Judged on the device, reviewed on the host when they are read.
+Each step is judged on the device; the host reviews the verdicts when it reads the metrics.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.training.batches import StepPlan
 
 MAD_TO_SIGMA = 1.4826
-"""A normal distribution's standard deviation over its median absolute deviation."""
+"""The standard deviation of a normal distribution, divided by its median absolute deviation."""
 MIN_SPREAD = (0.02, 0.0), (0.01, 0.1)
-"""The smallest spread, of the loss and of the norm's logarithm: as a share of the median, and at
-all. Without it any ripple of a smooth curve would be a spike."""
+"""Lower bounds of the spread, each for the loss and for the logarithm of the norm: first relative
+to the median, then absolute. Without them any ripple of a smooth curve would be a spike."""
 NEW_LEVEL = 5
-"""So many spikes in a row are none: the run has reached another level, and judging begins anew."""
+"""Number of spikes in a row that count as a new level of the run: the window is then reset."""
 
 
 class StepVerdict(NamedTuple):
-    """Scalars on the device: bool but for the scores (float64). skip: no rank makes the update."""
+    """Scalars on the device: float64 scores, else bool. skip: True if no rank makes the update."""
 
     not_finite: Tensor
     spike: Tensor
@@ -35,13 +35,13 @@ class StepVerdict(NamedTuple):
 
 
 class Guard:
-    """Judges each step by the ones before it.
+    """Judges each step by comparing it with the steps before it.
 
-    All ranks are given the same numbers, and judge alike.
+    All ranks pass the same numbers and get the same verdict.
 
-    A score is the distance above the median of the last train.spike_window steps, in robust
-    standard deviations (median absolute deviation; Huber 1981, §5.1), of the loss and of the
-    logarithm of the gradient norm. The window holds neither spikes nor what is not finite.
+    The loss and the logarithm of the gradient norm each get a score: the distance above the median
+    of the last train.spike_window steps, in robust standard deviations (median absolute deviation;
+    Huber 1981, §5.1). The window contains neither spikes nor values that are not finite.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Guard:
         recent: Sequence[Sequence[float]] = ((), ()),
         spikes_in_a_row: int = 0,
     ):
-        """device: where gradients lie; recent, spikes_in_a_row: what `state` gave."""
+        """device: device of the gradients. recent, spikes_in_a_row: values returned by `state`."""
         self.cfg, self.device = cfg, device
         self.min_share, self.min_spread = (
             torch.tensor(floor, dtype=torch.float64).to(device) for floor in MIN_SPREAD
@@ -59,22 +59,22 @@ class Guard:
         self.load(recent, spikes_in_a_row)
 
     def load(self, recent: Sequence[Sequence[float]], spikes_in_a_row: int) -> None:
-        """Go on from what `state` gave; a window that has become smaller keeps the newest."""
+        """Restore values returned by `state`; a window that is now smaller keeps the newest."""
         width = self.cfg.spike_window
         rows = [[torch.nan] * (width - len(row[-width:])) + list(row[-width:]) for row in recent]
         self.recent = torch.tensor(rows, dtype=torch.float64).to(self.device)
-        """[2, window], newest last; NaN: not yet filled."""
+        """The window, [2, window], newest last; NaN: not filled yet."""
         self.spikes_in_a_row = torch.tensor(spikes_in_a_row).to(self.device)
         self.skipped_in_a_row = 0
-        """Steps without an update because a number was not finite, as of the last review."""
+        """Number of steps in a row, up to the last review, that were skipped as not finite."""
 
     def state(self) -> tuple[list[list[float]], int]:
-        """Return the window, and how many spikes came in a row. Waits for the device."""
+        """Return the window and the number of spikes in a row. Waits for the device."""
         return [row[~row.isnan()].tolist() for row in self.recent.cpu()], int(self.spikes_in_a_row)
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> StepVerdict:
-        """Judge this step's loss and gradient norm, scalars on the device where gradients lie."""
+        """Judge this step's loss and gradient norm, scalars on the gradients' device."""
         not_finite = ~torch.isfinite(torch.stack([loss.float(), grad_norm.float()])).all()
         if self.cfg.on_spike == "ignore":
             no_score = torch.zeros_like(loss)
@@ -87,7 +87,7 @@ class Guard:
         spread = nanmedian((self.recent - median[:, None]).abs()) * MAD_TO_SIGMA
         floor = (median.abs() * self.min_share).maximum(self.min_spread)
         scores = (now - median) / spread.maximum(floor)
-        half_full = self.recent[0, self.cfg.spike_window // 2].isfinite()  # it fills from its end
+        half_full = self.recent[0, self.cfg.spike_window // 2].isfinite()  # filled from the end
         high = usable & half_full & (scores > self.cfg.spike_score).any()
         in_a_row = torch.where(high, self.spikes_in_a_row + 1, 0)
         in_a_row = torch.where(usable, in_a_row, self.spikes_in_a_row)
@@ -108,15 +108,16 @@ class Guard:
         suspects: Callable[[StepReport], dict[str, Any]],
         observer: Observer,
     ) -> StepPlan | None:
-        """Have every skipped step and every spike recorded; return the first spike. Collective.
+        """Record every skipped step and every spike; return the plan of the first spike, if any.
 
-        suspects: the ranks, and the samples, that a bad step may come from.
+        suspects: function from a report to the ranks and samples that may have caused a bad step.
+        Collective.
         """
         first_spike: StepPlan | None = None
         for report, loss in zip(reports, losses, strict=True):
             if report.not_finite:
                 self.skipped_in_a_row += 1
-                # if every rank's own numbers were finite, only their sum was not: none is suspect
+                # if every rank's own loss was finite and only the sum was not, no rank is suspect
                 own = torch.inf in report.worst_losses
                 observer.skipped(report, loss, suspects(report) if own else {})
             else:
@@ -130,13 +131,14 @@ class Guard:
 class EmbeddingGradProbe:
     """Captures the gradient of the embedding's output in each backward.
 
-    It is computed last and never reduced over ranks, so a NaN in it comes from this rank's own
-    micro-batch. Gradients of parameters are summed over ranks before anyone sees them.
+    It is computed last in backward and never reduced over ranks, so a NaN in it comes from this
+    rank's own micro-batch. Gradients of parameters are available only after they were summed over
+    ranks.
     """
 
     def __init__(self, model: Decoder):
         self._gradient: Tensor | None = None
-        if model.model.embed_tokens is not None:  # a stage of a pipeline need not have it
+        if model.model.embed_tokens is not None:  # only the first stage of a pipeline has it
             model.model.embed_tokens.register_forward_hook(self._hook_output)
 
     def _hook_output(self, _module: object, _inputs: object, output: Tensor) -> None:
@@ -147,19 +149,19 @@ class EmbeddingGradProbe:
         self._gradient = gradient
 
     def pop(self) -> Tensor | None:
-        """Return the gradient, [rows, seq_len, hidden], of the last backward.
+        """Return the gradient of the last backward, [rows, seq_len, hidden], and forget it.
 
-        None where nothing in front of the first block is trained.
+        None if the embedding's output needs no gradient: nothing before the first block is trained.
         """
         gradient, self._gradient = self._gradient, None
         return gradient
 
 
 def nanmedian(rows: Tensor) -> Tensor:
-    """Return the lower median of each row's numbers, [rows]; NaN where there are none.
+    """Return the lower median of each row's numbers, [rows]; NaN for a row without numbers.
 
-    torch's own also finds where it is, which is not deterministic on a GPU: refused with
-    train.deterministic.
+    torch.nanmedian also returns an index, which is not deterministic on a GPU, so that
+    train.deterministic does not allow it.
     """
     ordered = rows.sort(1).values  # NaN last
     numbers = rows.isnan().logical_not().sum(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The inputs of a run, ready on this machine."""
+"""The inputs of a run, prepared on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +10,13 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 
 @dataclass
 class RunInputs:
-    """Tokenizer, template, data and the model's folder.
+    """Tokenizer, template, data and the folders of models.
 
-    init_from: model.init_from, fetched.
-    frozen_model: the folder of a second model, a teacher or a reference; None: there is none, or
-    it is the model that the run begins with.
-    teacher_files: a digest of the files in it, of a teacher of which lists are stored; None: of
-    any other.
+    init_from: local folder of model.init_from; None: random weights.
+    frozen_model: folder of a second model, a teacher or a reference; None: there is none, or it is
+    the model that the run begins with.
+    teacher_files: digest of the files in frozen_model, if it is a teacher whose lists are stored;
+    else None.
     """
 
     tokenizer: TextTokenizer

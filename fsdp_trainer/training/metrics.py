@@ -1,6 +1,7 @@
-"""Named values of a step: summed on the device over micro-batches and ranks, then written by name.
+"""Metrics of a step: summed on the device over micro-batches and ranks, then written by name.
 
-A new metric is a class and a line in `step_metrics`; a user's own is registered (extensions.py).
+A new metric needs a class and a line in `step_metrics`; a user's metric is registered instead
+(extensions.py).
 """
 
 import math
@@ -25,12 +26,12 @@ LEVELS = string.digits + string.ascii_lowercase
 
 @dataclass(frozen=True)
 class MicroBatchResult:
-    """The result of one forward.
+    """The result of the forward of one micro-batch.
 
     loss: its share of the reported loss, a scalar: Σ weight · negative log-likelihood, divided by
-    the Σ weight of the whole step (in validation: not divided).
-    objective: its value, a scalar; in validation nothing is minimised, and it is the loss.
-    auxiliary: named scalars of the blocks, such as a load-balancing loss.
+    the step's Σ weight (in validation: not divided).
+    objective: the value of the objective, a scalar; in validation it is the loss.
+    auxiliary: named values from the blocks, such as a load-balancing loss.
     """
 
     batch: MicroBatch
@@ -41,46 +42,46 @@ class MicroBatchResult:
 
 
 class Metric(Protocol):
-    """`size` numbers that are sums over micro-batches and ranks."""
+    """A metric computed from `size` sums over micro-batches and ranks."""
 
     size: int
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return what a micro-batch adds, [size] or a scalar, without a wait for the device."""
+        """Return a micro-batch's addend, [size] or a scalar, without waiting for the device."""
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return what metrics.jsonl says of the whole step's sums."""
+        """Return the entries for metrics.jsonl, computed from the step's sums."""
 
 
 class AnswerFigures(Metric, Protocol):
-    """Figures of answers that are compared; those of a validation are written too."""
+    """Metrics of compared answers or of a teacher, which are also written for a validation."""
 
     keys: tuple[str, ...]
-    """The names under which `written` has them."""
+    """The names of the entries that `written` returns."""
 
 
 @dataclass
 class StepTotal:
-    """A scalar of MicroBatchResult, summed over the step: its loss, or its objective."""
+    """A scalar of MicroBatchResult, summed over the step: the loss or the objective."""
 
     name: str
-    """The name of the field, also in metrics.jsonl."""
+    """The name of the field in MicroBatchResult and in metrics.jsonl."""
     is_written: bool = True
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's share."""
+        """Return the micro-batch's share, a scalar."""
         return getattr(result, self.name)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the sum; null is a step that was skipped because it was not finite."""
+        """Return the sum; None (null) if it is not finite, in which case the step was skipped."""
         return {self.name: finite_or_none(sums[0])} if self.is_written else {}
 
 
 class LossBySource:
     """The mean loss of each data source.
 
-    Sums: Σ weight · loss of every source, then Σ weight of every source.
+    Sums: Σ weight · loss of each source, then Σ weight of each source.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -106,7 +107,7 @@ class LossBySource:
 
 
 class TeacherFigures:
-    """The divergence of teacher and student, and the teacher's own loss on the same targets.
+    """The divergence between teacher and student, and the teacher's loss on the same targets.
 
     Sums: Σ weight, Σ weight · divergence, Σ weight · the teacher's negative log-likelihood.
     """
@@ -125,17 +126,17 @@ class TeacherFigures:
         return (values * weights).sum(1)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return both means."""
+        """Return both means, without entries if the step has no weight."""
         weight, *totals = sums
         means = [total / weight for total in totals] if weight else []
         return {key: finite_or_none(mean) for key, mean in zip(self.keys, means, strict=False)}
 
 
 class BitsPerByte:
-    """The loss in bits for each byte of supervised text: comparable between tokenizers.
+    """The loss in bits per byte of supervised text, comparable between tokenizers.
 
-    Σ nats of the targets / (ln 2 · their bytes). Special tokens, which have no bytes, are left out
-    of both, and weights do not count. Sums: nats, bytes.
+    Σ nats of the targets / (ln 2 · Σ bytes of the targets). Special tokens, which have no bytes,
+    are left out of both sums; targets are not weighted. Sums: nats, bytes.
     """
 
     size = 2
@@ -149,24 +150,24 @@ class BitsPerByte:
         batch = result.batch
         sizes = self.token_bytes[batch.targets].double() * (batch.weights > 0)
         nats = -result.scores.log_probability.double()
-        # a logit of -inf must not turn what is left out into NaN
+        # a token that is left out may have infinite nats: inf · 0 would be NaN
         return torch.stack([nats.masked_fill(sizes == 0, 0).sum(), sizes.sum()])
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return `bits_per_byte`; null where it is not finite or no text is supervised."""
+        """Return `bits_per_byte`; None if it is not finite or no text is supervised."""
         nats, size = sums
         return {"bits_per_byte": finite_or_none(nats / (math.log(2) * size)) if size else None}
 
 
 @dataclass
 class AuxiliaryMean:
-    """A named value of the blocks, as a mean over the step's micro-batches."""
+    """A named value from the blocks, averaged over the step's micro-batches."""
 
     name: str
     size: int = 2
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return [2]: the value, and 1 for the micro-batch that it is from."""
+        """Return [2]: the value, and 1 to count the micro-batch."""
         value = result.auxiliary[self.name].double()
         return torch.stack([value, torch.ones_like(value)])
 
@@ -177,13 +178,13 @@ class AuxiliaryMean:
 
 @dataclass
 class AuxiliaryTotal:
-    """A named loss of the blocks that is a sum over the step's tokens."""
+    """A named loss from the blocks, summed over the step's tokens."""
 
     name: str
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's share."""
+        """Return the micro-batch's share, a scalar."""
         return result.auxiliary[self.name]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
@@ -192,23 +193,23 @@ class AuxiliaryTotal:
 
 
 class ExpertLoad:
-    """The tokens at each expert of each block."""
+    """The number of tokens routed to each expert of each block."""
 
     def __init__(self, blocks: int, experts: int):
         self.shape = (blocks, experts)
         self.size = blocks * experts
         self.steps = 0
-        """Written by this process."""
+        """Number of steps that this process has written."""
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [blocks · experts]."""
         return result.auxiliary[LOAD].flatten()
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the largest load over the even one, the entropy of the load as a share of the
-        largest that there is, as a mean over the blocks, and the experts without a token.
+        """Return the largest load relative to an even load, the entropy of the load relative to the
+        largest possible one, averaged over blocks, and the number of experts without a token.
 
-        At steps 1 to 99, 100, 110, … 990, 1000, 1100 and so on also the load of every expert.
+        At steps 1 to 99, 100, 110, … 990, 1000, 1100 and so on, add the load of every expert.
         """
         self.steps += 1
         counts = np.array(sums).reshape(self.shape)
@@ -229,17 +230,17 @@ class ExpertLoad:
 
 
 def in_quarters(loads: np.ndarray) -> list[str]:
-    """Return a text for each block, a digit or letter for each expert: its load in quarters of the
-    even one, 0 to 9, then a to z, which is 8.75 times the even one or more.
+    """Encode the load of each expert as one character in a text per block.
 
-    loads: [blocks, experts], over the even one.
+    The character counts quarters of an even load: 0 to 9, then a to z, where z means 8.75 times an
+    even load or more. loads: [blocks, experts], relative to an even load.
     """
     levels = np.minimum(np.rint(4 * loads), len(LEVELS) - 1).astype(int)
     return ["".join(LEVELS[level] for level in block) for block in levels.tolist()]
 
 
 class Metrics:
-    """Metrics side by side in one float64 tensor, so that one collective reduces them all."""
+    """Metrics concatenated in one float64 tensor, so that one collective reduces them all."""
 
     def __init__(self, metrics: dict[str, Metric], device: torch.device):
         self.metrics, self.device = metrics, device
@@ -255,19 +256,19 @@ class Metrics:
         return torch.zeros(self.size, device=self.device, dtype=torch.float64)
 
     def add(self, sums: Tensor, result: MicroBatchResult) -> None:
-        """Add a micro-batch's part of every metric to `sums`."""
+        """Add a micro-batch's addend of every metric to `sums`."""
         for name, metric in self.metrics.items():
             sums[self._slices[name]] += metric.part(result)
 
     def add_auxiliary(self, sums: Tensor, auxiliary: dict[str, Tensor]) -> None:
-        """Add the auxiliary values of a stage's blocks, and their losses to the objective."""
+        """Add the auxiliary values of a stage's blocks; their losses also count as objective."""
         for name, value in auxiliary.items():
             sums[self._slices[name]] += value.flatten()
             if name.endswith("_loss"):
                 sums[self._slices["objective"]] += value
 
     def position(self, name: str) -> int:
-        """Return where in the sums the first number of a metric is."""
+        """Return the index in the sums of a metric's first number."""
         return self._slices[name].start
 
     def of(self, name: str, sums: Tensor) -> Tensor:
@@ -275,7 +276,7 @@ class Metrics:
         return sums[self._slices[name]]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return all that metrics.jsonl says of a step's sums."""
+        """Return all metrics' entries for metrics.jsonl, computed from a step's sums."""
         lines = (metric.written(sums[self._slices[name]]) for name, metric in self.metrics.items())
         return {key: value for line in lines for key, value in line.items()}
 
@@ -291,8 +292,8 @@ def step_metrics(
 ) -> Metrics:
     """Return the metrics of a training step.
 
-    objective_differs: whether what is minimised is another figure than the loss. pairs: figures of
-    preference pairs; answers: of the model's own answers.
+    objective_differs: whether the objective is another number than the reported loss. pairs:
+    metrics of compared answers or of a teacher. answers: metrics of sampled answers.
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
@@ -311,9 +312,9 @@ def step_metrics(
 def validation_metrics(
     source_names: Sequence[str], token_bytes: Tensor, pairs: Metric | None = None
 ) -> Metrics:
-    """Return the metrics of a validation, whose weights are not divided.
+    """Return the metrics of a validation, in which losses are not divided by Σ weight.
 
-    token_bytes: [vocabulary] on the device, the bytes of each token.
+    token_bytes: [vocabulary] on the device, the number of bytes of each token.
     """
     metrics = loss_metrics(source_names, pairs)
     metrics["bits_per_byte"] = BitsPerByte(token_bytes)
@@ -321,11 +322,11 @@ def validation_metrics(
 
 
 def loss_metrics(source_names: Sequence[str], pairs: Metric | None = None) -> dict[str, Metric]:
-    """Return the loss, and that of each source where there are several; of pairs their figures."""
+    """Return the loss, the metrics in `pairs`, and the loss by source if there are several."""
     metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
     if pairs is not None:
         metrics["pairs"] = pairs
-        if not isinstance(pairs, TeacherFigures):  # their loss is no sum over tokens
+        if not isinstance(pairs, TeacherFigures):  # the loss of answers is not a sum over tokens
             return metrics
     if len(source_names) > 1:
         metrics["loss_by_source"] = LossBySource(source_names)

@@ -1,4 +1,4 @@
-"""The objective that is minimised: a function of the head's per-token scores."""
+"""The training objective: a function of the head's per-token scores."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ class CrossEntropy:
 
     The head calls it.
 
-    weights: [tokens] float32, divided already by the whole step's Σ weight.
-    label_smoothing: the share of each target spread evenly over the vocabulary (Szegedy et al.
+    weights: [tokens] float32, already divided by the step's Σ weight.
+    label_smoothing: share of each target that is spread evenly over the vocabulary (Szegedy et al.
     2016, §7).
-    z_loss: draws the softmax's normalizer to 1 (PaLM, Chowdhery et al. 2022, §5).
+    z_loss: coefficient of the term that pulls the softmax's normalizer to 1 (PaLM, Chowdhery et al.
+    2022, §5).
     """
 
     weights: Tensor
@@ -32,11 +33,11 @@ class CrossEntropy:
 
     @property
     def needs_mean(self) -> bool:
-        """Return whether the head is to compute the mean log-probability over the vocabulary."""
+        """Return True if the head must compute the mean log-probability over the vocabulary."""
         return self.label_smoothing > 0
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`, whose scores these are."""
+        """Return the sum over `tokens`. scores: those of these tokens."""
         loss = -scores.log_probability
         if scores.mean_log_probability is not None:
             loss = torch.lerp(loss, -scores.mean_log_probability, self.label_smoothing)
@@ -47,9 +48,10 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class Registered:
-    """An objective of a user's own: a sum over tokens, which `function` computes.
+    """A user-defined objective: a sum over tokens, computed by `function`.
 
-    function: of scores and weights of some tokens, returns a scalar; see `extensions.register`.
+    function: takes the scores and weights of some tokens and returns a scalar; see
+    `extensions.register`.
     """
 
     function: Callable[[Scores, Tensor], Tensor]
@@ -58,12 +60,12 @@ class Registered:
     needs_all_tokens = False
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`, whose scores these are."""
+        """Return the sum over `tokens`. scores: those of these tokens."""
         return self.function(scores, self.weights[tokens])
 
 
 def build_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Objective]:
-    """Return what makes the objective of a micro-batch from its weights."""
+    """Return a function that makes the objective of a micro-batch from its weights."""
     if choice.name in OBJECTIVES:
         return partial(Registered, OBJECTIVES[choice.name])
     if choice.name == DISTIL:
@@ -72,11 +74,10 @@ def build_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Ob
 
 
 def differs_from_loss(name: str, cfg: Loss) -> bool:
-    """Return whether what is minimised is another figure than the reported loss."""
+    """Return True if the objective is another number than the reported loss."""
     return name in OBJECTIVES or name == DISTIL or bool(cfg.label_smoothing or cfg.z_loss)
 
 
 def negative_log_likelihood(scores: Scores, weights: Tensor) -> Tensor:
-    """Return Σ weight · negative log-likelihood (scalar): the reported loss, whatever is
-    minimised."""
+    """Return Σ weight · negative log-likelihood, a scalar: the reported loss for any objective."""
     return -(scores.log_probability * weights).sum()

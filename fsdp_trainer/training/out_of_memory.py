@@ -1,6 +1,6 @@
-"""The report of a rank out of memory: what it held, what was planned, what would take less.
+"""The report of a rank that ran out of memory: memory in use, planned memory, and suggestions.
 
-It needs no other rank: those may wait in a collective for this one.
+It involves no other rank, since the others may be waiting for this one in a collective.
 """
 
 import re
@@ -27,10 +27,11 @@ from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.trainer import Trainer
 
 MEASURED = ("parameters", "gradients", "optimizer", "gathered", "communication")
-"""The plan's categories that live tensors can be counted for."""
+"""The plan's categories that can be measured from live tensors."""
 REST = ("activations", "logits")
 SUGGESTED_PEAK = 0.9
-"""Share of the planned peak that suggestions may take: by the plan itself the run may have fit."""
+"""Share of the planned peak that suggestions may use. It is below 1 because according to the plan
+the run itself may have fitted."""
 MAX_SUGGESTIONS = 5
 MEMORY_VIEWER = "Every allocation, for https://pytorch.org/memory_viz: "
 FRAGMENTED = [
@@ -44,7 +45,7 @@ CANNOT_ALLOCATE = ("out of memory", "DefaultCPUAllocator")
 
 
 class Planned(NamedTuple):
-    """The plan's bytes at its peak by category, when that is, and (override, reason) to try."""
+    """The planned peak: bytes by category, a text that says when, and (override, reason) to try."""
 
     by_category: dict[str, float]
     when: str
@@ -52,7 +53,7 @@ class Planned(NamedTuple):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a GPU or on the host, of torch or of another."""
+    """Return True if an allocation failed on a GPU or on the host, in torch or elsewhere."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in CANNOT_ALLOCATE)
@@ -65,13 +66,15 @@ def report_out_of_memory(
     records: Records,
     stop: StopSignals,
 ) -> RunFailed:
-    """Return what this rank fails with. Rank 0 gets it too, since it waits for this rank.
+    """Return the error for this rank to raise.
 
-    Often all ranks run out together: the first one writes an event, and it and rank 0 explain.
+    Often all ranks run out together: only the first one writes an event, and only the first one and
+    rank 0 explain. If the first one is not rank 0, it also sends its text to rank 0, which may be
+    waiting for it in a collective.
     """
     try:
         first = world.store.add("out of memory", 1) == 1
-    except RuntimeError:  # the store has ended with its owner
+    except RuntimeError:  # the store ended with the rank that owned it
         first = True
     text = f"rank {world.rank} ran out of memory on {world.device}: {error}".splitlines()[0]
     if trainer and (first or world.main):
@@ -86,9 +89,9 @@ def report_out_of_memory(
 
 
 def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, dict[str, Any]]:
-    """Return the message and the event's figures.
+    """Return the message and the fields of the event.
 
-    Frees the tensors of the failed step, since the plan needs memory on a CPU.
+    Frees the tensors of the failed step, since computing the plan needs memory on a CPU.
     """
     size = re.search(r"tried( to allocate [\d.]+ \w+)", str(error), re.IGNORECASE)
     what = f"tried{size[1]}" if size else describe(error).splitlines()[0]
@@ -106,7 +109,7 @@ def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, 
         planned = plan(trainer, world, held["total"])
         suggestions = [override for override, _ in planned.suggestions]
         figures |= {"planned": planned.by_category, "suggestions": suggestions}
-    except Exception as failure:  # the plan knows less than the run: what was measured stands
+    except Exception as failure:  # a plan may be impossible; the measurements are reported anyway
         planned = Planned({}, f"no plan: {describe(failure)}", [])
     lines = [
         *table(held, planned, world.device),
@@ -116,14 +119,14 @@ def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, 
 
 
 def describe(error: BaseException) -> str:
-    """Return an error's type and text."""
+    """Return the type and text of an error."""
     return f"{type(error).__name__}: {error}"
 
 
 def measure(trainer: Trainer, device: torch.device) -> dict[str, Any]:
-    """Return the bytes of this rank: `measured` by category, `allocated`, `reserved`, `total`.
+    """Return this rank's memory in bytes: `measured` by category, `allocated`, `reserved`, `total`.
 
-    On a CPU the process's resident memory counts as allocated and reserved.
+    On a CPU the peak resident memory of the process counts as allocated and reserved.
     """
     tensors: dict[str, list[object]] = {name: [] for name in MEASURED}
     for module in fsdp_modules(trainer.model):
@@ -148,14 +151,14 @@ def measure(trainer: Trainer, device: torch.device) -> dict[str, Any]:
 
 
 def storage_bytes(value: object, device: torch.device, counted: set[int]) -> int:
-    """Return the bytes of a tensor's storage on `device`, 0 if it is in `counted` already.
+    """Return the bytes of a tensor's storage on `device`, and add it to `counted`.
 
-    Also 0 for what is no tensor.
+    Returns 0 for a storage that is in `counted` already, and for a value that is not a tensor.
     """
     if not isinstance(value, Tensor):
         return 0
     local = value.to_local() if isinstance(value, DTensor) else value
-    if hasattr(local, "__tensor_flatten__"):  # several tensors in one, as 8-bit moments are
+    if hasattr(local, "__tensor_flatten__"):  # a subclass made of several tensors: 8-bit moments
         parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
         return sum(storage_bytes(part, device, counted) for part in parts)
     storage = local.untyped_storage()
@@ -166,7 +169,7 @@ def storage_bytes(value: object, device: torch.device, counted: set[int]) -> int
 
 
 def plan(trainer: Trainer, world: World, total: int) -> Planned:
-    """Return the plan of this run on a device of `total` bytes, and what takes a tenth less."""
+    """Return the plan of this run on a device of `total` bytes, and overrides that need less."""
     cfg, config = trainer.cfg, trainer.model.config
     cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if cuda else "cpu"
@@ -186,7 +189,8 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
 
 
 def override_for_training(override: str) -> str:
-    """Return an override of `plan` as one of `train`, whose launcher decides how many ranks run."""
+    """Return an override of `plan` in the form for `train`: the number of ranks as words, since
+    there the launcher sets it."""
     words = [word for word in override.split() if not word.startswith("plan.")]
     ranks = re.search(r"plan\.world_size=(\S+)", override)
     return " ".join([*words, f"on {ranks[1]} ranks"] if ranks else words)
@@ -212,7 +216,7 @@ def table(held: dict[str, Any], planned: Planned, device: torch.device) -> list[
 def advice(
     held: dict[str, Any], suggestions: list[tuple[str, str]], device: torch.device, newest: int
 ) -> list[str]:
-    """Return lines about what to type. newest: step of the newest checkpoint; -1: there is none."""
+    """Return lines with overrides to try. newest: step of the newest checkpoint; -1: none."""
     lines = ["Worth trying, by the same plan:"] if suggestions else []
     lines += [f"  {override:46} {reason}" for override, reason in suggestions]
     if held["reserved"] - held["allocated"] > 0.1 * held["total"]:  # never on a CPU

@@ -26,14 +26,14 @@ from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 
 def no_reference(batch: MicroBatch) -> MicroBatch:
-    """Return the batch as it is: its reference is with it already, or there is none."""
+    """Return the batch unchanged: the objective has no reference."""
     return batch
 
 
 def stored_reference(batch: MicroBatch) -> MicroBatch:
-    """Return the batch, whose rows came with the reference's sums."""
+    """Return the batch unchanged: its rows were read with the reference's sums."""
     assert batch.groups is not None
-    assert batch.reference is not None or not len(batch.groups)  # rows that only pad
+    assert batch.reference is not None or not len(batch.groups)  # only padding
     return batch
 
 
@@ -46,9 +46,9 @@ class BaseReference:
 
     @torch.no_grad()
     def __call__(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the reference's sums, of one forward. Collective.
+        """Run one forward and return the batch with the reference's sums. Collective.
 
-        A batch that has them is left as it is.
+        A batch that has them already is returned unchanged.
         """
         if batch.reference is not None:
             return batch
@@ -60,7 +60,7 @@ class BaseReference:
 
 @dataclass(kw_only=True)
 class PairForwardBackward(ForwardBackward):
-    """Runs micro-batches of pairs. The loss is that of the objective, a mean over the pairs."""
+    """Runs micro-batches of pairs. The reported loss is the objective's, a mean over the pairs."""
 
     choice: ObjectiveChoice
     reference: Callable[[MicroBatch], MicroBatch] = field(default=no_reference)
@@ -96,7 +96,7 @@ class PairForwardBackward(ForwardBackward):
         return PairObjective(batch, self.choice, count, self.dims)
 
     def weight(self, plan: StepPlan) -> float:
-        """See ForwardBackward: the step's pairs."""
+        """Return the number of pairs in the step. See ForwardBackward."""
         return plan.documents / len(ANSWERS)
 
     def own_weight(self, batch: MicroBatch) -> Tensor:

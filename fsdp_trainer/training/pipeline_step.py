@@ -23,20 +23,21 @@ from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 @dataclass(kw_only=True)
 class PipelineForwardBackward(ForwardBackward):
-    """Runs all micro-batches of a step through the stages.
+    """Runs all micro-batches of a step through the stages of a pipeline.
 
-    The last stage has the losses, and the first one the gradient of the embedding's output.
+    The ranks of the last stage have the losses, and those of the first one have the gradient of the
+    embedding's output.
     """
 
     pipeline: Pipeline
     checks: dict[int, Tensor | float] = field(default_factory=dict)
-    """The check of each micro-batch whose backward has ended: see `_own_check`."""
+    """Result of `_own_check` for each micro-batch whose backward has ended, by its number."""
 
     def __post_init__(self) -> None:
         self.pipeline.after_backward = self._check
 
     def _check(self, number: int) -> None:
-        """Take note of the gradient in front of the first block, on the rank that has it."""
+        """Check the gradient of the embedding's output, on the rank that has it."""
         self.checks[number] = self._own_check()
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
@@ -56,12 +57,12 @@ class PipelineForwardBackward(ForwardBackward):
         return self._together(step, sums, losses)
 
     def _filled_up(self, step: StepBatches, batches: list[MicroBatch]) -> list[MicroBatch]:
-        """Return as many micro-batches as the schedule takes: behind those given, empty ones."""
+        """Append empty micro-batches up to the number that the schedule needs."""
         missing = self.pipeline.count - len(batches)
         return batches + [step.empty() for _ in range(missing)]
 
     def _train(self, plan: StepPlan, batches: list[MicroBatch]) -> list[MicroBatchResult]:
-        """Return the results of all batches on ranks with the last stage, elsewhere none."""
+        """Train on all batches; return their results on ranks with the last stage, else nothing."""
         self.checks.clear()
         weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
         batches = [shared_out(batch, plan) for batch in batches]
@@ -71,7 +72,8 @@ class PipelineForwardBackward(ForwardBackward):
         if scale is not None:
             computed = [(value / scale, scores) for value, scores in computed]
         balance = self.model.balance
-        auxiliary = balance.zeros() if balance else {}  # stages have their own
+        # zeros, since the values of each stage are added up by `run`
+        auxiliary = balance.zeros() if balance else {}
         return [
             MicroBatchResult(batch, scores, negative_log_likelihood(scores, own), value, auxiliary)
             for batch, own, (value, scores) in zip(batches, weights, computed, strict=False)
@@ -80,7 +82,7 @@ class PipelineForwardBackward(ForwardBackward):
     def scores(
         self, step: StepBatches, before: Callable[[], None]
     ) -> Iterator[tuple[MicroBatch, Scores]]:
-        """See ForwardBackward. Without the last stage a rank has none."""
+        """See ForwardBackward. A rank without the last stage yields nothing."""
         following = iter(step)
         while batches := list(islice(following, self.pipeline.count)):
             before()
@@ -95,7 +97,12 @@ class PipelineForwardBackward(ForwardBackward):
     def compute_apart(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """See ForwardBackward. Of its stages, on each rank; with others that learn nothing."""
+        """Compute the micro-batch, with others of weight 0 to fill the schedule. See
+        ForwardBackward.
+
+        Each rank returns the gradients of its own stages' parameters, and no gradient of the
+        embedding's output.
+        """
         share = batch.token_share
         others = replace(
             batch,

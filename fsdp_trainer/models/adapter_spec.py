@@ -1,4 +1,4 @@
-"""The adapters of a model: which layers, of what rank and scale. No torch."""
+"""The adapters of a model: adapted layers, ranks and scales. Does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ ALL_TARGETS = ("all", "all-linear")
 A = "lora_A"
 B = "lora_B"
 MAGNITUDE = "lora_magnitude_vector"
-"""PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's length of each row [out]."""
+"""PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's magnitude of each row [out]."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """The adapters of a model, as checkpoints store them.
+    """The adapters of a model, as stored in checkpoints.
 
-    kind: lora or dora. scaling: standard or rslora. base: the format of the frozen weights, as
-    adapter.base names it. layers: rank and alpha of each adapted layer, by its module's name; of
-    the matrices of all experts of a block by their parameter's.
+    kind: lora or dora. scaling: standard or rslora. base: format of the frozen weights, a value
+    of adapter.base. layers: rank and alpha of each adapted layer, by module name; the stacked
+    expert matrices of a block are keyed by parameter name.
     also: names of the parameters that are trained in full.
     """
 
@@ -30,13 +30,13 @@ class AdapterSpec:
     also: tuple[str, ...] = ()
 
     def scale(self, layer: str) -> float:
-        """Return the factor of B·A."""
+        """Return the factor of B·A for a layer."""
         rank, alpha = self.layers[layer]
         return alpha / (math.sqrt(rank) if self.scaling == "rslora" else rank)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "AdapterSpec":
-        """Return what `asdict` made, after a way through JSON."""
+        """Build the spec from the output of `asdict` after a round trip through JSON."""
         layers = {
             name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
         }
@@ -44,14 +44,14 @@ class AdapterSpec:
 
 
 def matrix_name(layer: str) -> str:
-    """Return the parameter that an adapter's layer multiplies with."""
+    """Return the name of the weight parameter of an adapted layer."""
     return layer if is_stacked(layer) else f"{layer}.weight"
 
 
 def adapter_name(layer: str, tensor: str) -> str:
-    """Return the parameter of a layer's adapter. tensor: A, B or MAGNITUDE.
+    """Return the name of a parameter of a layer's adapter. tensor: A, B or MAGNITUDE.
 
-    Those of experts are stacked as the experts' matrices are: A [experts, rank, in],
+    Adapters of experts are stacked like the experts' matrices: A [experts, rank, in],
     B [experts, out, rank].
     """
     if is_stacked(layer):

@@ -1,8 +1,8 @@
 """Low-rank adapters: LoRA (Hu et al. 2021) and DoRA (Liu et al. 2024).
 
-An adapter of a linear layer W is a child of it: W's output gains scale · B(A x). A's rows are the
-rank; A is drawn, B begins at zero, so that an adapted model begins as its base. Names are PEFT's
-behind `base_model.model.`.
+An adapter is a child module of its linear layer W and adds scale · B(A x) to W's output. A has
+`rank` rows. A is random and B is zero at the start, so an adapted model starts equal to its base.
+Names are PEFT's names without the prefix `base_model.model.`.
 """
 
 import shlex
@@ -44,20 +44,17 @@ from fsdp_trainer.models.peft_experts import STACKED_PARTS, Stack
 from fsdp_trainer.models.peft_names import Layout, Part, resolve
 
 TARGET_NAMES = {"experts": "*.mlp.experts.*"}
-"""Words that adapter.targets takes besides these, names and patterns."""
+"""Words for adapter.targets, in addition to ALL_TARGETS, names and patterns."""
 NF4 = "nf4"
 BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-"""The number format of frozen weights by adapter.base; all others: precision.param_dtype."""
+"""Number format of frozen weights by adapter.base; precision.param_dtype for other values."""
 MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
-"""Words that adapter.also takes besides names and patterns of modules."""
-WIDTH = 90  # of a line of names in a message
+"""Words for adapter.also, in addition to names and patterns of modules."""
+WIDTH = 90  # columns of a line of names in a message
 
 
 def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -> str:
-    """Return the number format in which frozen weights are kept, by torch's name.
-
-    Those in 4 bits aside.
-    """
+    """Return the torch name of the number format of frozen weights that are not in 4 bits."""
     base = adapters.base if adapters else "auto"
     return BASE_DTYPES.get(base, precision.param_dtype)
 
@@ -67,23 +64,28 @@ def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -
 
 @dataclass
 class FittedAdapter(Adapter):
-    """Adapters that were resolved for a whole model: a part of it, with narrower matrices, has the
-    same."""
+    """Adapter settings with the spec resolved for the whole model.
+
+    A part of the model with narrower matrices must get the same adapters.
+    """
 
     spec: AdapterSpec | None = field(default=None, repr=False)
 
 
 def fitted_adapter(cfg: Adapter, config: ModelConfig) -> Adapter:
-    """Return the adapters for parts of a model. Raises UserError as `resolve_adapters` does."""
+    """Return the settings with adapters resolved for this model, to be used for its parts.
+
+    Raises UserError as `resolve_adapters` does.
+    """
     values = {one.name: getattr(cfg, one.name) for one in fields(Adapter)}
     return FittedAdapter(**values, spec=resolve_adapters(cfg, config))
 
 
 def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
-    """Return the adapters that the configuration asks for; None: all weights are trained.
+    """Return the adapters of the configuration; None: all weights are trained.
 
-    Raises UserError for targets that the model does not have, and ranks that its matrices are too
-    small for.
+    Raises UserError for targets that the model does not have, and for ranks larger than a side of
+    the matrix.
     """
     if isinstance(cfg, FittedAdapter):
         return cfg.spec
@@ -106,9 +108,9 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
 
 
 def as_configured(spec: AdapterSpec | None, cfg: Adapter) -> Adapter:
-    """Return adapters that a folder decides, as they would be typed without it.
+    """Return the settings that choose the same adapters without `init_from`, except for ranks.
 
-    Ranks aside. spec: what `cfg` resolves to.
+    spec: resolved adapters of `cfg`.
     """
     if spec is None or not cfg.init_from:
         return cfg
@@ -117,9 +119,9 @@ def as_configured(spec: AdapterSpec | None, cfg: Adapter) -> Adapter:
 
 
 def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterSpec:
-    """Return the adapters of a PEFT folder, or of a run. base: as in AdapterSpec.
+    """Return the adapters of a PEFT folder or of a run. base: as in AdapterSpec.
 
-    Raises UserError with everything that does not fit the model.
+    Raises UserError that lists everything that does not fit the model.
     """
     layout = model_layout(config)
     checkpoint = find_checkpoint(source)
@@ -147,7 +149,7 @@ def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterS
 
 
 def model_layout(config: ModelConfig) -> Layout:
-    """Return the matrices of a model as its Hugging Face folder has them."""
+    """Return the matrices of a model under their names in its Hugging Face folder."""
     model = meta_decoder(config)
     stored_name = config.family_spec.stored_name
     parts: dict[str, list[Part]] = {}
@@ -169,9 +171,9 @@ def model_layout(config: ModelConfig) -> Layout:
 
 
 def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
-    """Return the module of each expert's matrix in a Hugging Face folder. name: of all stacked.
+    """Return the module name of each expert's matrix in a Hugging Face folder.
 
-    None where one tensor holds all experts.
+    name: name of the stacked matrices. Empty if the folder has one tensor for all experts.
     """
     if config.family_spec.clamped_experts:
         return []
@@ -180,7 +182,7 @@ def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
 
 
 def adaptable_layers(model: Decoder) -> list[str]:
-    """Return the linear layers of the blocks, then the matrices of their experts."""
+    """Return the names of the blocks' linear layers, then of their experts' stacked matrices."""
     return [*block_linears(model), *expert_matrices(model)]
 
 
@@ -192,9 +194,9 @@ def block_linears(model: Decoder) -> dict[str, nn.Linear]:
 
 
 def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
-    """Return the names of the matrices that are kept in 4 bits: the blocks' frozen ones.
+    """Return the names of the matrices to keep in 4 bits: the frozen matrices of the blocks.
 
-    model: with the blocks' linear layers as torch's, as `meta_decoder` makes them.
+    model: made by `meta_decoder`, with torch's linear layers.
     """
     if adapters is None or adapters.base != NF4:
         return []
@@ -205,7 +207,7 @@ def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
 def chosen_layers(
     targets: str | Sequence[str], model: Decoder, problems: list[Problem]
 ) -> list[str]:
-    """Return the layers that adapter.targets names, in the model's order."""
+    """Return the layers chosen by adapter.targets, in the model's order; add to `problems`."""
     names = adaptable_layers(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
@@ -230,10 +232,10 @@ def chosen_layers(
 
 
 def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:
-    """Return the names that a pattern fits (fnmatch), or that end in it, as PEFT reads names.
+    """Return the names that match a pattern (fnmatch) in full or after a dot, as in PEFT.
 
-    The name of a matrix that Hugging Face stores fused, `qkv_proj`, means its parts; so do names
-    that it has for the matrices of experts.
+    Hugging Face's name of a fused matrix, such as `qkv_proj`, stands for its parts. Its names for
+    the matrices of experts are translated too.
     """
     family = config.family_spec
     fused = {whole.rpartition(".")[2]: parts for whole, parts in family.fused}
@@ -252,7 +254,10 @@ def by_pattern(
     config: ModelConfig,
     problems: list[Problem],
 ) -> dict[str, Any]:
-    """Return the value of each target that a pattern fits; the first to fit counts, as in PEFT."""
+    """Return the value of each target that matches a pattern; the first match wins, as in PEFT.
+
+    key: rank_pattern or alpha_pattern, for the messages added to `problems`.
+    """
     values: dict[str, Any] = {}
     for pattern, value in patterns.items():
         matched = matching(TARGET_NAMES.get(pattern, pattern), targets, config)
@@ -268,7 +273,7 @@ def by_pattern(
 def fully_trained(
     patterns: Sequence[str], model: Decoder, targets: list[str], problems: list[Problem]
 ) -> tuple[str, ...]:
-    """Return the parameters of the modules that adapter.also names, each by its first name."""
+    """Return the parameters of the modules in adapter.also, each under its first name."""
     modules = modules_with_parameters(model)
     chosen: list[str] = []
     for pattern in patterns:
@@ -291,18 +296,18 @@ def fully_trained(
 
 
 def modules_with_parameters(model: Decoder) -> dict[str, nn.Module]:
-    """Return the modules that have parameters of their own, by name."""
+    """Return the modules that directly hold parameters, by name."""
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if any(True for _ in module.parameters(False))}
 
 
 def _experts(layer: str) -> str:
-    """Return the module of the experts that have these matrices, "" for another layer."""
+    """Return the experts' module of a stacked matrix, "" for other layers."""
     return layer.rpartition(".")[0] if is_stacked(layer) else ""
 
 
 def without_lengths(cfg: Adapter, targets: list[str]) -> list[Problem]:
-    """Return the problem of experts whose rows would have lengths, if there is one."""
+    """Return the problem of experts chosen for DoRA, if there are any."""
     stacked = [name for name in targets if is_stacked(name)]
     if cfg.name != "dora" or not stacked:
         return []
@@ -316,11 +321,11 @@ def without_lengths(cfg: Adapter, targets: list[str]) -> list[Problem]:
 def too_high_ranks(
     cfg: Adapter, ranks: dict[str, int], shapes: dict[str, list[int]]
 ) -> list[Problem]:
-    """Return the problem of ranks that are larger than a side of their matrix, if there are any.
+    """Return the problem of ranks larger than a side of their matrix, if there are any.
 
-    ranks: of the layers that adapter.rank_pattern has. shapes: of the adapted layers' matrices.
+    ranks: ranks from adapter.rank_pattern by layer. shapes: matrix shapes of all adapted layers.
     """
-    shapes = {name: shape[-2:] for name, shape in shapes.items()}  # of one expert
+    shapes = {name: shape[-2:] for name, shape in shapes.items()}  # shape for one expert
     high = [n for n, shape in shapes.items() if ranks.get(n, cfg.rank) > min(shape)]
     if not high:
         return []
@@ -338,7 +343,7 @@ def too_high_ranks(
 
 
 def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind: str) -> Problem:
-    """Return the problem of a pattern in adapter.`key` that fits none of the names."""
+    """Return the problem of a pattern in adapter.`key` that matches none of the names."""
     ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     prefix, dot, end = pattern.rpartition(".")
     closest = nearest(end, ends)
@@ -352,7 +357,7 @@ def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind
 
 
 def renamed(value: Any, old: str, new: str) -> Any:
-    """Return a key's value, a name, a list or a mapping, with one name in place of another."""
+    """Return a key's value (a name, list or mapping) with one name replaced by another."""
     if isinstance(value, dict):
         return {new if name == old else name: item for name, item in value.items()}
     return new if isinstance(value, str) else [new if name == old else name for name in value]
@@ -362,9 +367,9 @@ def renamed(value: Any, old: str, new: str) -> Any:
 
 
 def add_adapters(model: Decoder, spec: AdapterSpec, dtype: torch.dtype) -> None:
-    """Freeze the model but for `spec.also`, and give the layers adapters of `dtype`.
+    """Freeze the model except for `spec.also`, and add adapters of `dtype` to the layers.
 
-    Before activation checkpointing, compile and fully_shard.
+    Must be called before activation checkpointing, compile and fully_shard.
     """
     model.requires_grad_(False)
     for name in spec.also:
@@ -378,7 +383,7 @@ def add_adapters(model: Decoder, spec: AdapterSpec, dtype: torch.dtype) -> None:
 
 
 def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) -> None:
-    """Give one linear layer, of whatever class, an adapter."""
+    """Add an adapter to one linear layer of any class."""
     device = next(linear.parameters()).device
     options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
     linear.lora_A = nn.Linear(linear.in_features, rank, **options)
@@ -387,12 +392,12 @@ def _adapt(linear: Any, rank: int, scale: float, kind: str, dtype: torch.dtype) 
     if kind == "dora":
         magnitude = torch.empty(linear.out_features, device=device, dtype=dtype)
         linear.lora_magnitude_vector = nn.Parameter(magnitude)
-    # a method of the instance: the class may be torch's, float8's or that of 4-bit weights
+    # a method of the instance: the class may be torch's, float8's or the one for 4-bit weights
     linear.forward = MethodType(_lora_forward if kind == "lora" else _dora_forward, linear)
 
 
 def _lora_forward(self: Any, x: Tensor) -> Tensor:
-    """Return W x + scale · B(A x), and the bias."""
+    """Return W x + scale · B(A x) plus the bias."""
     rows = x.flatten(0, -2)
     return _add_adapter(self, rows, type(self).forward(self, rows)).view(*x.shape[:-1], -1)
 
@@ -400,15 +405,16 @@ def _lora_forward(self: Any, x: Tensor) -> Tensor:
 def _add_adapter(self: Any, rows: Tensor, out: Tensor) -> Tensor:
     """Return out + scale · B(A x): [rows, out].
 
-    A x is scaled and the product added as it is made: nothing else of the output's size.
+    Scales A x and adds inside the matrix product, so that no other tensor of the output's size is
+    made.
     """
     return torch.addmm(out, self.lora_A(rows) * self.lora_scale, self.lora_B.weight.t())
 
 
 def _dora_forward(self: Any, x: Tensor) -> Tensor:
-    """Return magnitude ÷ |W + scale · B·A| · (W x + scale · B(A x)), row by row, and the bias.
+    """Return magnitude ÷ |W + scale · B·A| · (W x + scale · B(A x)) per row, plus the bias.
 
-    The lengths of the rows are constants to backward (Liu et al. 2024, §4.3).
+    Backward treats the lengths of the rows as constants (Liu et al. 2024, §4.3).
     """
     with torch.no_grad():
         lengths = row_lengths(self)
@@ -432,9 +438,9 @@ def row_lengths(linear: Any) -> Tensor:
 def row_squares(linear: Any, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return the squared length of each row of W + scale · B·A: [out] float32.
 
-    |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B: no second matrix of W's size is made. Sums over
-    columns: of parts of them, each with its part of A, their sum is that of the whole.
-    rows: of the layer's weight; a, b: matrices of its adapter.
+    Computed as |W|² + 2 s Σ (W Aᵀ) ∘ B + s² Σ (B A Aᵀ) ∘ B, without a second matrix of W's size.
+    These are sums over columns, so results for column slices of W and A can be added.
+    rows: rows of the layer's weight; a, b: matrices of its adapter.
     """
     weight = dense_rows(linear, rows)
     projected = F.linear(weight.to(a.dtype), a)
@@ -447,8 +453,8 @@ def row_squares(linear: Any, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def dense_rows(linear: Any, rows: Tensor) -> Tensor:
-    """Return rows of a linear layer's `weight` as it computes with them: [rows, in]."""
-    if hasattr(rows, "to_original_precision"):  # torchao's, gathered in float8
+    """Return rows of a linear layer's `weight` in the precision of its forward: [rows, in]."""
+    if hasattr(rows, "to_original_precision"):  # torchao's tensor, gathered in float8
         return rows.to_original_precision()
     return linear.decoded(rows) if isinstance(linear, Linear4) else rows
 
@@ -466,7 +472,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Have LoRA's layers compute as their base does, within the block: with scales of 0."""
+    """Set the scales of LoRA adapters to 0 within the context, so that layers act as their base."""
     layers = list(adapted_layers(model).values())
     experts = {id(module): module for module, _ in adapted_experts(model).values()}
     scales = [layer.lora_scale for layer in layers]
@@ -485,20 +491,20 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the adapters' parameters by name."""
+    """Return the parameters of the adapters by name."""
     return {n: p for n, p in model.named_parameters() if ".lora_" in n}
 
 
 @torch.no_grad()
 def initialize_magnitudes(model: nn.Module) -> None:
-    """Set DoRA's magnitudes to the lengths of the rows of W: the adapted model is W at first.
+    """Set DoRA's magnitudes to the row lengths of W, so that the adapted layer starts equal to W.
 
-    Each rank for the rows that it holds; the weights must be there. Collective.
+    Each rank sets those of its rows. The weights must be loaded. Collective.
     """
     for linear in adapted_layers(model).values():
         if hasattr(linear, MAGNITUDE):
             rows = dense_rows(linear, local_part(linear.weight)).float()
-            # in float64 every layout rounds to the same float32
+            # in float64, so that the float32 result does not depend on the sharding
             lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
             for group in groups_of_columns(linear.weight):
                 squares = lengths.square()
@@ -508,7 +514,7 @@ def initialize_magnitudes(model: nn.Module) -> None:
 
 
 def groups_of_columns(matrix: Tensor) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that hold other columns of the same rows."""
+    """Return the process groups over which the columns of a matrix are sharded."""
     if not isinstance(matrix, DTensor):
         return []
     placements = enumerate(matrix.placements)

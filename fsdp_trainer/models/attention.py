@@ -1,8 +1,8 @@
-"""Causal attention over rows that hold several documents, none of which may see another.
+"""Causal attention over packed rows, in which documents do not attend to each other.
 
-A layout (a subclass of `PackedAttention`) knows where the documents of a micro-batch lie and
-computes attention over them. It builds what its kernel needs from document lengths that the host
-knows: once per micro-batch and window, not once per block, and without waiting for the device.
+A layout (a subclass of `PackedAttention`) knows the positions of the documents of a micro-batch
+and computes attention over them. It prepares the inputs of its kernel from document lengths on
+the host: once per micro-batch and window, not once per block, and without waiting for the device.
 `models/attention_choice.py` chooses the layout.
 """
 
@@ -22,25 +22,26 @@ from fsdp_trainer.models.document_calls import Lengths, plan_calls
 from fsdp_trainer.models.sdpa import PLAIN, Scoring, sdpa
 
 PADDING_DOCUMENT = 128
-"""Padding is computed as documents of at most this many tokens: its output must be finite."""
+"""Padding is computed as documents of up to this many tokens, so that its output is finite."""
 
 
 class Cache(Protocol):
     """Keys and values of one block during generation."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values, and return those that the new queries look at.
+        """Store new keys and values, and return all that the new queries attend to.
 
         All are [batch, tokens, kv heads, head_dim].
         """
 
 
 class PackedAttention:
-    """Base class of the layouts: documents, the window through which tokens see, and attention.
+    """Base class of the layouts: documents, an optional window, and the attention over them.
 
     lengths: for each row its documents' lengths in order; the rest of the row is padding.
-    row: tokens in a row; window: how many tokens a token sees, itself included; None: all before.
-    Not a dataclass: fully_shard may copy those on their way into a block.
+    row: tokens per row; window: number of tokens that a token sees, including itself; None: all
+    preceding ones.
+    Not a dataclass, since fully_shard may copy dataclasses among a block's inputs.
     """
 
     def __init__(self, lengths: Lengths, row: int, device: torch.device):
@@ -51,43 +52,43 @@ class PackedAttention:
         self.prepare()
 
     def prepare(self) -> None:
-        """Make what `attend` needs, but for a window."""
+        """Prepare the inputs of `attend` that do not depend on a window."""
 
     def with_window(self, window: int | None) -> Self:
-        """Return the same documents seen through a window, ready for `attend`."""
+        """Return a layout of the same documents with this window, ready for `attend`."""
         windowed = copy(self)
         windowed.window = window
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """Return each document's causal attention, [batch, length, heads, head_dim], shaped as q.
+        """Return causal attention within each document, [batch, length, heads, head_dim], as q.
 
-        k, v: [batch, length, kv heads, head_dim]. Padded positions get finite numbers without a
-        meaning.
+        k, v: [batch, length, kv heads, head_dim]. Padded positions get finite, meaningless
+        numbers.
         """
         raise NotImplementedError
 
     def own_positions(self) -> np.ndarray:
-        """[rows, tokens] int64: the positions of each row whose tokens this process has."""
+        """Return the row positions whose tokens this process holds: [rows, tokens] int64."""
         return np.tile(np.arange(self.row), (len(self.lengths), 1))
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        """[rows, row] int64: the length of each token's document; padding has length 1."""
+        """Return the length of each token's document: [rows, row] int64; 1 for padding."""
         lengths = np.stack([np.repeat(row, row) for row in self.sizes(1)])
         return to_device(lengths, positions.device)
 
     def document_numbers(self, padding: int) -> Tensor:
-        """[rows, row] int64: the number of each position's document in its row.
+        """Return the index of each position's document within its row: [rows, row] int64.
 
-        padding: tokens that a document of padding has at most.
+        padding: largest number of tokens in a document of padding.
         """
         numbers = [np.repeat(np.arange(len(row)), row) for row in self.sizes(padding)]
         return to_device(np.stack(numbers), self.device)
 
     def sizes(self, padding: int) -> list[np.ndarray]:
-        """Return for each row the lengths of its documents, and of those that padding is cut into.
+        """Return for each row the lengths of its documents, followed by documents of padding.
 
-        padding: tokens that a document of padding has at most.
+        padding: largest number of tokens in a document of padding.
         """
         sizes = []
         for documents in self.lengths:
@@ -98,9 +99,9 @@ class PackedAttention:
 
 
 class OneDocument(PackedAttention):
-    """Rows that are one document each, for inference.
+    """Rows with one document each, for inference.
 
-    length: tokens of the document.
+    length: number of tokens of the document.
     """
 
     def __init__(self, length: int):
@@ -108,19 +109,19 @@ class OneDocument(PackedAttention):
         self.window = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention. Builds no mask where the kernel needs none."""
+        """See PackedAttention. Builds a mask only if the window is shorter than the document."""
         if self.window is None or self.window >= self.length:
             return sdpa(q, k, v, None, scoring)
         mask = torch.ones(self.length, self.length, dtype=torch.bool, device=q.device)
         return sdpa(q, k, v, mask.tril().triu(1 - self.window), scoring)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        """[batch, length] int64: the length of the document."""
+        """Return the length of the document at each position: [batch, length] int64."""
         return torch.full_like(positions, self.length)
 
 
 class DocumentAttention(PackedAttention):
-    """Documents of similar length share a kernel call.
+    """Attention with one kernel call for each group of documents of similar length.
 
     Cost grows with Σ length², or with Σ length · window.
     """
@@ -130,7 +131,7 @@ class DocumentAttention(PackedAttention):
         self.plan = plan_calls(self.lengths, self.row, self.window, self.device)
 
     def with_window(self, window: int | None) -> Self:
-        """Return the same documents seen through a window, with its own calls."""
+        """Return a layout of the same documents with this window and its own kernel calls."""
         if window == self.window:
             return self
         windowed = super().with_window(window)
@@ -157,10 +158,10 @@ class DocumentAttention(PackedAttention):
 
 
 class MaskedAttention(PackedAttention):
-    """One kernel call under a block mask: fixed shapes; cost grows with the row's length squared.
+    """Attention with one masked kernel call: fixed shapes, cost grows with the row's length².
 
-    mask: [rows, 1, row, row] bool, True where a query may look. Each padded position sees itself
-    alone, since the softmax of an empty row is NaN.
+    mask: [rows, 1, row, row] bool, True where a query may attend to a key. Each padded position
+    sees only itself, since the softmax of an empty row is NaN.
     """
 
     def prepare(self) -> None:
@@ -169,7 +170,7 @@ class MaskedAttention(PackedAttention):
         self.mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
 
     def with_window(self, window: int | None) -> Self:
-        """Return the same documents seen through a window. Call it on a layout without one."""
+        """Return a layout with this window. Must be called on a layout without a window."""
         windowed = super().with_window(window)
         windowed.mask = self.mask if window is None else self.mask.triu(1 - window)
         return windowed
@@ -180,11 +181,11 @@ class MaskedAttention(PackedAttention):
 
 
 class VarlenAttention(PackedAttention):
-    """One call of `torch.nn.attention.varlen` over all documents: cost grows with Σ length².
+    """Attention with one call of `torch.nn.attention.varlen`: cost grows with Σ length².
 
-    CUDA, 16-bit numbers, no softcap. ends: [documents + 1] int32, document boundaries over all
-    rows. longest: a power of two or the row's length, not less than any document: a compiled block
-    is specialised to it, so it must take few values.
+    Requires CUDA, 16-bit numbers and no softcap. ends: [documents + 1] int32, document boundaries
+    over all rows. longest: upper bound of the documents' lengths, a power of two or the row's
+    length; a compiled block is specialised to it, so it must have few distinct values.
     """
 
     def prepare(self) -> None:
@@ -195,7 +196,7 @@ class VarlenAttention(PackedAttention):
         power_of_two = 1 << int(sizes.max() - 1).bit_length()
         self.longest = min(self.row, power_of_two)
         self.kernel = _varlen()
-        # compiled blocks: one graph for any number of documents
+        # one graph of a compiled block for any number of documents
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
@@ -210,9 +211,9 @@ class VarlenAttention(PackedAttention):
 
 
 class FlexAttention(PackedAttention):
-    """FlexAttention (Dong et al. 2024): a kernel compiled for these scores. CUDA.
+    """Attention with FlexAttention (Dong et al. 2024), a kernel compiled for these scores.
 
-    It skips blocks of 128 × 128 scores that are masked altogether.
+    Requires CUDA. Skips blocks of 128 × 128 scores that are completely masked.
     """
 
     def prepare(self) -> None:
@@ -222,7 +223,7 @@ class FlexAttention(PackedAttention):
         self.flex, self.compiled_flex, self.make_blocks, self.sums = _flex(self.device.type)
 
     def with_window(self, window: int | None) -> Self:
-        """Return the same documents seen through a window, with its block mask."""
+        """Return a layout of the same documents with this window and its block mask."""
         windowed = super().with_window(window)
         (rows, row) = self.documents.shape
         visible = _flex_mask(self.documents, window)
@@ -259,8 +260,8 @@ LAYOUTS: dict[str, type[PackedAttention]] = {
 def _gather(x: Tensor, index: Tensor, positions: list[np.ndarray]) -> list[Tensor]:
     """Return the part of `x` at the positions of each call: [pieces, width, heads, head_dim].
 
-    index: all positions. One index_select for all calls: the backward of each allocates a gradient
-    of all rows.
+    index: positions of all calls. A single index_select for all calls, since the backward of each
+    allocates a gradient for all rows.
     """
     rows = x.flatten(0, 1).index_select(0, index)
     parts = rows.split([call.size for call in positions])
@@ -269,7 +270,7 @@ def _gather(x: Tensor, index: Tensor, positions: list[np.ndarray]) -> list[Tenso
 
 @lru_cache
 def _varlen() -> Callable[..., Any]:
-    """Return torch's `varlen_attn` with grouped kv heads: before torch 2.12 it needs no option."""
+    """Return torch's `varlen_attn` with grouped kv heads, an option since torch 2.12."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler: 2 seconds
 
     if "enable_gqa" in signature(varlen_attn).parameters:
@@ -279,8 +280,11 @@ def _varlen() -> Callable[..., Any]:
 
 @lru_cache
 def _flex(device_type: str) -> tuple[Any, ...]:
-    """Return `flex_attention` for compiled blocks, a compiled `flex_attention` for others,
-    `create_block_mask`, and what asks for the logarithms of sums. On a CPU none is compiled."""
+    """Return FlexAttention's functions and a request for the log-sum-exps, uncompiled on a CPU.
+
+    `flex_attention` for compiled blocks, a compiled `flex_attention` for other blocks,
+    `create_block_mask`, and the request.
+    """
     # imports the compiler: 2 seconds
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -292,7 +296,7 @@ def _flex(device_type: str) -> tuple[Any, ...]:
 
 
 def _flex_mask(documents: Tensor, window: int | None) -> Callable[..., Tensor]:
-    """Return FlexAttention's `mask_mod`: whether a query may look at a key."""
+    """Return FlexAttention's `mask_mod`: True if a query may attend to a key."""
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = (documents[row, query] == documents[row, key]) & (key <= query)
@@ -302,7 +306,7 @@ def _flex_mask(documents: Tensor, window: int | None) -> Callable[..., Tensor]:
 
 
 def _flex_softcap(cap: float) -> Callable[..., Tensor]:
-    """Return FlexAttention's `score_mod` for a soft limit."""
+    """Return FlexAttention's `score_mod` for a soft cap on scores."""
 
     def limited(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

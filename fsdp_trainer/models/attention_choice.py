@@ -1,6 +1,6 @@
 """The choice of the layout and kernel that compute attention, with its reason.
 
-No torch: the configuration is checked by the same rules.
+Does not import torch, since the check of the configuration uses the same rules.
 """
 
 from collections.abc import Callable
@@ -23,17 +23,17 @@ NAMES = {
 MADE_FOR = {"fa3": (HOPPER,), "fa4": (HOPPER, BLACKWELL)}
 BEST = {HOPPER: "fa3", BLACKWELL: "fa4"}
 CUDNN_SHARE = 0.6
-"""cuDNN computes a whole row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published),
-which pays where documents need more than this share of what whole rows would cost."""
+"""cuDNN computes a full row 1.7 to 2.3 times as fast as FlashAttention 2 on Hopper (published).
+It is faster if Σ length² of the documents is more than this share of the cost of full rows."""
 
 
 @dataclass(frozen=True)
 class AttentionContext:
     """Properties of machine, model and data that the choice depends on; None: not known yet.
 
-    device: cpu or cuda; capability: of the GPU; dtype: of queries, keys and values.
-    share: Σ length² of the documents over what whole rows would cost.
-    installed: fa3 and fa4, if they can be imported.
+    device: cpu or cuda; capability: compute capability of the GPU; dtype: number format of
+    queries, keys and values. share: Σ length² of the documents, divided by the same for full rows.
+    installed: those of fa3 and fa4 that can be imported.
     """
 
     device: str | None = None
@@ -51,8 +51,11 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """layout: a name of `attention.LAYOUTS`. kernel: the one tried first, a name of NAMES; None
-    where there is no choice of kernels."""
+    """The chosen layout and kernel.
+
+    layout: key of `attention.LAYOUTS`. kernel: key of NAMES, the kernel to try first; None if
+    there is only one kernel.
+    """
 
     layout: str
     kernel: str | None
@@ -64,8 +67,9 @@ class AttentionChoice:
 
 
 Rule = tuple[Callable[[AttentionContext, str, str], bool], str]
-"""Whether (context, layout, kernel) cannot be, and why not, with what to type instead. The message
-is a format of `c`, the context, and `names` and `made_for` of the kernel."""
+"""A test that is true if (context, layout, kernel) is impossible, and the message for it, with
+what to type instead. The message is a format string with the fields `c` (the context), and `name`
+and `made_for` of the kernel."""
 
 LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
     "documents": (
@@ -152,7 +156,7 @@ KERNEL_RULES: tuple[Rule, ...] = (
 
 
 def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoice:
-    """Choose for `model.attention` and `model.attention_kernel`.
+    """Choose layout and kernel for `model.attention` and `model.attention_kernel`.
 
     Raises UserError if they cannot be computed here.
     """
@@ -164,7 +168,7 @@ def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoi
 
 
 def attention_problems(layout: str, kernel: str, context: AttentionContext) -> list[Problem]:
-    """Return what does not fit together, as far as the context is known."""
+    """Return the problems of a layout and kernel, as far as the context is known."""
     problems = []
     if reason := _first_broken(LAYOUT_RULES.get(layout, ()), context, layout, kernel):
         problems.append(Problem(f"model.attention={layout}", reason))
@@ -177,7 +181,7 @@ def attention_problems(layout: str, kernel: str, context: AttentionContext) -> l
 def _first_broken(
     rules: tuple[Rule, ...], context: AttentionContext, layout: str, kernel: str = "auto"
 ) -> str | None:
-    """Return the message of the first rule that is broken."""
+    """Return the message of the first broken rule; None if no rule is broken."""
     made_for = " or ".join(f"{major}.{minor}" for major, minor in MADE_FOR.get(kernel, ()))
     for is_broken, message in rules:
         if is_broken(context, layout, kernel):
@@ -186,7 +190,7 @@ def _first_broken(
 
 
 def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
-    """Return the layout that fits, and the reason."""
+    """Return the best layout for this context, and the reason."""
     fallback = "mask" if context.compiled else "documents"
     if context.device != "cuda":
         reasons = {"mask": "compiled blocks want fixed shapes", "documents": "cost by Σ length²"}
@@ -208,14 +212,14 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
 
 
 def _cudnn_is_fastest(context: AttentionContext) -> bool:
-    """Return True for nearly whole rows on Hopper, where nothing else forbids cuDNN."""
+    """Return True for nearly full rows on Hopper, unless something else forbids cuDNN."""
     is_best_here = context.capability == HOPPER and "fa3" not in context.installed
     nearly_whole = context.share >= CUDNN_SHARE and not context.windowed
     return is_best_here and nearly_whole and not context.compiled
 
 
 def _first_kernel(layout: str, context: AttentionContext) -> str | None:
-    """Return the kernel that is fastest here; None where there is no choice."""
+    """Return the fastest kernel for this context; None if there is only one."""
     if context.device != "cuda" or layout == "flex" or context.softcap or context.sinks:
         return None
     if layout == "varlen":

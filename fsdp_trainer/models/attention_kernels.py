@@ -1,6 +1,6 @@
 """The order in which torch tries a GPU's attention kernels.
 
-A setting of the process, since backward may compute a block again, outside of any context.
+This is set for the whole process, since backward may recompute a block outside of any context.
 """
 
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ _priority = ExitStack()
 
 
 def describe_device(device: torch.device) -> AttentionContext:
-    """Return the part of the context that the machine decides."""
+    """Return a context with the fields that depend on the machine."""
     if device.type != "cuda":
         return AttentionContext(device=device.type)
     installed = frozenset(filter(_is_installed, MODULES))
@@ -35,11 +35,11 @@ def describe_device(device: torch.device) -> AttentionContext:
 
 
 def _is_installed(name: str) -> bool:
-    """Return True if FlashAttention 3 or 4 can be imported and torch knows it."""
+    """Return True if FlashAttention 3 or 4 can be imported and torch supports it."""
     try:
         known = torch.nn.attention.list_flash_attention_impls()
         return name.upper() in known and bool(import_module(MODULES[name]))
-    except Exception:  # one that was built for another torch fails in many ways
+    except Exception:  # a build for another torch version can raise anything
         return False
 
 
@@ -50,11 +50,11 @@ def set_kernel_priority(
     device: torch.device,
     required: bool,
 ) -> None:
-    """Have torch try the choice's kernel first, and the others where it cannot compute.
+    """Make torch try the chosen kernel first, then the others for inputs that it cannot compute.
 
-    cuDNN is tried only where it is the choice: with a mask its backward can give NaN
-    (pytorch#196678), and it computes nothing that the others do not.
-    required: raise UserError if it cannot compute this model at all.
+    cuDNN is used only if it was chosen: with a mask its backward can return NaN (pytorch#196678),
+    and it supports nothing that the others do not.
+    required: raise UserError if the chosen kernel cannot compute this model at all.
     """
     _priority.close()  # the priority of an earlier run in this process
     if choice.kernel is None:
@@ -78,7 +78,7 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Compute a small case, forward and backward, by this kernel alone. Raises UserError."""
+    """Run forward and backward of a small case with this kernel only. Raises UserError."""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     q, k, v = (
         torch.zeros(1, 128, n, config.head_dim, dtype=dtype, device=device, requires_grad=True)

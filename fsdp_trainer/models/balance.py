@@ -1,4 +1,4 @@
-"""Losses that keep the experts of a block evenly loaded, and the load that they are made from."""
+"""Losses that keep the experts of a block evenly loaded, and the load they are computed from."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from fsdp_trainer.models.config import EXPERTS, ModelConfig
 
 LOAD = "expert_load"
 LOAD_BALANCING, ROUTER_Z = "load_balancing_loss", "router_z_loss"
-"""Names of a block's auxiliary values."""
+"""Names of the auxiliary values of a block."""
 
 
 class Balancing(NamedTuple):
-    """Inputs of a block's losses.
+    """Inputs of the auxiliary losses of one block.
 
-    token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
-    padding 0. load: [experts] float32, for each expert its share of the tokens of the step before.
+    token_share: [rows, length] float32, 1 / (tokens of the whole step) for each token, 0 for
+    padding. load: [experts] float32, each expert's share of the previous step's tokens.
     load_balancing, z_loss: weights of the losses, already divided by the number of blocks.
     """
 
@@ -31,20 +31,20 @@ class Balancing(NamedTuple):
 def block_figures(
     experts: Tensor, logits: Tensor, probabilities: Callable[[Tensor], Tensor], given: Balancing
 ) -> dict[str, Tensor]:
-    """Return a block's auxiliary values: the number of tokens at each expert, and the losses.
+    """Return a block's auxiliary values: the number of tokens of each expert, and the losses.
 
-    experts: [tokens, k] int64; logits: [tokens, experts]; probabilities: of the experts, from the
-    logits. Each loss is a sum over tokens, so that
-    it does not matter which rank and which micro-batch they are in.
+    experts: [tokens, k] int64; logits: [tokens, experts]; probabilities: function from logits to
+    the experts' probabilities. Each loss is a sum over tokens, so that it does not depend on how
+    tokens are distributed over ranks and micro-batches.
     """
     share = given.token_share.flatten()
     is_token = (share > 0).long().unsqueeze(-1).expand_as(experts)
     counts = torch.zeros_like(given.load, dtype=torch.int64)
-    # whole numbers: their sum is the same in any order
+    # integers: their sum does not depend on the order
     counts = counts.index_add(0, experts.flatten(), is_token.flatten())
     figures = {LOAD: counts}
     if given.load_balancing:
-        # not share @ …, which changes its result in place: selective checkpointing refuses that
+        # not share @ …, which writes its result in place: selective checkpointing refuses that
         expected = probabilities(logits).T.mv(share)
         factor = given.load_balancing * len(given.load)
         figures[LOAD_BALANCING] = factor * (expected * given.load).sum()
@@ -55,7 +55,7 @@ def block_figures(
 
 
 def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> "Balance | None":
-    """Return what watches the experts of a model at a run's start; None: it has none."""
+    """Return the initial Balance of a run; None for a model without experts."""
     if EXPERTS not in config.feed_forwards:
         return None
     loss = cfg.loss
@@ -65,17 +65,20 @@ def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> 
 
 
 class Balance:
-    """State of a training that watches its experts: the load of each, over the last whole step.
+    """The load of each expert over the last complete step, and the balancing settings.
 
-    load: [blocks with experts, experts] float32, of each expert the share of the tokens; sums to
-    the experts per token. Even before the first step.
+    load: [blocks with experts, experts] float32, each expert's share of the tokens; each block
+    sums to the number of experts per token. Uniform before the first step.
     """
 
     def __init__(
         self, config: ModelConfig, load_balancing: float, z_loss: float, bias_speed: float = 0.0
     ):
-        """load_balancing, z_loss: weights of the losses' means over the blocks. bias_speed: what a
-        step adds to routers' biases, or takes from them."""
+        """Start from a uniform load.
+
+        load_balancing, z_loss: weights of the losses, each a mean over the blocks. bias_speed:
+        amount by which a step changes the routers' biases.
+        """
         self.numbers = [i for i, kind in enumerate(config.feed_forwards) if kind == EXPERTS]
         self.chosen = config.num_experts_per_tok
         self.load_balancing = load_balancing
@@ -86,19 +89,19 @@ class Balance:
 
     @property
     def loss_names(self) -> list[str]:
-        """Return the names of the losses that are minimised."""
+        """Names of the losses that are minimised."""
         weights = {LOAD_BALANCING: self.load_balancing, ROUTER_Z: self.z_loss}
         return [name for name, weight in weights.items() if weight]
 
     def zeros(self) -> dict[str, Tensor]:
-        """Return auxiliary values of all blocks without a token."""
+        """Return the auxiliary values of all blocks for zero tokens."""
         losses = {name: self.load.new_zeros(()) for name in self.loss_names}
         return {LOAD: torch.zeros_like(self.load, dtype=torch.int64)} | losses
 
     def of_stage(self, auxiliary: dict[str, Tensor], blocks: list[int]) -> dict[str, Tensor]:
-        """Return a stage's auxiliary values among those of all blocks, without a gradient.
+        """Return a stage's auxiliary values in the shapes of all blocks, without a gradient.
 
-        blocks: numbers of the stage's.
+        blocks: numbers of the stage's blocks.
         """
         values = self.zeros() | {name: value.detach() for name, value in auxiliary.items()}
         if LOAD in auxiliary:
@@ -108,7 +111,7 @@ class Balance:
         return values
 
     def of_block(self, number: int, token_share: Tensor) -> Balancing | None:
-        """Return what a block needs; None: it has no experts."""
+        """Return the inputs of a block's losses; None for a block without experts."""
         if number not in self.numbers:
             return None
         blocks = len(self.numbers)
@@ -116,9 +119,9 @@ class Balance:
         return Balancing(token_share, load, self.load_balancing / blocks, self.z_loss / blocks)
 
     def update(self, counts: Tensor, tokens: int) -> None:
-        """Take the load from a step's counts [blocks · experts], summed over ranks.
+        """Set the load from a step's counts [blocks · experts], summed over ranks.
 
-        A step of which tokens are missing leaves it as it was.
+        A block keeps its load if tokens of the step are missing in its counts.
         """
         counts = counts.view_as(self.load)
         complete = counts.sum(-1, keepdim=True) == tokens * self.chosen
@@ -126,16 +129,17 @@ class Balance:
         self.load.copy_(torch.where(complete & (tokens > 0), load, self.load))
 
     def move_biases(self, blocks: Mapping[str, Any], counts: Tensor, skip: Tensor) -> None:
-        """Move the biases of these blocks' routers, see `moe.SigmoidRouter.move_bias`.
+        """Update the biases of these blocks' routers, see `moe.SigmoidRouter.move_bias`.
 
-        blocks: by name; counts: [blocks with experts · experts], of a step, summed over ranks.
+        blocks: modules by name; counts: [blocks with experts · experts], the tokens of each expert
+        in a step, summed over ranks.
         """
         counts = counts.view_as(self.load)
         for number, of_block in zip(self.numbers, counts, strict=True):
-            block = blocks.get(str(number))  # a stage of a pipeline need not have it
+            block = blocks.get(str(number))  # a pipeline stage has only some of the blocks
             if block is not None:
                 block.mlp.gate.move_bias(of_block, self.bias_speed, skip)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds, by name: nothing where the load is not used."""
+        """Return the tensors to store in a checkpoint, by name; empty if no loss uses the load."""
         return {f"balance/{LOAD}": self.load} if self.load_balancing else {}

@@ -1,6 +1,6 @@
 """The architecture of a decoder, read from and written to Hugging Face's config.json.
 
-Both spellings are known: that of transformers 4 and that of transformers 5.
+Reads the key names of transformers 4 and of transformers 5.
 """
 
 import json
@@ -24,7 +24,7 @@ from fsdp_trainer.models.families import (
 from fsdp_trainer.rounding import round_up
 
 if TYPE_CHECKING:
-    import numpy as np  # not loaded by a process that only starts ranks or finds a mistake
+    import numpy as np  # not loaded by processes that only start ranks or report an error
 
 Json = dict[str, Any]
 
@@ -35,7 +35,7 @@ ROPE_TYPES = {
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
-"""The RoPE scalings that are computed, and the keys that each needs."""
+"""Supported RoPE scalings, and the keys that each requires."""
 ROPE_OPTIONS = (
     "beta_fast",
     "beta_slow",
@@ -46,10 +46,10 @@ ROPE_OPTIONS = (
     "factor",
 )
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
-"""Ends of the names of transformers' classes; a reward model is a classifier with one label."""
+"""Suffixes of transformers' class names; a reward model is a classifier with one label."""
 DENSE = "gated"
 EXPERTS = "experts"
-"""Feed-forwards: names of `decoder.FEED_FORWARDS`."""
+"""Kinds of feed-forward: keys of `decoder.FEED_FORWARDS`."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 REFUSED_UNLESS: dict[str, tuple] = {
     "attention_dropout": (0, None),
@@ -58,8 +58,8 @@ REFUSED_UNLESS: dict[str, tuple] = {
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
 }
-"""Keys of config.json that change the computation in a way that the decoder does not know, and
-their values that do not."""
+"""Keys of config.json that the decoder does not implement, with the values that leave the
+computation unchanged, the default first."""
 INSTEAD = {
     "quantization_config": "read are float8 with scales of blocks of 128 × 128 (quant_method=fp8, "
     "weight_block_size=[128, 128]): convert the folder to bfloat16 and delete this key",
@@ -98,7 +98,7 @@ EXTRAS = (
     *LATENT_OPTIONS,
     *GROUPED_OPTIONS,
 )
-"""Keys of some families only: those that list them in `Family.options`."""
+"""Keys that only some families have, listed in their `Family.options`."""
 NULL_DIFFERS_FROM_ABSENT = (
     "num_key_value_heads",
     "head_dim",
@@ -118,7 +118,7 @@ HF_DEFAULTS: Json = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a decoder. The defaults are the tiny model's."""
+    """Architecture of a decoder. The defaults are those of the tiny model."""
 
     family: str = "llama"
     vocab_size: int = 0
@@ -131,7 +131,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     rope_theta: float = 10_000.0
     rope_local_theta: float | None = None
-    """The theta of blocks with a window, whose RoPE is not scaled."""
+    """RoPE theta of the blocks with a window; their RoPE is not scaled."""
     rope_scaling: Json | None = None
     partial_rotary_factor: float = 1.0
     rms_norm_eps: float = 1e-5
@@ -141,111 +141,111 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     query_pre_attn_scalar: float | None = None
-    """Scores are divided by its root; None: head_dim."""
+    """Attention scores are divided by the square root of this; None: head_dim."""
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
-    """FULL or SLIDING for each block; empty: by the family's pattern."""
+    """FULL or SLIDING for each block; empty: the family's pattern applies."""
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int | None = None
     """Width of an expert; None: intermediate_size."""
     shared_expert_intermediate_size: int = 0
-    """Width of what every token meets besides its experts."""
+    """Width of the shared expert, which every token passes through."""
     norm_topk_prob: bool = False
-    """The weights of a token's experts are divided by their sum."""
+    """True: the weights of a token's experts are divided by their sum."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Blocks with a dense feed-forward in place of experts."""
+    """Numbers of the blocks with a dense feed-forward in place of experts."""
     decoder_sparse_step: int = 1
-    """The distance between blocks with experts, among the others: 1 for every block."""
+    """Every n-th block has experts, unless another key makes it dense; 1: every block."""
     q_lora_rank: int | None = None
-    """Width of the vector that a token's queries are made of; None: of its whole state."""
+    """Width of the latent vector that queries are projected from; None: from the hidden state."""
     kv_lora_rank: int = 0
-    """Width of the vector that a token's keys and values are made of."""
+    """Width of the latent vector that keys and values are projected from."""
     qk_nope_head_dim: int = 0
     qk_rope_head_dim: int = 0
-    """Channels of queries and keys that are not rotated, and those that are: together head_dim."""
+    """Channels of queries and keys without and with rotation; their sum is head_dim."""
     v_head_dim: int = 0
     rope_interleave: bool = True
-    """Channels 2i and 2i + 1 are rotated together, not i and i + half."""
+    """True: channels 2i and 2i + 1 are rotated as a pair; False: channels i and i + half."""
     first_k_dense_replace: int = 0
-    """Blocks in front that have a dense feed-forward in place of experts."""
+    """Number of first blocks that have a dense feed-forward in place of experts."""
     n_shared_experts: int = 0
-    """The width of the shared expert, which every token meets, in widths of one expert."""
+    """Width of the shared expert, as a multiple of the width of one expert."""
     n_group: int = 1
     topk_group: int = 1
-    """Groups of experts, and how many of them a token's experts are chosen from."""
+    """Number of expert groups, and the number of groups that a token chooses its experts from."""
     routed_scaling_factor: float = 1.0
-    """Multiplies the weights of a token's experts."""
+    """Factor of the weights of a token's experts."""
     vocab_multiple: int = 1
-    """The embedding has rows up to the next multiple; those beyond vocab_size are padding."""
+    """The embedding's rows are padded from vocab_size to the next multiple of this."""
     initializer: str = "plain"
     scalar_head: bool = False
-    """The head gives one number a token, a score, in place of logits: a reward model."""
+    """True: the head returns one score per token in place of logits (a reward model)."""
     source: Json = field(default_factory=dict, compare=False)
-    """config.json as it was read, for the export."""
+    """The config.json that was read; the export keeps its other keys."""
 
     @property
     def family_spec(self) -> Family:
-        """The properties that all models of the family share."""
+        """Properties common to all models of the family."""
         return FAMILIES[self.family]
 
     @property
     def embedding_rows(self) -> int:
-        """Rows of the embedding and the head, padding included."""
+        """Rows of the embedding and of the head, including padding."""
         return round_up(self.vocab_size, self.vocab_multiple)
 
     def as_reward_model(self) -> "ModelConfig":
-        """Return it with a head that gives a score in place of logits."""
+        """Return this architecture with a head that returns a score in place of logits."""
         return replace(self, scalar_head=True, tie_word_embeddings=False)
 
     @property
     def architecture(self) -> str:
-        """The name of transformers' class."""
+        """Name of the model class in transformers."""
         name = self.family_spec.architecture
         return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scalar_head else name
 
     def with_equal_rows(self, ranks: int) -> "ModelConfig":
-        """Return it with a vocabulary that is padded until `ranks` ranks share its rows evenly."""
+        """Return this architecture with vocabulary rows padded to divide evenly among ranks."""
         return replace(self, vocab_multiple=math.lcm(self.vocab_multiple, ranks))
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that are rotated."""
+        """Number of rotated channels of a head."""
         if self.is_latent:
             return self.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def is_latent(self) -> bool:
-        """True if keys and values are made of a narrower vector of each token."""
+        """True if keys and values are projected from a latent vector of each token."""
         return self.family_spec.mixer == LATENT
 
     @property
     def value_dim(self) -> int:
-        """Channels of a head's values."""
+        """Number of channels of a head's values."""
         return self.v_head_dim if self.is_latent else self.head_dim
 
     @property
     def attention_width(self) -> float:
-        """Channels of all heads: the mean of those that make scores and those that are summed."""
+        """Channels of all heads, as the mean of query/key channels and value channels."""
         return self.num_attention_heads * (self.head_dim + self.value_dim) / 2
 
     @property
     def projection_sizes(self) -> dict[str, int]:
-        """Output features of attention's projections."""
+        """Output features of the attention projections."""
         queries = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
         return {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": self.hidden_size}
 
     def has_bias(self, projection: str) -> bool:
-        """Return True if this projection of attention has a bias."""
+        """Return True if this attention projection has a bias."""
         return self.attention_bias or projection in self.family_spec.biased
 
     @property
     def windows(self) -> list[int | None]:
-        """Tokens that a token sees in each block, itself included; None: its whole document."""
+        """Window of each block in tokens, including the token itself; None: the whole document."""
         spec = self.family_spec
         types = self.layer_types or layer_pattern(self.num_hidden_layers, spec.window_pattern)
         window = None if spec.windows == "none" else self.sliding_window
@@ -253,14 +253,14 @@ class ModelConfig:
 
     @property
     def feed_forwards(self) -> list[str]:
-        """The feed-forward of each block: a name of `decoder.FEED_FORWARDS`."""
+        """Kind of feed-forward of each block: a key of `decoder.FEED_FORWARDS`."""
         kind = self.family_spec.feed_forward
         if kind != EXPERTS:
             return [kind] * self.num_hidden_layers
         return [kind if self._has_experts(i) else DENSE for i in range(self.num_hidden_layers)]
 
     def _has_experts(self, block: int) -> bool:
-        """Return True if a block of a family with experts has them."""
+        """Return True if a block has experts, for a family with experts."""
         if block < self.first_k_dense_replace:
             return False
         return block not in self.mlp_only_layers and (block + 1) % self.decoder_sparse_step == 0
@@ -277,13 +277,13 @@ class ModelConfig:
 
     @property
     def shared_size(self) -> int:
-        """Width of the feed-forward that every token meets besides its experts; 0: none."""
+        """Width of the shared expert, which every token passes through; 0: none."""
         if not self.family_spec.shared_expert:
             return 0
         return self.shared_expert_intermediate_size + self.n_shared_experts * self.expert_size
 
     def feed_forward_width(self, kind: str) -> int:
-        """Return the channels that a token meets inside a feed-forward of this kind."""
+        """Return the inner channels that one token uses in a feed-forward of this kind."""
         if kind != EXPERTS:
             return self.intermediate_size
         return self.num_experts_per_tok * self.expert_size + self.shared_size
@@ -291,7 +291,7 @@ class ModelConfig:
     def attention_cost(self, lengths: "np.ndarray") -> "np.ndarray":
         """Return the cost of attention over documents of these lengths, shaped as `lengths`.
 
-        Each costs length², less what lies outside of windows, as a mean over the blocks.
+        A document costs length², minus the part outside the window, averaged over the blocks.
         """
         windows = self.windows
         cost: Any = 0
@@ -301,9 +301,9 @@ class ModelConfig:
         return cost
 
     def parameters(self, active: bool = False) -> int:
-        """Return the number of weights; a tied head is counted once, padding not at all.
+        """Return the number of weights, without padding; a tied head is counted once.
 
-        active: only those that a token meets: of the experts, the chosen ones.
+        active: count only the weights that one token uses, with num_experts_per_tok experts.
         """
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
@@ -314,7 +314,7 @@ class ModelConfig:
         return mixers + fed + embeddings + hidden
 
     def _mixer_parameters(self) -> int:
-        """Return the number of attention's weights in one block, its norms included."""
+        """Return the number of attention weights in one block, including its norms."""
         if self.is_latent:
             return self._latent_parameters()
         sizes = self.projection_sizes
@@ -327,7 +327,7 @@ class ModelConfig:
         return matrices + biases + norms[self.family_spec.qk_norm] + sinks
 
     def _latent_parameters(self) -> int:
-        """Return what `_mixer_parameters` does, where keys and values are made of a vector."""
+        """Return the number of weights of latent attention in one block, including its norms."""
         hidden = self.hidden_size
         heads = self.num_attention_heads
         rank = self.kv_lora_rank
@@ -366,7 +366,7 @@ class ModelConfig:
     def from_hf(cls, folder: str | Path) -> "ModelConfig":
         """Read `folder/config.json`.
 
-        Raises UserError that names everything in it that the decoder does not support.
+        Raises UserError that lists everything in it that the decoder does not support.
         """
         path = Path(folder) / "config.json"
         try:
@@ -393,9 +393,9 @@ class ModelConfig:
     def to_hf(
         self, dtype: str, bos_id: int | None = None, eos_ids: list[int] | None = None
     ) -> Json:
-        """Return config.json as both transformers 4 and 5 read it, with what else the source had.
+        """Return a config.json for transformers 4 and 5, with all other keys of the source.
 
-        bos_id, eos_ids: written where there is no source, unless eos_ids is None.
+        bos_id, eos_ids: token ids, written if there is no source and eos_ids is not None.
         """
         exported: Json = {
             **self.source,
@@ -405,12 +405,12 @@ class ModelConfig:
         options = filter(self._is_exported, self.family_spec.options)
         for name in (*SIZES, *COMMON, "hidden_act", *options):
             exported[self._exported_name(name)] = _as_json(getattr(self, name))
-        if exported.get("query_pre_attn_scalar", 0) is None:  # transformers wants a number
+        if exported.get("query_pre_attn_scalar", 0) is None:  # transformers requires a number
             exported["query_pre_attn_scalar"] = self.head_dim
-        if self.is_latent:  # transformers calls the rotated channels alone so
+        if self.is_latent:  # in transformers head_dim counts only the rotated channels
             exported.pop("head_dim")
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
-        exported.pop("quantization_config", None)  # what is exported is decoded
+        exported.pop("quantization_config", None)  # exported weights are decoded
         if self.scalar_head:
             exported |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
         if self.family_spec.further_blocks:
@@ -423,13 +423,13 @@ class ModelConfig:
         return exported
 
     def _exported_name(self, name: str) -> str:
-        """Return config.json's name of a key: the source's, where the family has several."""
+        """Return the name of a key in config.json: the source's, if the family has several."""
         spec = self.family_spec
         names = (spec.key_aliases.get(name, name), *spec.other_names.get(name, ()))
         return next((known for known in names if known in self.source), names[0])
 
     def _is_exported(self, option: str) -> bool:
-        """Return True if config.json needs this key, which only some families have."""
+        """Return True if config.json needs this key of `Family.options`."""
         spec = self.family_spec
         absent = getattr(ModelConfig, option)
         when_read = (spec.defaults | spec.hf_defaults).get(option, absent)
@@ -437,11 +437,11 @@ class ModelConfig:
         return not is_default or self._exported_name(option) in self.source
 
     def _export_windows(self) -> Json:
-        """Return the keys of config.json that say which blocks have a window."""
+        """Return the keys of config.json that describe the blocks' windows."""
         kind = self.family_spec.windows
         window = self.sliding_window
-        # transformers writes null for a window that is not used; a source that has both a window
-        # and use_sliding_window=false is left as it was
+        # transformers writes null for an unused window; the keys of a source with a window and
+        # use_sliding_window=false are not changed
         if kind == "none" or (kind == "last" and window is None and self.source):
             return {}
         exported: Json = {"sliding_window": window}
@@ -452,7 +452,7 @@ class ModelConfig:
         return exported
 
     def _export_rope(self) -> Json:
-        """Return RoPE in the spellings of transformers 4 and 5."""
+        """Return the RoPE keys of both transformers 4 and 5."""
         scaling = self.rope_scaling or {}
         theta = self.rope_theta
         partial = "partial_rotary_factor"
@@ -477,7 +477,7 @@ class ModelConfig:
 
 
 def _text_part(raw: Json) -> Json:
-    """Return the language model's configuration; a model with images has it in `text_config`."""
+    """Return the language model's configuration, which image models keep in `text_config`."""
     text = raw.get("text_config")
     if raw.get("model_type") != "gemma3" or not isinstance(text, dict):
         return raw
@@ -487,7 +487,7 @@ def _text_part(raw: Json) -> Json:
 
 
 def _without_mxfp4(raw: Json) -> Json:
-    """Return the configuration of the weights as they are read: MXFP4 is decoded."""
+    """Return the configuration without MXFP4 quantization, which is decoded on reading."""
     spec = FAMILIES.get(str(raw.get("model_type")))
     stored = raw.get("quantization_config")
     is_mxfp4 = isinstance(stored, dict) and stored.get("quant_method") == "mxfp4"
@@ -497,7 +497,7 @@ def _without_mxfp4(raw: Json) -> Json:
 
 
 def _read_values(raw: Json, spec: Family) -> Json:
-    """Return the keys but windows and RoPE by our names, with defaults for what is absent."""
+    """Return all keys except windows and RoPE under our names, with defaults for absent ones."""
     names = (*SIZES, *COMMON, "hidden_act", *spec.options)
     keys = {name: spec.key_aliases.get(name, name) for name in names}
     keys |= {
@@ -516,7 +516,7 @@ def _read_values(raw: Json, spec: Family) -> Json:
 
 
 def _read_windows(raw: Json, spec: Family) -> Json:
-    """Return the sliding window, and the blocks that have it."""
+    """Return the sliding window and the type of each block."""
     if spec.windows == "none" or (spec.windows == "last" and not raw.get("use_sliding_window")):
         return {}
     window = (spec.hf_defaults | raw).get("sliding_window")
@@ -524,7 +524,7 @@ def _read_windows(raw: Json, spec: Family) -> Json:
 
 
 def _layer_types(raw: Json, windows: str) -> list[str]:
-    """Return the type of each block; empty: by the family's pattern."""
+    """Return the type of each block; empty: the family's pattern applies."""
     if windows == "all":
         return []
     if raw.get("layer_types"):
@@ -538,7 +538,7 @@ def _layer_types(raw: Json, windows: str) -> list[str]:
 
 
 def _read_rope(raw: Json, spec: Family) -> Json:
-    """Return the RoPE of all blocks."""
+    """Return the RoPE settings of all blocks."""
     rope = _rope_section(raw, spec)
     defaults = spec.defaults
     values: Json = {"rope_theta": float(rope.get("rope_theta") or defaults.get("rope_theta", 1e4))}
@@ -556,7 +556,7 @@ def _read_rope(raw: Json, spec: Family) -> Json:
 
 
 def _rope_section(raw: Json, spec: Family) -> Json:
-    """Return the RoPE of the blocks without a window in one spelling; nulls are left out."""
+    """Return the RoPE settings of the blocks without a window, in one spelling, without nulls."""
     outer = {name: raw.get(name) for name in ("rope_theta", "original_max_position_embeddings")}
     parameters: Json = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling"):
@@ -573,17 +573,17 @@ def _without_nulls(values: Json) -> Json:
 
 
 def _local_rope(raw: Json) -> Json:
-    """Return the RoPE of the blocks with a window, in transformers 5's spelling."""
+    """Return the RoPE settings of the blocks with a window, from transformers 5's key."""
     return (raw.get("rope_parameters") or {}).get(SLIDING) or {}
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value as json.loads gives it back."""
+    """Return a value as it is after a round trip through JSON: tuples become lists."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def _is_classifier(raw: Json) -> bool:
-    """Return True for a model that gives scores in place of logits."""
+    """Return True for a model that returns scores in place of logits."""
     return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
 
 
@@ -591,7 +591,7 @@ def _is_classifier(raw: Json) -> bool:
 
 
 def _unsupported(raw: Json) -> list[Problem]:
-    """Return what the decoder does not support."""
+    """Return a problem for everything that the decoder does not support."""
     family = raw.get("model_type")
     if family not in FAMILIES:
         return [Problem(f"model_type={family}", f"this decoder computes {', '.join(FAMILIES)}")]
@@ -600,7 +600,7 @@ def _unsupported(raw: Json) -> list[Problem]:
 
 
 def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield what is missing, and what has the wrong type."""
+    """Yield a problem for each missing key and each value of a wrong type."""
     for name in SIZES:
         if not isinstance(raw.get(name, spec.hf_defaults.get(name)), int):
             yield Problem(name, "is missing")
@@ -615,7 +615,7 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
 
 
 def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield what the decoder does not compute, where the form is right."""
+    """Yield a problem for each well-formed value that the decoder does not support."""
     architectures = raw.get("architectures") or [spec.architecture]
     classifier = spec.architecture.replace(LANGUAGE_MODEL, CLASSIFIER)
     if architectures not in ([spec.architecture], [classifier]):
@@ -640,7 +640,7 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
 
 
 def _refused_keys(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield keys whose value changes the computation in a way that the decoder does not know."""
+    """Yield a problem for each key that changes the computation in an unsupported way."""
     read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
     for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
         if raw.get(name, allowed[0]) not in allowed and name not in read:
@@ -657,7 +657,7 @@ def _is_in_blocks(quantization: Any) -> bool:
 
 
 def rope_problems(rope: Json, where: str) -> list[Problem]:
-    """Return what is wrong with a RoPE scaling. where: names it in the message."""
+    """Return the problems of a RoPE scaling. where: its name in the messages."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     where = f"{where}: rope_type={kind}"
     if kind not in ROPE_TYPES:

@@ -1,5 +1,7 @@
-"""One decoder for all families. Module names are Hugging Face's, so that state dicts need no
-adapter. Knows no parallelism."""
+"""The decoder of all model families, independent of any parallelism.
+
+Module names are Hugging Face's, so state dicts need no renaming.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -24,15 +26,15 @@ from fsdp_trainer.models.sdpa import Scoring
 from fsdp_trainer.models.soft_targets import SoftTargets
 
 Auxiliary = dict[str, Tensor]
-"""Values that a block returns besides its output, by name. Scalars are summed over the blocks,
-others stacked. A scalar whose name ends in `_loss` is minimised along with the objective."""
+"""Values that a block returns in addition to its output, by name. Scalars are summed over the
+blocks, others stacked. A scalar whose name ends in `_loss` is minimised with the objective."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Parameters with a row for each token."""
+"""Parameters with a row for each token of the vocabulary."""
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
-"""A block's matrices of which a rank of a tensor group makes a part of the outputs, those of which
-it has a part of the inputs, and those that each rank multiplies with as a whole."""
+"""Names of a block's matrices under tensor parallelism: sharded over output features (COLUMNS),
+sharded over input features (ROWS), and not sharded (WHOLE)."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -43,28 +45,29 @@ NORMS: dict[str, tuple[str | None, ...]] = {
         "post_feedforward_layernorm",
     ),
 }
-"""Norms before and after attention, before and after feed-forward, in Hugging Face's names."""
+"""Hugging Face's names of the norms before and after attention, before and after feed-forward."""
 
 
 @dataclass
 class MicroBatch:
-    """The tokens of one forward, and what is learnt from them.
+    """The tokens of one forward pass and their supervision.
 
-    tokens, positions: [rows, length] int64; positions restart in every document.
-    index: [supervised] int64, flat positions whose next token is learnt, padded by weight 0.
+    tokens, positions: [rows, length] int64; positions restart at every document.
+    index: [supervised] int64, flat positions whose next token is supervised; padding has weight 0.
     targets: [supervised] int64; weights: [supervised] float32.
-    sources: [supervised] int64, the source of each target; None: there is one source.
-    documents: [supervised] int64, the document of each target, counted over the micro-batch's
-    rows; padding behind the last target has the number of documents. groups: [documents] int64,
-    the group of documents that belong together, in the order of the data. Both are None where the
-    objective needs neither.
-    token_share: [rows, length] float32, for each token 1 / the tokens of the whole step, for
-    padding 0; None where no experts are watched. Undivided until the step is known.
-    reference: [documents] float64, the Σ log-probability of each document's targets under a
-    reference model; None without one. kinds: [documents] int64, as of the data's samples; None:
-    all are answers.
-    columns: further numbers of each target, [supervised, ...], by name.
-    soft: a teacher's probabilities of the targets; None without one.
+    sources: [supervised] int64, the data source of each target; None: there is one source.
+    documents: [supervised] int64, the document index of each target, counted over the
+    micro-batch's rows; padding after the last target has the number of documents. groups:
+    [documents] int64, the index of the set of documents that a document belongs to, in the order
+    of the data. Both are None if the objective does not use them.
+    token_share: [rows, length] float32, 1 / (tokens of the whole step) for each token, 0 for
+    padding; None if the load of experts is not measured. 1 for each token until the number of
+    tokens of the step is known.
+    reference: [documents] float64, the sum of the log-probabilities of each document's targets
+    under a reference model; None without one. kinds: [documents] int64, as in the data's samples;
+    None: all are answers.
+    columns: further values for each target by name, [supervised, ...].
+    soft: a teacher's probabilities for the targets; None without a teacher.
     """
 
     tokens: Tensor
@@ -84,10 +87,11 @@ class MicroBatch:
 
 
 class DecoderOutput(NamedTuple):
-    """value: a scalar, the objective and the blocks' auxiliary losses; None without an objective.
+    """Result of a forward pass.
 
-    scores: of the supervised tokens, in the order of `batch.index`, without a gradient.
-    auxiliary: of all blocks together, without a gradient.
+    value: a scalar, the objective plus the blocks' auxiliary losses; None without an objective.
+    scores: scores of the supervised tokens in the order of `batch.index`, without a gradient.
+    auxiliary: auxiliary values of all blocks combined, without a gradient.
     """
 
     value: Tensor | None
@@ -134,7 +138,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
     ) -> Tensor:
-        """x: [batch, length, hidden]."""
+        """Return the output of attention, shaped as x: [batch, length, hidden]."""
         q = self.q_proj(x)
         k = self.k_proj(x)
         v = self.v_proj(x)
@@ -158,19 +162,21 @@ MIXERS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "attention": Attention,
     LATENT: LatentAttention,
 }
-"""What mixes tokens in a block, by `Family.mixer`; called as `Attention` is."""
+"""Token mixers of a block by `Family.mixer`, called like `Attention`."""
 FEED_FORWARDS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "gated": MLP,
     "experts": MixtureOfExperts,
 }
-"""What a block does to each token, by `Family.feed_forward`; called as `MLP` is. An entry of
-either table returns a tensor, or a tensor and an `Auxiliary`, whose names it has in a class
-attribute `auxiliary_names`."""
+"""Feed-forwards of a block by `Family.feed_forward`, called like `MLP`. An entry of either table
+returns a tensor, or a tensor and an `Auxiliary` whose names are listed in the class attribute
+`auxiliary_names`."""
 
 
 class Block(nn.Module):
-    """Mixer, then feed-forward, each added to the residual stream; normalised before, after, or
-    both."""
+    """Decoder layer: mixer, then feed-forward, each added to the residual stream.
+
+    Norms are before each of the two, after each, or both.
+    """
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -189,7 +195,10 @@ class Block(nn.Module):
         cache: Cache | None = None,
         balancing: Balancing | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """x: [batch, length, hidden]; balancing: for a block with experts."""
+        """Return the residual stream after the block, shaped as x, and its auxiliary values.
+
+        x: [batch, length, hidden]; balancing: inputs of the losses of a block with experts.
+        """
         before_mixer, after_mixer, before_mlp, after_mlp = self.norms
         mixed = self.self_attn(self._norm(before_mixer, x), cos_sin, layout, cache)
         mixed, auxiliary = mixed if isinstance(mixed, tuple) else (mixed, {})
@@ -200,17 +209,17 @@ class Block(nn.Module):
         return x + self._norm(after_mlp, fed), auxiliary | more
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
-        """Apply the norm of this name; None: there is none."""
+        """Apply the norm of this name; None: return x unchanged."""
         return x if name is None else getattr(self, name)(x)
 
 
 class Backbone(nn.Module):
-    """Embedding, blocks and final norm: what transformers calls `model`."""
+    """Embedding, blocks and final norm: the module called `model` in transformers."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed_tokens: Any = nn.Embedding(config.embedding_rows, config.hidden_size)
-        # a dictionary: a pipeline stage that holds some of the blocks keeps their names
+        # a dictionary, so that blocks keep their names in a pipeline stage that holds some of them
         self.layers = nn.ModuleDict(
             {str(i): Block(config, i) for i in range(config.num_hidden_layers)}
         )
@@ -218,8 +227,10 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal language model. Build it on the meta device; `models.initialize` or an import
-    fills it."""
+    """Causal language model or reward model.
+
+    Built on the meta device; `models.initialize` or an import sets the weights.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -231,50 +242,52 @@ class Decoder(nn.Module):
             self.__dict__["lm_head"] = self.score  # one module, by transformers' name
         else:
             self.lm_head = Head(config)
-        """None, as embedding and norm, in a part that a pipeline has left without it."""
+        """None in a pipeline stage without the head, as are embedding and norm."""
         self.tie_weights()
-        # by whether they are local; made at the first forward, and not buffers: to_empty would
-        # wipe them
+        # True: RoPE of the blocks with a window; created in the first forward, not as buffers,
+        # which to_empty would erase
         self.ropes: dict[bool, Rope] = {}
         self.balance: Balance | None = None
-        """Set by a training that watches the load of experts."""
+        """Set by the trainer for a model with experts; None: their load is not measured."""
 
     def tie_weights(self) -> None:
-        """Make a tied head and the embedding one parameter; again after to_empty, which parts
-        them."""
+        """Make a tied head and the embedding one parameter.
+
+        Must be repeated after to_empty, which separates them.
+        """
         if self.config.tie_word_embeddings and self.lm_head is not None:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     @property
     def whole(self) -> "Decoder":
-        """Return the model that this one is a part of: itself, unless a pipeline has cut it.
+        """The complete model: the model itself, or for a pipeline stage the model it was cut from.
 
-        Of a part it has parameters without storage, as they are before ranks share them.
+        In the second case its parameters have no storage, and the shapes from before sharding.
         """
         return self.__dict__.get("uncut", self)
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return the blocks that this model holds, by name: "0", "1", ..."""
+        """Return the blocks of this model or stage by name: "0", "1", ..."""
         return dict(self.model.layers.items())
 
     def named_weights(self) -> dict[str, Tensor]:
-        """Return what checkpoints and folders hold, by name: parameters, each once, and buffers."""
+        """Return the parameters, each once, and buffers by name, as checkpoints and exports do."""
         return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     @property
     def auxiliary_names(self) -> list[str]:
-        """Return the names of the blocks' auxiliary values."""
+        """Names of the blocks' auxiliary values, sorted."""
         modules = [module for block in self.blocks().values() for module in block.modules()]
         names = [getattr(module, "auxiliary_names", ()) for module in modules]
         return sorted({name for each in names for name in each})
 
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
-        share = batch.token_share if objective else None  # a validation minimises nothing
+        share = batch.token_share if objective else None  # a validation has no auxiliary losses
         hidden, auxiliary = self.hidden(
             batch.tokens, batch.positions, batch.layout, token_share=share
         )
-        # only supervised positions pay for norm and head
+        # norm and head are computed for supervised positions only
         hidden = hidden.flatten(0, 1).index_select(0, batch.index)
         normed = self.model.norm(hidden)
         value, scores = self.lm_head(normed, batch.targets, objective, batch.soft)
@@ -292,17 +305,20 @@ class Decoder(nn.Module):
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream after the last block, [batch, length, hidden], and the
-        blocks' auxiliary values. caches: by the blocks' names; token_share: as in MicroBatch."""
+        """Return the residual stream after the last block and the blocks' auxiliary values.
+
+        The stream is [batch, length, hidden]. caches: caches by block name; token_share: as in
+        MicroBatch.
+        """
         x = self.embed(tokens)
         x, auxiliary = self.run_blocks(x, positions, layout, self.blocks(), caches, token_share)
         return self.all_tokens(x), auxiliary
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the residual stream in front of the first block."""
+        """Return the residual stream before the first block."""
         x = self.model.embed_tokens(tokens)
         if self.config.family_spec.scaled_embedding:
-            # the factor is rounded as the weights are
+            # the factor is rounded to the number format of the weights
             scale = self.config.hidden_size**0.5
             x = x * torch.full((), scale, dtype=x.dtype, device=x.device)
         return x
@@ -316,8 +332,10 @@ class Decoder(nn.Module):
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """Return the residual stream behind these blocks, which follow each other, and their
-        auxiliary values. blocks, caches: by name; token_share: as in MicroBatch."""
+        """Return the residual stream after these consecutive blocks, and their auxiliary values.
+
+        blocks, caches: blocks and caches by block name; token_share: as in MicroBatch.
+        """
         has_local = self.config.rope_local_theta is not None
         windows = self.config.windows
         self.ropes = self.ropes or {local: Rope(self.config, local) for local in {False, has_local}}
@@ -335,18 +353,17 @@ class Decoder(nn.Module):
         return x, together(values)
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """Return the residual stream of all tokens; of ranks that hold a part each, see
-        parallel.tensor."""
+        """Return the residual stream of all tokens; parallel.tensor overrides this to gather it."""
         return x
 
     def inference(self) -> AbstractContextManager[None]:
-        """Return what surrounds a forward of any number of tokens."""
+        """Return a context that allows a forward pass with any number of tokens."""
         return nullcontext()
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return [batch, length, vocabulary] for tokens [batch, length] int64.
+        """Return logits [batch, length, vocabulary] for tokens [batch, length] int64.
 
-        For inference on an unsharded model; each row is one document.
+        Used for inference on an unsharded model; each row is one document.
         """
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
@@ -362,22 +379,22 @@ class Decoder(nn.Module):
         index: Tensor,
         caches: Mapping[str, Cache] = MappingProxyType({}),
     ) -> Tensor:
-        """Return [index, vocabulary]: the logits of the tokens after some of `tokens`.
+        """Return the next-token logits at some positions: [index, vocabulary].
 
-        tokens, positions: [rows, length]; index: int64, flat positions. Calls norm and head by
-        their forward: where they are sharded together, both must run.
+        tokens, positions: [rows, length]; index: int64, flat positions. Calls the forward of both
+        norm and head, as is required if they are sharded as one FSDP unit.
         """
         hidden = self.inference_hidden(tokens, positions, layout, caches)
         return self.lm_head(self.model.norm(hidden.flatten(0, 1).index_select(0, index)))
 
     def inference_hidden(self, *args: Any) -> Tensor:
-        """Return the residual stream after the last block; arguments are those of `hidden`."""
+        """Return the residual stream after the last block. Takes the arguments of `hidden`."""
         with self.inference():
             return self.hidden(*args)[0]
 
 
 def together(blocks: list[Auxiliary]) -> Auxiliary:
-    """Return the blocks' auxiliary values as one: scalars summed, others stacked."""
+    """Return the combined auxiliary values of the blocks: scalars summed, others stacked."""
     names = dict.fromkeys(name for values in blocks for name in values)
     stacks = {name: [values[name] for values in blocks if name in values] for name in names}
     return {
@@ -387,6 +404,6 @@ def together(blocks: list[Auxiliary]) -> Auxiliary:
 
 
 def meta_decoder(config: ModelConfig) -> Decoder:
-    """Return a decoder whose parameters have shapes and no storage."""
+    """Return a decoder on the meta device: its parameters have shapes and no storage."""
     with torch.device("meta"):
         return Decoder(config)

@@ -1,4 +1,4 @@
-"""Documents grouped into kernel calls: those of similar length share one."""
+"""Documents of similar length, grouped into shared kernel calls."""
 
 from typing import NamedTuple
 
@@ -11,19 +11,19 @@ from fsdp_trainer.rounding import round_up
 
 Lengths = list[list[int]]
 PADDING_WASTE_LIMIT = 1.25
-"""Documents share a call if padding them to the longest costs at most this factor."""
+"""Documents share a call if padding them to the longest increases the cost by at most this."""
 CALL_COST = 64**2
-"""The fixed cost of a kernel call, in units of length² of a document."""
+"""Fixed cost of a kernel call, in units of a document's length²."""
 LENGTH_MULTIPLE = {"cpu": 1, "cuda": 128}
-"""Lengths of a call are multiples of this: cuDNN plans 0.1 s for each shape that is new to it."""
+"""The length of a call is a multiple of this: cuDNN plans 0.1 s for each new shape."""
 
 
 class KernelCall(NamedTuple):
-    """One kernel call over n pieces of documents: their queries and the keys that they may see.
+    """One kernel call over n pieces of documents, with their queries and visible keys.
 
     queries: [n, longest] and keys: [n, longest or more] int64, positions in the flattened
-    micro-batch. A shorter piece repeats its last position, behind all that its queries look at.
-    mask: [queries, keys] bool; None: causal, keys are queries.
+    micro-batch. A shorter piece repeats its last position, after all keys that its queries see.
+    mask: [queries, keys] bool; None: causal, with keys equal to queries.
     """
 
     queries: np.ndarray
@@ -34,9 +34,9 @@ class KernelCall(NamedTuple):
 class CallPlan(NamedTuple):
     """All kernel calls of a micro-batch.
 
-    queries, keys: int64, those of all calls, one after the other. order: [rows · row] int64, where
-    in the concatenated results each position's result is. width: if every row begins with its only
-    document and all are about as long, that length: nothing need be gathered; else None.
+    queries, keys: int64, concatenated over all calls. order: [rows · row] int64, the index of each
+    position's result in the concatenated results. width: length of the only call if every row has
+    a single document, so that nothing must be gathered; otherwise None.
     """
 
     calls: list[KernelCall]
@@ -49,11 +49,11 @@ class CallPlan(NamedTuple):
 def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.device) -> CallPlan:
     """Group documents into kernel calls.
 
-    A document longer than the window is cut into pieces of the window's length: the first piece is
-    causal, each later one also sees the piece before it.
+    A document longer than the window is cut into pieces of the window's length. The first piece
+    is causal, each later one also sees the preceding piece.
     """
-    # an empty micro-batch computes one token, so that keys and values get gradients: without them
-    # this rank's gradient reduction would have fewer entries than the other ranks'
+    # compute one token for an empty micro-batch, so that keys and values get gradients: without
+    # them this rank's gradient reduction would have fewer entries than that of other ranks
     documents = _documents(lengths, row) or [(0, 1)]
     longest = min(window or row, row)
     first = [(start, min(longest, size)) for start, size in documents]
@@ -98,7 +98,7 @@ def _documents(lengths: Lengths, row: int) -> list[tuple[int, int]]:
 def _kernel_call(
     starts: np.ndarray, sizes: np.ndarray, longest: int, before: int, device: torch.device
 ) -> KernelCall:
-    """Return one call for all these pieces, which also see `before` tokens before them."""
+    """Return one call for these pieces, which also see the `before` preceding tokens."""
     multiple = LENGTH_MULTIPLE[device.type]
     width = min(round_up(int(sizes.max()), multiple), longest)
     queries = _positions(starts, sizes, width)
@@ -110,9 +110,9 @@ def _kernel_call(
 
 
 def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    """Return groups of indices of pieces that share a call, the costliest first.
+    """Return groups of indices of pieces that share a call, most expensive first.
 
-    queries, keys: how many each piece has.
+    queries, keys: number of queries and of keys of each piece.
     """
     groups: list[list[int]] = []
     most_queries = most_keys = needed = 0
@@ -136,6 +136,6 @@ def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
 
 
 def _positions(starts: np.ndarray, sizes: np.ndarray, width: int) -> np.ndarray:
-    """[pieces, width] int64: each piece's positions; a shorter piece repeats its last one."""
+    """Return each piece's positions, with the last one repeated: [pieces, width] int64."""
     within = np.minimum(np.arange(width), sizes[:, None] - 1)
     return starts[:, None] + within

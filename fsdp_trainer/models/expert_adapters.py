@@ -1,5 +1,7 @@
-"""Low-rank adapters of experts: each expert's matrix has an A and a B of its own, stacked as the
-matrices are."""
+"""Low-rank adapters of experts.
+
+Each expert's matrix has its own A and B, stacked like the experts' matrices.
+"""
 
 from typing import Any
 
@@ -11,7 +13,7 @@ from fsdp_trainer.models.moe import Experts
 
 
 def expert_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return experts, outputs and inputs of the matrices of each block's experts, by name."""
+    """Return the shape (experts, outputs, inputs) of each stacked matrix of experts, by name."""
     return {
         f"{name}.{matrix}": shape
         for name, module in model.named_modules()
@@ -21,7 +23,7 @@ def expert_matrices(model: nn.Module) -> dict[str, tuple[int, int, int]]:
 
 
 def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: torch.dtype) -> None:
-    """Give the matrices of this name of all experts of a block adapters."""
+    """Add adapters to the matrices of this name of all experts of a block."""
     count, outputs, inputs = experts.shapes[matrix]
     device = getattr(experts, matrix).device
     for name, shape in {A: (count, rank, inputs), B: (count, outputs, rank)}.items():
@@ -35,7 +37,7 @@ def adapt_experts(experts: Any, matrix: str, rank: int, scale: float, dtype: tor
 
 
 def adapted_experts(model: nn.Module) -> dict[str, tuple[Experts, str]]:
-    """Return experts and the name of their matrices, for each that have adapters, by name."""
+    """Return the experts' module and the matrix name of each adapted stacked matrix, by name."""
     return {
         f"{name}.{matrix}": (module, matrix)
         for name, module in model.named_modules()

@@ -1,6 +1,6 @@
-"""Properties that all models of a family share. A new family is a row of a table, not a class.
+"""Properties common to all models of a family. A new family is a table entry, not a class.
 
-docs/add-a-model.md says what each column means for the computation.
+docs/add-a-model.md describes the effect of each field on the computation.
 """
 
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from typing import Any, Literal
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 LATENT = "latent_attention"
-"""The mixer whose keys and values are made of a narrower vector of each token."""
+"""Mixer whose keys and values are projected from a latent vector of each token."""
 BIASED = "sigmoid"
-"""The router whose experts have a bias."""
+"""Router that adds a bias to the scores of experts."""
 EXPERTS = ".mlp.experts."
-"""Between a block's name and that of a stacked parameter of its experts."""
+"""Part of a stacked parameter's name between the block's name and the matrix's name."""
 
 
 def layer_pattern(layers: int, period: int) -> list[str]:
-    """Return a type for each block: every period-th is FULL, none if the period is 0."""
+    """Return the type of each block: every period-th is FULL, none if the period is 0."""
     return [FULL if period and (i + 1) % period == 0 else SLIDING for i in range(layers)]
 
 
@@ -26,73 +26,73 @@ class Family:
     """One `model_type` of config.json."""
 
     architecture: str
-    """Hugging Face's class, as config.json names it."""
+    """Hugging Face's class name, as in config.json."""
     mixer: str = "attention"
-    """The part of a block that mixes tokens: a name of `decoder.MIXERS`."""
+    """Token mixer of a block: a key of `decoder.MIXERS`."""
     feed_forward: str = "gated"
-    """The part of a block that computes each token alone: a name of `decoder.FEED_FORWARDS`."""
+    """Feed-forward of a block: a key of `decoder.FEED_FORWARDS`."""
     norms: Literal["before", "after", "around"] = "before"
-    """A block normalises what attention and feed-forward read, what they add, or both."""
+    """Norms are before attention and feed-forward, after them, or both."""
     norm_offset: float = 0.0
-    """Added to a norm's weight; the weight starts at 1 minus it."""
+    """Added to a norm's weight; the weight starts at 1 minus this."""
     norm_in_float32: bool = False
-    """A norm's weight multiplies before the result is rounded."""
+    """True: a norm multiplies by its weight in float32, before rounding."""
     qk_norm: Literal["head", "whole"] | None = None
-    """Queries and keys are normalised before rotation: each head alone, or all heads together."""
+    """Queries and keys are normalised before rotation: per head, or over all heads together."""
     biased: tuple[str, ...] = ()
-    """Projections of attention that always have a bias; attention_bias=true gives one to all."""
+    """Attention projections that always have a bias; attention_bias=true adds one to all."""
     scaled_embedding: bool = False
-    """Embeddings are multiplied by √hidden_size."""
+    """True: embeddings are multiplied by √hidden_size."""
     rope_in_float32: bool = False
-    """Queries and keys are rotated in float32."""
+    """True: queries and keys are rotated in float32."""
     windows: Literal["none", "all", "last", "pattern"] = "none"
-    """Blocks that look back sliding_window tokens only: `last` are those from max_window_layers on,
-    `pattern` all but every window_pattern-th."""
+    """Blocks that attend to the last sliding_window tokens only: `last` is those from
+    max_window_layers on, `pattern` all except every window_pattern-th."""
     window_pattern: int = 0
     options: tuple[str, ...] = ()
-    """Keys of config.json, beyond those of all families, that transformers reads for this one."""
+    """Keys of config.json that transformers reads for this family, beyond the common ones."""
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Projections that Hugging Face stores as one matrix, rows one after the other; split at import
+    """Projections that Hugging Face stores as one matrix with concatenated rows; split at import
     and fused at export."""
     key_aliases: dict[str, str] = field(default_factory=dict)
-    """Our names of config.json's keys that have another name there."""
+    """Name of a key in config.json by our name, if the two differ."""
     rope_type_aliases: dict[str, str] = field(default_factory=dict)
-    """Other names for rope_type in published folders."""
+    """Our rope_type by other names for it in published folders."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values where neither config.json nor the configuration has the key."""
+    """Values of keys that are set neither in config.json nor in the configuration."""
     hf_defaults: dict[str, Any] = field(default_factory=dict)
-    """Values of config.json's other keys where it lacks them."""
+    """Values of further keys that are absent from config.json."""
     refused_unless: dict[str, tuple] = field(default_factory=dict)
-    """Keys of config.json that change the computation in a way that the decoder does not know, and
-    their values that do not; beside those of all families."""
+    """Further keys for `config.REFUSED_UNLESS`: keys that the decoder does not implement, with the
+    values that leave the computation unchanged."""
     further_blocks: str = ""
-    """Key of config.json: the number of blocks behind the last one that predict further tokens.
-    They are passed over at import, and an export has none."""
+    """Key of config.json for the number of multi-token prediction blocks after the last block.
+    Import ignores these blocks, and an export has none."""
     other_names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Further names of our keys in folders, read where the first is absent."""
+    """Alternative names in config.json by our name, read if the first name is absent."""
     feed_forward_name: str = "mlp"
-    """Name of the feed-forward in a block's part of a Hugging Face folder."""
+    """Name of a block's feed-forward in a Hugging Face folder."""
     expert_matrices: dict[str, str] = field(default_factory=dict)
-    """Other names of an expert's matrices there, by ours."""
+    """Names of an expert's matrices in a Hugging Face folder by our names, if they differ."""
     router_name: str = "gate"
-    """Name of the router there, within the feed-forward."""
+    """Name of the router within the feed-forward in a Hugging Face folder."""
     router_bias: bool = False
-    """The router adds a bias to its logits."""
+    """True: the router adds a bias to its logits."""
     clamped_experts: bool = False
-    """Experts are `moe.ClampedExperts`, and one tensor of a folder holds all of a block's."""
+    """True: experts are `moe.ClampedExperts`, and a folder has one tensor for all of a block's."""
     sinks: bool = False
-    """Attention has one more score for each head, learnt, in the softmax's denominator alone."""
+    """True: each attention head has a trained extra score in the softmax's denominator."""
     normalizes_experts: bool = False
-    """The weights of a token's experts are divided by their sum, whatever config.json says."""
+    """True: the weights of a token's experts are always divided by their sum."""
     router: str = "softmax"
-    """The router, which chooses the experts: a name of `moe.ROUTERS`."""
+    """Router that chooses the experts: a key of `moe.ROUTERS`."""
     shared_expert: str = ""
-    """Name of a dense feed-forward that every token meets besides its experts; "": there is none"""
+    """Name of the dense feed-forward that every token passes through; "": there is none."""
     gates_shared_expert: bool = False
-    """True if the shared expert's output is multiplied by a gate of each token."""
+    """True: the shared expert's output is multiplied by a gate value of each token."""
 
     def stored_name(self, name: str) -> str:
-        """Return the matrix of a Hugging Face folder that holds a parameter, its own or a fused."""
+        """Return the name of the (possibly fused) matrix of a folder that holds a parameter."""
         name = name.replace(".mlp.gate.", f".mlp.{self.router_name}.")
         name = name.replace(".mlp.", f".{self.feed_forward_name}.")
         for whole, parts in self.fused:
@@ -103,14 +103,14 @@ class Family:
         return name
 
     def stored_expert(self, name: str, expert: int) -> str:
-        """Return the matrix of a Hugging Face folder that holds one expert's of a stacked one."""
+        """Return the name of one expert's matrix in a folder. name: of the stacked parameter."""
         block, projection = name.split(EXPERTS)
         matrix = self.expert_matrices.get(projection, projection)
         return f"{block}.{self.feed_forward_name}.experts.{expert}.{matrix}.weight"
 
 
 def is_stacked(name: str) -> bool:
-    """Return True for the name of a parameter that holds the matrices of all experts."""
+    """Return True for the name of a parameter that stacks the matrices of all experts."""
     return EXPERTS in name
 
 
@@ -323,7 +323,7 @@ FAMILIES = {
         router_bias=True,
         clamped_experts=True,
         sinks=True,
-        normalizes_experts=True,  # the softmax of the chosen logits alone is the same
+        normalizes_experts=True,  # equal to a softmax over the chosen logits only
         windows="pattern",
         window_pattern=2,
         refused_unless={"swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
@@ -398,7 +398,7 @@ FAMILIES = {
         "Phi3ForCausalLM",
         windows="all",
         options=("partial_rotary_factor",),
-        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # of the first Phi-3 folders
+        rope_type_aliases={"su": "longrope", "yarn": "longrope"},  # in the first Phi-3 folders
         fused=(
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
             ("mlp.gate_up_proj", ("gate_proj", "up_proj")),

@@ -16,7 +16,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Gated feed-forward (Shazeer 2020). inner: its width; None: intermediate_size."""
+    """Gated feed-forward (Shazeer 2020). inner: inner width; None: intermediate_size."""
 
     def __init__(self, config: ModelConfig, inner: int | None = None):
         super().__init__()
@@ -29,5 +29,5 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, length, hidden]."""
+        """Return the output for x, shaped as x: [batch, length, hidden]."""
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

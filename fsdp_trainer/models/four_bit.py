@@ -1,8 +1,8 @@
-"""Frozen matrices in 4 bits a number: NF4 (Dettmers et al. 2023, QLoRA).
+"""Frozen matrices in 4 bits per number: NF4 (Dettmers et al. 2023, QLoRA).
 
-Blocks of 64 numbers of a row share a scale in bfloat16, so that a number takes 4.25 bits. Blocks
-lie within rows, each scale in front of its codes: shards of rows, and of whole blocks of columns,
-have the same bytes.
+A block of 64 numbers of a row shares a bfloat16 scale, so a number takes 4.25 bits. Blocks do not
+span rows, and each scale precedes its codes: a shard of rows, or of complete blocks of columns, is
+a slice of the encoded bytes.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK as BLOCK
 
-SCALE = 2  # bytes of a scale
+SCALE = 2  # bytes per scale
 BLOCK_BYTES = SCALE + BLOCK // 2
 LEVELS = (
     -1.0,
@@ -34,25 +34,25 @@ LEVELS = (
     0.7229568362236023,
     1.0,
 )
-"""What the 16 codes stand for, times a block's scale: quantiles of a normal distribution
-(Dettmers et al. 2023, appendix E)."""
+"""Values of the 16 codes, to be multiplied by the block's scale: quantiles of a normal
+distribution (Dettmers et al. 2023, appendix E)."""
 MIDDLES = tuple(((torch.tensor(LEVELS)[1:] + torch.tensor(LEVELS)[:-1]) / 2).tolist())
-"""Between which levels a number lies decides its code."""
+"""Midpoints between levels: the boundaries at which a number's code changes."""
 _tables: dict[tuple[torch.dtype, torch.device], Tensor] = {}  # filled by keep_levels
 
 
 def encoded_columns(columns: int) -> int:
-    """Return the bytes of a row of so many numbers: two codes a byte, and two bytes a scale."""
+    """Return the bytes of an encoded row: two codes per byte, and two bytes per scale."""
     return -(-columns // 2) + SCALE * -(-columns // BLOCK)
 
 
 def is_encoded(weight: Tensor) -> bool:
-    """Return whether a weight is codes and scales, as `encode` gives them."""
+    """Return True if a weight consists of codes and scales, as `encode` returns them."""
     return weight.dtype == torch.uint8
 
 
 def encode(numbers: Tensor) -> Tensor:
-    """Return the nearest codes and the scales of a matrix: [rows, encoded_columns] uint8.
+    """Return a matrix encoded as nearest codes and scales: [rows, encoded_columns] uint8.
 
     A scale is the block's largest absolute value. The last block of a row may be shorter.
     """
@@ -73,7 +73,7 @@ def encode(numbers: Tensor) -> Tensor:
 
 
 def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [rows, columns] that `encode` has encoded, in `dtype`.
+    """Return the matrix [rows, columns] that `encode` encoded, in `dtype`.
 
     Levels and scales are rounded to `dtype` and multiplied in it.
     """
@@ -91,17 +91,20 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what the two codes of each byte stand for: [256, 2]. A GPU's host waits for it."""
+    """Return the levels of the two codes of each byte: [256, 2]. Synchronises with a GPU."""
     levels = torch.tensor(LEVELS, dtype=dtype, device=device)
     return torch.cartesian_prod(levels, levels)
 
 
 class DecodedProduct(torch.autograd.Function):
-    """The product x Wᵀ with a 4-bit matrix: W is there only while forward or backward needs it."""
+    """Product x Wᵀ with a 4-bit matrix, decoded only during forward and during backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, encoded: Tensor, bias: Tensor | None) -> Tensor:
-        """x: [..., in]; encoded: [out, encoded_columns(in)] uint8; bias: [out]."""
+        """Return [..., out].
+
+        x: [..., in]; encoded: [out, encoded_columns(in)] uint8; bias: [out].
+        """
         ctx.save_for_backward(encoded)
         ctx.columns = x.shape[-1]
         return F.linear(x, decode(encoded, x.shape[-1], x.dtype), bias)
@@ -122,7 +125,8 @@ class DecodedProduct(torch.autograd.Function):
 class Linear4(nn.Module):
     """A linear layer with a frozen 4-bit matrix.
 
-    weight: [out_features, encoded_columns(in_features)] uint8. dtype: in which it computes.
+    weight: [out_features, encoded_columns(in_features)] uint8. dtype: number format of the decoded
+    matrix in `decoded`.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype):
@@ -136,24 +140,24 @@ class Linear4(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in_features]."""
+        """Return [..., out_features] for x: [..., in_features]."""
         return DecodedProduct.apply(x, self.weight, self.bias)
 
     def decoded(self, rows: Tensor) -> Tensor:
-        """Return rows of the matrix, which are given as `weight` has them: [rows, in_features]."""
+        """Return decoded rows: [rows, in_features]. rows: encoded, as in `weight`."""
         return decode(rows, self.in_features, self.dtype)
 
 
 def keep_levels(dtype: torch.dtype, device_type: str) -> None:
-    """Make what products in `dtype` on this process's device look up, before a model computes."""
+    """Fill the lookup table for `dtype` on this process's device, before the first forward."""
     device = torch.empty(0, device=device_type).device
     _tables[dtype, device] = pairs_of_levels(dtype, device)
 
 
 def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:
-    """Replace the linear layers whose weights are named, before they have adapters.
+    """Replace the linear layers of these weights by `Linear4`, before adapters are added.
 
-    dtype: in which they compute.
+    weights: names of weight parameters. dtype: see Linear4.
     """
     for weight in weights:
         name = weight.removesuffix(".weight")

@@ -1,5 +1,4 @@
-"""Frozen matrices of experts in 4 bits a number: a stack of matrices, each as models.four_bit has
-one."""
+"""Frozen stacked matrices of experts in 4 bits per number, each encoded as in models.four_bit."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,9 +12,9 @@ from fsdp_trainer.models.grouped import grouped_linear
 
 
 class DecodedGroups(torch.autograd.Function):
-    """`grouped_linear` with 4-bit matrices, which are decoded while forward or backward needs them.
+    """`grouped_linear` with 4-bit matrices, decoded only during forward and during backward.
 
-    All of a stack at once, also of experts that no row meets.
+    Decodes the complete stack at once, including experts without rows.
     """
 
     @staticmethod
@@ -25,7 +24,7 @@ class DecodedGroups(torch.autograd.Function):
         """Return [rows, out].
 
         rows: [rows, in]; stack: [groups, rows of a matrix, encoded_columns(columns)] uint8; ends:
-        see `grouped_linear`. is_transposed: the matrices are [in, out], not [out, in].
+        see `grouped_linear`. is_transposed: True if matrices are [in, out], not [out, in].
         """
         ctx.save_for_backward(stack, ends)
         ctx.columns, ctx.is_transposed = columns, is_transposed
@@ -45,15 +44,16 @@ class DecodedGroups(torch.autograd.Function):
 
 
 def decode_stack(stack: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return the matrices of a stack: [groups, rows, columns] of `dtype`."""
+    """Return the decoded matrices of a stack: [groups, rows, columns] of `dtype`."""
     groups, rows, _ = stack.shape
     return decode(stack.flatten(0, 1), columns, dtype).view(groups, rows, columns)
 
 
 def quantize_weights(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> None:
-    """Have the named matrices, of linear layers and of experts, in 4 bits, before adapters.
+    """Replace the named matrices of linear layers and experts by uninitialised 4-bit ones.
 
-    dtype: in which linear layers compute; experts compute in that of their rows.
+    Must be called before adapters are added. dtype: see Linear4; experts are decoded to the number
+    format of their input.
     """
     names = list(names)
     quantize_linears(model, [name for name in names if not is_stacked(name)], dtype)

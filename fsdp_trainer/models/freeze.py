@@ -1,4 +1,4 @@
-"""Parameters that are not trained: `train.freeze` names them, by patterns."""
+"""Parameters that are not trained, chosen by the name patterns of `train.freeze`."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -24,10 +24,10 @@ def choose_trained(
     patterns: Sequence[str],
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Give the model its adapters, and leave switched on the gradients of what is trained.
+    """Add the adapters to the model and set requires_grad of every parameter.
 
-    adapters: None: all weights are trained but those that the patterns fit. dtype: of what is
-    added. Raises UserError as `freeze` does.
+    adapters: None trains all weights except those that match the patterns. dtype: number format
+    of the adapters. Raises UserError as `freeze` does.
     """
     if adapters is not None:
         add_adapters(model, adapters, dtype)
@@ -35,10 +35,10 @@ def choose_trained(
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Switch off the gradient of every parameter whose name fits one of the patterns (fnmatch).
+    """Switch off the gradient of every parameter whose name matches one of the patterns (fnmatch).
 
-    A tied head is the embedding: a pattern that fits one name of a parameter freezes it.
-    Raises UserError for a pattern that fits none, and where nothing would be left to train.
+    A tied head is the embedding: a pattern that matches either name freezes both.
+    Raises UserError for a pattern without a match, and if no parameter remains to be trained.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     unmatched = []
@@ -57,15 +57,15 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters without a gradient by name, each once."""
+    """Return the parameters that are not trained by name, each once."""
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
 def model_to_train(config: ModelConfig, cfg: TrainConfig) -> Decoder:
-    """Return the model on the meta device with its adapters, and gradients for what is trained.
+    """Return the model on the meta device, with adapters and requires_grad set.
 
-    Frozen matrices are in 4 bits where the configuration says so; other numbers in float32. The
-    same object for the same configuration: a plan asks for it hundreds of times.
+    Frozen matrices are in 4 bits if the configuration requests it, all else is in float32.
+    Cached by configuration, since `plan` calls this hundreds of times.
     Raises UserError as `resolve_adapters` and `freeze` do.
     """
     key = f"{config} {cfg.adapter} {cfg.train.freeze}"
@@ -82,7 +82,7 @@ _models: dict[str, Decoder] = {}
 
 
 def trained_numbers(config: ModelConfig, cfg: TrainConfig) -> int:
-    """Return how many numbers are trained, without the padding of the vocabulary.
+    """Return the number of trained weights, without the padding of the vocabulary.
 
     Raises UserError as `model_to_train` does.
     """
@@ -90,14 +90,14 @@ def trained_numbers(config: ModelConfig, cfg: TrainConfig) -> int:
 
 
 def count_trained(model: Decoder) -> int:
-    """Return how many numbers of a model are trained, without the padding of the vocabulary."""
+    """Return the number of trained weights of a model, without the padding of the vocabulary."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
     return sum(rows.get(name, len(p)) * p.shape[1:].numel() for name, p in parameters.items())
 
 
 def _suggest(pattern: str, names: Sequence[str] | dict[str, nn.Parameter]) -> str:
-    """Return the parameter names that the pattern may have meant, for a message."""
+    """Return the end of a message, with parameter names that the pattern may have meant."""
     plain = pattern.replace("*", "")
     inside = [name for name in names if plain.strip(".") and plain.strip(".") in name]
     closest = nearest(pattern, names, 0.0)

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with a matrix of its own."""
+"""Grouped matrix products: each group of rows is multiplied by its own matrix."""
 
 import torch
 import torch.nn.functional as F
@@ -6,28 +6,28 @@ from torch import Tensor
 
 KERNEL_BYTES = 16  # torch 2.13: "strides should be multiple of 16 bytes"
 ALIGNED = 8
-"""Numbers in bfloat16 of 16 bytes, a multiple of which grouped_mm's kernels take as a width."""
+"""Widths in bfloat16 must be multiples of this for grouped_mm's kernels: 16 bytes."""
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return [rows, out]: each group of rows times its own matrix.
+    """Return each group of rows times its own matrix: [rows, out].
 
-    rows: [rows, in]; weights: [groups, out, in]; ends: [groups] int32, ascending; the last is the
-    number of rows, since what lies behind it would be left undefined.
+    rows: [rows, in]; weights: [groups, out, in]; ends: [groups] int32, ascending, the end of each
+    group; the last is the number of rows, since results after it would be undefined.
     """
     aligned = weights.shape[1] % ALIGNED == 0 == weights.shape[2] % ALIGNED
     if rows.dtype == torch.bfloat16 and aligned:
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    # torch computes these too, but knows no shapes of them (2.13: "Expected inputs of BF16 type"),
-    # which the compiler and the plan of memory need
+    # torch computes these too, but its fake kernel refuses them (2.13: "Expected inputs of BF16
+    # type"), and the compiler and the memory plan need shapes
     return grouped_forward(rows, weights, ends)
 
 
 def grouped_bias(rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
-    """Return [rows, out]: for each row of `rows` the bias of its group. biases: [groups, out].
+    """Return the bias of each row's group: [rows, out]. biases: [groups, out].
 
-    A product with ones: its gradient sums the rows of a group in a fixed order, that of an index
-    by atomic additions.
+    Computed as a product with ones, whose gradient sums the rows of a group in a fixed order; the
+    gradient of indexing uses atomic additions.
     """
     ones = rows.new_ones(len(rows), ALIGNED)
     return grouped_linear(ones, F.pad(biases.unsqueeze(-1), (0, ALIGNED - 1)), ends)
@@ -35,13 +35,13 @@ def grouped_bias(rows: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("fsdp_trainer::grouped_linear", mutates_args=())
 def grouped_forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return `grouped_linear`."""
+    """Compute `grouped_linear` for any number format and width."""
     return _product(rows, weights.transpose(1, 2), ends)
 
 
 @torch.library.custom_op("fsdp_trainer::grouped_gradient_of_rows", mutates_args=())
 def grouped_backward(grad: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Return the gradient of the rows: [rows, in]. grad: of the product, [rows, out]."""
+    """Return the gradient of the rows: [rows, in]. grad: [rows, out], gradient of the product."""
     return _product(grad.contiguous(), weights, ends)
 
 
@@ -64,15 +64,15 @@ def _product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(rows: Tensor, *widths: int) -> bool:
-    """Return True where torch computes grouped products: on a CPU of widths of 16 bytes.
+    """Return True if torch computes the grouped product: on a CPU, for widths of 16 bytes.
 
-    widths: of rows and results.
+    widths: numbers per row of inputs and results.
     """
     return not rows.is_cuda and all(w * rows.element_size() % KERNEL_BYTES == 0 for w in widths)
 
 
 def _groups(rows: Tensor, ends: Tensor) -> list[tuple[int, int, Tensor]]:
-    """Return the first row of each group, the one behind its last, and its rows."""
+    """Return the start, the end and the rows of each group."""
     lasts = ends.tolist()
     firsts = [0, *lasts[:-1]]
     return [(first, last, rows[first:last]) for first, last in zip(firsts, lasts, strict=True)]

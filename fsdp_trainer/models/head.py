@@ -1,6 +1,6 @@
-"""The output head: log-probabilities of given tokens and the gradient of an objective of them.
+"""The output head: log-probabilities of target tokens and the gradient of an objective of them.
 
-Logits exist for one chunk of tokens at a time, never for a whole micro-batch.
+Logits are computed for one chunk of tokens at a time, never for a whole micro-batch.
 """
 
 import math
@@ -18,16 +18,18 @@ from fsdp_trainer.rounding import round_up
 from fsdp_trainer.torch_private import graph_is_kept
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
-"""Tokens of a chunk by default: matrix products need many rows to be fast, and each chunk reads
-and writes the weight's whole gradient once."""
+"""Default number of tokens in a chunk: matrix products need many rows to be fast, and each chunk
+reads and writes the weight's complete gradient once."""
 
 
 class Scores(NamedTuple):
     """Scores of each target, [tokens] float32.
 
-    logsumexp: of the token's logits. mean_log_probability: over the whole vocabulary; None unless
-    the objective needs it. divergence: of a teacher's and the student's probabilities;
-    teacher_log_probability: of the target, a constant; both None without a teacher.
+    log_probability: log-probability of the target. logsumexp: logsumexp of the token's logits.
+    mean_log_probability: mean over the vocabulary; None unless the objective needs it.
+    divergence: KL divergence between a teacher's and the student's probabilities.
+    teacher_log_probability: teacher's log-probability of the target, a constant. The last two are
+    None without a teacher.
     """
 
     log_probability: Tensor
@@ -38,7 +40,7 @@ class Scores(NamedTuple):
 
 
 class Objective(Protocol):
-    """The function of the scores that is minimised."""
+    """A function of the scores, to be minimised."""
 
     @property
     def needs_mean(self) -> bool:
@@ -46,17 +48,19 @@ class Objective(Protocol):
 
     @property
     def needs_all_tokens(self) -> bool:
-        """False for a sum over tokens, each of which adds by its own scores alone: the objective
-        is called once per chunk and the logits are made once. True (such as DPO): it is called
-        once, with all tokens of the micro-batch, and the logits are made twice, or once where all
-        tokens are one chunk."""
+        """False for a sum of functions of single tokens' scores; True for others, such as DPO.
+
+        False: the objective is called once per chunk, and logits are computed once. True: it is
+        called once with all tokens of the micro-batch, and logits are computed twice, or once if
+        all tokens fit in one chunk.
+        """
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return what these tokens add, a scalar that is differentiable in the scores."""
+        """Return these tokens' part of the objective, a scalar differentiable in the scores."""
 
 
 class _Linear(NamedTuple):
-    """Objective Σ coefficient · score, with the gradient of the objective that it replaces."""
+    """Objective Σ coefficient · score, which has the gradient of the objective it replaces."""
 
     coefficients: tuple[Tensor, ...]
     needs_mean: bool
@@ -69,9 +73,9 @@ class _Linear(NamedTuple):
 
 
 class Head(nn.Module):
-    """`lm_head`: weight [rows, hidden]; rows behind the vocabulary are padding without a logit.
+    """`lm_head`: weight [rows, hidden]; rows after the vocabulary are padding without a logit.
 
-    Call it exactly once per micro-batch on every rank, supervised tokens or not.
+    Must be called exactly once per micro-batch on every rank, even without supervised tokens.
     chunk_mib: MiB of float32 logits in a chunk; None: CHUNK_TOKENS tokens.
     """
 
@@ -81,12 +85,12 @@ class Head(nn.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.final_logit_softcapping
         self.columns = config.vocab_size
-        """Logits of a token that this process makes."""
+        """Number of vocabulary columns (logits of a token) that this process computes."""
         self.first = 0
-        """The token of the first of them."""
+        """Token id of the first of these columns."""
         self.chunk_mib: int | None = None
         self.temperature = 1.0
-        """A divisor of the logits that are scored; those of inference are as they are."""
+        """Divisor of the logits for scores; inference does not apply it."""
         self.score: Callable = score_chunk
         self.differentiate: Callable = differentiate_chunk
 
@@ -98,10 +102,10 @@ class Head(nn.Module):
         objective: Objective | None = None,
         soft: SoftTargets | None = None,
     ) -> Tensor | tuple[Tensor | None, Scores]:
-        """Return the objective's value, a scalar with a gradient, and the scores, without one.
+        """Return the objective's value, a scalar with a gradient, and the scores without gradient.
 
         hidden: [tokens, hidden]; targets: [tokens] int64. The value is None without an objective.
-        soft: a teacher's probabilities of the tokens. Without targets, for inference: return all
+        soft: a teacher's probabilities for the tokens. Without targets (inference), returns all
         logits, [..., vocabulary].
         """
         if targets is None:
@@ -116,15 +120,15 @@ class Head(nn.Module):
         return value, Scores(*scores)
 
     def joint_logsumexp(self, own: Tensor) -> Tensor:
-        """Return the logsumexp over all columns, [rows]. own: over those of this process."""
+        """Return the logsumexp over all columns, [rows]. own: over this process's columns."""
         return own
 
     def joint_sum(self, own: Tensor) -> Tensor:
-        """Return the sum over all columns, [rows]. own: over those of this process."""
+        """Return the sum over all columns, [rows]. own: over this process's columns."""
         return own
 
     def joint_columns(self, own: Tensor) -> Tensor:
-        """Return the columns of all processes side by side. own: [rows, count], as many on each."""
+        """Return the concatenated columns of all processes. own: [rows, count], count is equal."""
         return own
 
     def rows(self) -> Tensor:
@@ -139,7 +143,7 @@ class Head(nn.Module):
     def score_logits(
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
     ) -> tuple[Scores, Tensor, Tensor | None]:
-        """Return a chunk's scores and what `write_gradient` needs: see score_chunk."""
+        """Return a chunk's scores and two inputs of `write_gradient`: see score_chunk."""
         return self.score(product, logits, targets, self.softcap, with_mean)
 
     def write_gradient(
@@ -151,14 +155,14 @@ class Head(nn.Module):
         targets: Tensor,
         derivatives: Sequence[Tensor],
     ) -> None:
-        """Write the objective's derivative in a chunk's logits into `product`."""
+        """Write the objective's derivative with respect to a chunk's logits into `product`."""
         size = self.vocab_size
         self.differentiate(product, logits, total, softcap_grad, targets, None, size, *derivatives)
 
     def _all_tokens(
         self, hidden: Tensor, targets: Tensor, objective: Objective, soft: SoftTargets | None
     ) -> tuple[Tensor, Scores]:
-        """Make two passes over the chunks: the scores, then the gradients if any is needed."""
+        """Pass over the chunks twice: for the scores, then for gradients if any is needed."""
         scores = self.scores(hidden, targets, objective.needs_mean, soft)
         value, derivatives = differentiate_objective(objective, scores, slice(0, len(targets)))
         if not (hidden.requires_grad or self.weight.requires_grad):
@@ -182,14 +186,14 @@ class Head(nn.Module):
             compared = compare(soft, self, product, targets[tokens], tokens) if soft else None
             scores = self.score_logits(product, logits, targets[tokens], with_mean)[0]
             parts.append(with_teacher(scores, compared))
-            compared = None  # its slopes are as large as the next chunk's logits
+            compared = None  # free its slopes, which are as large as a chunk's logits
         return _concatenate(parts)
 
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield for each chunk its tokens, the product hidden · weight, and a float32 buffer.
+        """Yield for each chunk its tokens, the product hidden · weightᵀ, and a float32 buffer.
 
         The buffer is the product itself if that is float32. All chunks share the same memory: on
-        a CPU allocating it takes longer than computing what is in it.
+        a CPU allocation would take longer than the computation.
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)
         products = buffers = hidden.new_empty(rows, self.columns)
@@ -202,13 +206,13 @@ class Head(nn.Module):
             yield tokens, product, product if buffers is products else buffers[:count]
 
     def is_one_chunk(self, hidden: Tensor) -> bool:
-        """Return True if the logits of all tokens are made at once. hidden: [tokens, hidden]."""
+        """Return True if all tokens fit in one chunk. hidden: [tokens, hidden]."""
         return self.rows_at_once(len(hidden), hidden.device.type) >= len(hidden)
 
     def rows_at_once(self, tokens: int, device: str) -> int:
-        """Return the tokens in a chunk: as few chunks as the budget allows, of equal size.
+        """Return the tokens per chunk, for the smallest number of equal chunks within the budget.
 
-        A multiple of 8, which tensor cores prefer.
+        Rounded up to a multiple of 8, which tensor cores prefer.
         """
         budget = CHUNK_TOKENS.get(device, CHUNK_TOKENS["cuda"])
         if self.chunk_mib:
@@ -217,9 +221,9 @@ class Head(nn.Module):
         return max(8, round_up(math.ceil(tokens / chunks), 8))
 
     def compile_chunks(self, **options: Any) -> None:
-        """Fuse what is done to a chunk between its matrix products; options: torch.compile's.
+        """Compile the operations between a chunk's matrix products. options: of torch.compile.
 
-        One graph serves every number of rows.
+        One graph is used for any number of rows.
         """
 
         def compiled(function: Callable) -> Callable:
@@ -237,9 +241,9 @@ class Head(nn.Module):
 
 
 class ScoreHead(Head):
-    """`score`: weight [1, hidden], one number of each hidden state, in place of logits.
+    """`score`: weight [1, hidden], returns one score per hidden state in place of logits.
 
-    It gives the numbers as `log_probability`, so that objectives of whole answers take them.
+    Returns them as `log_probability`, so that objectives of complete answers accept them.
     """
 
     def __init__(self, config: ModelConfig):
@@ -255,9 +259,9 @@ class ScoreHead(Head):
         objective: Objective | None = None,
         soft: SoftTargets | None = None,
     ) -> Tensor | tuple[Tensor | None, Scores]:
-        """Return what `Head` does; without targets the numbers, [..., 1].
+        """Return value and scores as `Head` does; without targets return the scores, [..., 1].
 
-        targets, soft: not read.
+        The values of targets and soft are not used.
         """
         numbers = F.linear(hidden, self.weight)
         if targets is None:
@@ -273,8 +277,8 @@ class ScoreHead(Head):
 class FusedLinearLoss(torch.autograd.Function):
     """An objective's value and the scores, as a function of hidden states and the head's weight.
 
-    Forward makes the gradients that are needed along with the logits, which so exist once;
-    backward only scales them. The weight's gradient is summed over the chunks in float32.
+    Forward also computes the required gradients, so that each chunk's logits are computed only
+    once; backward only scales them. The weight's gradient is summed over the chunks in float32.
     """
 
     @staticmethod
@@ -287,7 +291,7 @@ class FusedLinearLoss(torch.autograd.Function):
         head: Head,
         soft: SoftTargets | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the value and the scores, but for the mean. objective: a sum over tokens."""
+        """Return the value and the scores except for the mean. objective: a sum over tokens."""
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         vocabulary = weight[: head.columns]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -312,7 +316,7 @@ class FusedLinearLoss(torch.autograd.Function):
                     *others, of_divergence, _ = derivatives
                     head.write_gradient(product, logits, *rest, others)
                     add_slopes(product, logits, compared.slopes, of_divergence)
-            compared = None  # its slopes are as large as the next chunk's logits
+            compared = None  # free its slopes, which are as large as a chunk's logits
             if grad_hidden is not None:
                 torch.mm(product, vocabulary, out=grad_hidden[tokens])
             if add is not None:
@@ -325,10 +329,10 @@ class FusedLinearLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_value: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Scale the gradients: in place, unless the graph is kept for another backward.
+        """Scale the gradients in place, unless the graph is kept for another backward.
 
-        A copy of the weight's would be as large as the vocabulary times the width. Pipeline
-        schedules that split backward run it twice.
+        A copy of the weight's gradient would have vocabulary × width numbers. Pipeline schedules
+        that split backward run it twice.
         """
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = torch.mul if graph_is_kept() else Tensor.mul_
@@ -340,12 +344,12 @@ class FusedLinearLoss(torch.autograd.Function):
 
 
 def cap_logits(logits: Tensor, softcap: float) -> Tensor:
-    """Return logits within ±softcap (Gemma 2, §2)."""
+    """Return logits soft-capped to ±softcap (Gemma 2, §2)."""
     return torch.tanh(logits / softcap) * softcap
 
 
 def write_logits(product: Tensor, logits: Tensor, softcap: float | None) -> Tensor | None:
-    """Write a chunk's logits, capped if there is a softcap; return the softcap's derivative."""
+    """Write a chunk's logits, soft-capped if there is a softcap; return the cap's derivative."""
     if logits is not product:
         logits.copy_(product)
     if softcap is None:
@@ -361,8 +365,8 @@ def score_chunk(
 ) -> tuple[Scores, Tensor, Tensor | None]:
     """Return a chunk's scores, the sum of its exponentials [rows, 1], and the softcap's derivative.
 
-    product: [rows, vocabulary]. logits: float32; the exponentials are written there, which
-    divided by their sum are the softmax.
+    product: [rows, vocabulary]. logits: float32 buffer; the exponentials are written to it.
+    Divided by their sum they are the softmax.
     """
     softcap_grad = write_logits(product, logits, softcap)
     target_logits = logits.gather(-1, targets[:, None])
@@ -378,7 +382,7 @@ def score_chunk(
 def differentiate_objective(
     objective: Objective, scores: Scores, tokens: slice
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return the objective's value on these tokens, and its derivative in each kind of score."""
+    """Return the objective's value on these tokens, and its derivative for each kind of score."""
     own = [None if score is None else score.detach().requires_grad_() for score in scores]
     with torch.enable_grad():
         value = objective(Scores._make(own), tokens)
@@ -387,7 +391,7 @@ def differentiate_objective(
 
 
 def with_teacher(scores: Scores, compared: Comparison | None) -> Scores:
-    """Return a chunk's scores with those that need a teacher, if there is one."""
+    """Return a chunk's scores, with the teacher's fields set if there is a teacher."""
     if compared is None:
         return scores
     divergence, log_probability, _ = compared
@@ -395,10 +399,10 @@ def with_teacher(scores: Scores, compared: Comparison | None) -> Scores:
 
 
 def add_slopes(product: Tensor, logits: Tensor, slopes: Tensor, of_divergence: Tensor) -> None:
-    """Add a divergence's part to the objective's derivative in the logits, written in `product`.
+    """Add the divergence's part to the objective's derivative with respect to the logits.
 
-    logits: the same in float32. slopes: see Comparison. of_divergence: [rows], the objective's
-    derivative in the divergence.
+    product: holds the derivative, and is overwritten. logits: the derivative in float32. slopes:
+    see Comparison. of_divergence: [rows], the objective's derivative for the divergence.
     """
     columns = slopes.shape[1]
     logits[:, :columns].addcmul_(slopes, of_divergence[:, None])
@@ -418,10 +422,10 @@ def differentiate_chunk(
     grad_logsumexp: Tensor,
     grad_mean: Tensor | None = None,
 ) -> None:
-    """Write the objective's derivative in the logits into `product`.
+    """Write the objective's derivative with respect to the logits into `product`.
 
-    logits: the exponentials that `score_chunk` left there. is_own: [rows] bool, True where the
-    target is among these columns; None: all are. vocab_size: columns of all processes.
+    logits: exponentials written by `score_chunk`. is_own: [rows] bool, True if the target is among
+    this process's columns; None: all are. vocab_size: number of columns of all processes.
     d log_probability = onehot - softmax,  d logsumexp = softmax,
     d mean_log_probability = 1 / vocabulary - softmax
     """
@@ -431,7 +435,7 @@ def differentiate_chunk(
     logits.mul_(grad_softmax[:, None] / total)
     if grad_mean is not None:
         logits.add_(grad_mean[:, None] / vocab_size)
-    # in float32: for a token that the model is sure of, onehot and softmax nearly cancel
+    # in float32, since onehot and softmax nearly cancel for a token of high probability
     at_target = grad_logprob if is_own is None else grad_logprob * is_own
     logits.scatter_add_(-1, targets[:, None], at_target[:, None])
     if softcap_grad is not None:
@@ -441,15 +445,16 @@ def differentiate_chunk(
 
 
 def _concatenate(parts: list[Scores]) -> Scores:
-    """Join the scores of all chunks."""
+    """Concatenate the scores of all chunks."""
     columns = [None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True)]
     return Scores._make(columns)
 
 
 class _Accumulator:
-    """Adds up matrix products of factors in the weight's dtype in float32.
+    """Float32 sum of matrix products of factors in the weight's dtype.
 
-    Only CUDA multiplies lower factors into a float32 result; elsewhere a buffer takes the product.
+    Only CUDA multiplies 16-bit factors into a float32 result; elsewhere the product is first
+    written to a buffer.
     """
 
     def __init__(self, total: Tensor, weight: Tensor):
@@ -463,7 +468,7 @@ class _Accumulator:
                 self.buffer = torch.empty_like(total, dtype=weight.dtype)
 
     def __call__(self, slopes: Tensor, hidden: Tensor) -> None:
-        """total [vocabulary, hidden] += slopes.T @ hidden."""
+        """Add slopes.T @ hidden to the total, [vocabulary, hidden]."""
         if self.buffer is not None:
             self.total += torch.mm(slopes.T, hidden, out=self.buffer)
         else:

@@ -1,4 +1,4 @@
-"""Random weights as a function of seed, parameter name and position, for any layout of ranks."""
+"""Random weights as a function of seed, parameter name and position, for any sharding."""
 
 import hashlib
 import math
@@ -13,23 +13,23 @@ from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, B
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
-BLOCK = 1 << 16  # elements drawn from one generator
+BLOCK = 1 << 16  # numbers drawn from one generator
 ADDS_TO_STREAM = re.compile(
     r"model\.layers\.(\d+)\."
     r"(self_attn\.o_proj\.weight|mlp\.down_proj\.weight|mlp\.experts\.down_proj"
     r"|mlp\.shared_experts?\.down_proj\.weight)"
 )
 Draw = Callable[..., Tensor]
-"""`torch.randn`, or what else draws so many numbers by a generator."""
+"""`torch.randn`, or another function of (count, generator) that returns random numbers."""
 
 
 @torch.no_grad()
 def initialize_weights(
     model: Decoder, seed: int, parameters: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Fill this rank's part of every parameter, or of those given by name.
+    """Initialise this rank's part of every parameter, or of `parameters` by name.
 
-    Draws only the rows that it has a part of.
+    Draws only the rows of which this rank holds a part.
     """
     parameters = dict(model.named_parameters()) if parameters is None else parameters
     for name, parameter in parameters.items():
@@ -46,11 +46,11 @@ def initialize_part(
     shape: tuple[int, ...],
     seed: int,
 ) -> None:
-    """Fill `local`, which is `part` of a parameter of `shape`.
+    """Initialise `local`, which is `part` of a parameter of `shape`.
 
-    Norms scale by 1, biases and the padding of the vocabulary are 0; adapters begin as PEFT's:
-    B is 0, A from U(-1/√in, 1/√in), which is He's uniform with a = √5. All else is from N(0,
-    init_std²).
+    Norms scale by 1; biases and the padding of the vocabulary are 0. Adapters start as in PEFT:
+    B is 0, A is drawn from U(-1/√in, 1/√in), which is He's uniform with a = √5. All else is drawn
+    from N(0, init_std²).
     """
     if f".{A}." in name:
         bound = shape[-1] ** -0.5
@@ -58,7 +58,7 @@ def initialize_part(
     elif f".{B}." in name:
         local.zero_()
     elif name.endswith(MAGNITUDE):
-        pass  # `adapters.initialize_magnitudes` takes them from the weights
+        pass  # `adapters.initialize_magnitudes` computes them from the weights
     elif name.endswith("norm.weight"):
         local.fill_(1.0 - config.family_spec.norm_offset)
     elif name.endswith("bias"):
@@ -77,9 +77,9 @@ def draw_part(
     scale: float,
     draw: Draw = torch.randn,
 ) -> Tensor:
-    """Return `part` of a float32 parameter, `scale` times what `draw` draws.
+    """Return `part` of a float32 parameter: numbers from `draw`, multiplied by `scale`.
 
-    Its rows are drawn whole, then cut.
+    Complete rows are drawn, then cut.
     """
     row = math.prod(shape[1:])
     first = part[0].start
@@ -91,29 +91,29 @@ def draw_part(
 def draw_numbers(
     seed: int, name: str, start: int, count: int, scale: float, draw: Draw = torch.randn
 ) -> Tensor:
-    """Return elements start … start + count of (seed, name)'s endless sequence: [count] float32."""
+    """Return numbers from `start` on of the infinite sequence of (seed, name): [count] float32."""
     pieces = []
     for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         first = max(start - block * BLOCK, 0)
         last = min(start + count - block * BLOCK, BLOCK)
-        # always the whole block: a shorter draw has other numbers
+        # always the complete block: a shorter draw returns other numbers
         pieces.append(draw(BLOCK, generator=generator)[first:last])
     return torch.cat(pieces).mul_(scale) if pieces else torch.empty(0)
 
 
 def draw_symmetric(count: int, generator: torch.Generator) -> Tensor:
-    """Return numbers from U(-1, 1): [count] float32."""
+    """Draw numbers from U(-1, 1): [count] float32."""
     return torch.rand(count, generator=generator).mul_(2).sub_(1)
 
 
 def init_std(config: ModelConfig, name: str) -> float:
-    """Return the standard deviation of a matrix.
+    """Return the standard deviation of a matrix's initial weights.
 
     Matrices that add to the residual stream may start smaller, so that it does not grow with depth:
-    `depth` scales all of them by 1/√(2·blocks) (GPT-2, §2.3), `layer` those of block i, counted
-    from 1, by 1/√(2·i) (as in OLMo and torchtitan).
+    initializer `depth` scales all of them by 1/√(2·blocks) (GPT-2, §2.3), `layer` scales those of
+    block i, counted from 1, by 1/√(2·i) (as in OLMo and torchtitan).
     """
     adds = ADDS_TO_STREAM.fullmatch(name)
     if adds is None or config.initializer == "plain":

@@ -1,5 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1): keys and values of all heads are made of
-one narrow vector of each token."""
+"""Multi-head latent attention (DeepSeek-V2, 2024, §2.1).
+
+Keys and values of all heads are projected from one latent vector of each token.
+"""
 
 import math
 from typing import Any
@@ -16,14 +18,14 @@ from fsdp_trainer.models.sdpa import Scoring
 
 CosSin = tuple[Tensor, Tensor]
 NORM_EPS = 1e-6
-"""Epsilon of the norms of the narrow vectors, whatever rms_norm_eps is (as in DeepSeek's code)."""
+"""Epsilon of the norms of latent vectors, independent of rms_norm_eps (as in DeepSeek's code)."""
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are products of a token's narrow vector.
+    """Attention whose keys and values are projected from a latent vector of each token.
 
-    A head's key has channels of its own, which are not rotated, and rotated ones that all heads
-    share. Queries may come from a narrow vector too.
+    A head's key consists of its own channels, which are not rotated, and of rotated channels that
+    all heads share. Queries may be projected from another latent vector.
     """
 
     def __init__(self, config: ModelConfig):
@@ -53,7 +55,10 @@ class LatentAttention(nn.Module):
     def forward(
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
     ) -> Tensor:
-        """x: [batch, length, hidden]. The cache holds narrow vectors and rotated channels."""
+        """Return the output of attention, shaped as x: [batch, length, hidden].
+
+        cache: holds latent vectors and rotated channels of keys.
+        """
         q_plain, q_rotated = self.queries(x).split([self.plain, self.rotated], -1)
         latent, k_rotated = self.kv_a_proj_with_mqa(x).split([self.rank, self.rotated], -1)
         latent = self.kv_a_layernorm(latent).unsqueeze(-2)
@@ -65,13 +70,13 @@ class LatentAttention(nn.Module):
         k_plain, v = both.split([self.plain, self.value_dim], -1)
         q = torch.cat((q_plain, q_rotated), -1)
         k = torch.cat((k_plain, k_rotated.expand(-1, -1, k_plain.shape[-2], -1)), -1)
-        # no kernel for packed documents takes values of another width than the keys'
+        # no kernel for packed documents accepts values of another width than the keys
         q, k, v = self.padded(q, k, v)
         mixed = layout.attend(q, k, v, self.scoring)[..., : self.value_dim]
         return self.o_proj(mixed.flatten(-2))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return [batch, length, heads, head_dim], before the rotation."""
+        """Return the queries before rotation: [batch, length, heads, head_dim]."""
         if self.narrows_queries:
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         else:
@@ -79,20 +84,22 @@ class LatentAttention(nn.Module):
         return q.unflatten(-1, (-1, self.width))
 
     def in_halves(self, x: Tensor) -> Tensor:
-        """Return channels to be rotated as `rotate` pairs them: i with i + half."""
+        """Return rotated channels in the order that `rotate` expects: pairs of i and i + half."""
         if not self.interleaved:
             return x
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
     def padded(self, *parts: Tensor) -> list[Tensor]:
-        """Return queries, keys and values with channels of 0 up to the same width."""
+        """Return queries, keys and values padded with zero channels to the same width."""
         width = max(self.width, self.value_dim)
         return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in parts]
 
 
 def yarn_temperature(scaling: dict[str, Any]) -> float:
-    """Return DeepSeek's factor on queries and keys for a longer context, where both are unrotated
-    too: `rope` applies the quotient of this and `mscale` to the rotated channels alone."""
+    """Return DeepSeek's YaRN factor on queries and keys, for all their channels.
+
+    `rope` applies the quotient of the factor for `mscale` and this one to the rotated channels.
+    """
     weight = scaling.get("mscale_all_dim")
     if not weight:
         return 1.0

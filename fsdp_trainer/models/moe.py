@@ -1,5 +1,7 @@
-"""Mixture of experts: a router sends each token to a few of many feed-forwards (Shazeer et al.
-2017). No token is dropped."""
+"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many experts.
+
+No token is dropped.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,11 +19,11 @@ from fsdp_trainer.models.four_bit_experts import DecodedGroups
 from fsdp_trainer.models.grouped import grouped_bias, grouped_linear
 
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0
-"""The sigmoid's factor in GPT-OSS's activation, and the limit of its inputs."""
+"""Factor of the sigmoid's input in GPT-OSS's activation, and the limit of gate and up."""
 
 
 class Routing(NamedTuple):
-    """The experts of each token and their weights, [tokens, k]; logits: [tokens, experts]."""
+    """Experts of each token and their weights, both [tokens, k]; logits: [tokens, experts]."""
 
     experts: Tensor
     weights: Tensor
@@ -29,7 +31,10 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """Chooses each token's experts. Not a `Linear`: no adapter, no 4-bit or 8-bit format."""
+    """Router that chooses each token's experts.
+
+    Not a `Linear`, so that it gets no adapter and no 4-bit or 8-bit format.
+    """
 
     bias: Tensor | None
 
@@ -43,7 +48,7 @@ class Router(nn.Module):
         self.normalizes = config.normalizes_experts
 
     def matrix(self) -> Tensor:
-        """Return [experts, hidden], what the router multiplies with."""
+        """Return the router's matrix: [experts, hidden]."""
         return self.weight
 
     def probabilities(self, logits: Tensor) -> Tensor:
@@ -51,11 +56,11 @@ class Router(nn.Module):
         return logits.softmax(-1, dtype=torch.float32)
 
     def offsets(self) -> Tensor | None:
-        """Return [experts], what the router adds to its logits."""
+        """Return the bias of the router's logits: [experts]."""
         return self.bias
 
     def forward(self, x: Tensor) -> Routing:
-        """x: [tokens, hidden]."""
+        """Choose the experts of each token. x: [tokens, hidden]."""
         logits = F.linear(x, self.matrix(), self.offsets())
         weights, experts = self.probabilities(logits).topk(self.chosen, dim=-1)
         if self.normalizes:
@@ -64,14 +69,14 @@ class Router(nn.Module):
 
 
 class SigmoidRouter(Router):
-    """DeepSeek-V3's (2024, §2.1.2): an expert's score, a sigmoid, does not depend on the others'.
+    """DeepSeek-V3's router (2024, §2.1.2): each expert's score is an independent sigmoid.
 
-    Experts are chosen by score + bias and weighted by their scores. Where they are in groups, only
-    those groups count whose two best experts score highest.
+    Experts are chosen by score + bias and weighted by their scores. If experts are in groups, a
+    token chooses from the groups with the highest sums of their two best scores.
     """
 
     e_score_correction_bias: Tensor
-    """[experts] float32, a buffer: no gradient changes it."""
+    """[experts] float32, a buffer without a gradient."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -82,12 +87,12 @@ class SigmoidRouter(Router):
         self.register_buffer("e_score_correction_bias", bias)
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Return the scores over their sum (DeepSeek-V3, equation 19)."""
+        """Return the scores divided by their sum (DeepSeek-V3, equation 19)."""
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
     def forward(self, x: Tensor) -> Routing:
-        """x: [tokens, hidden]. In float32."""
+        """Choose the experts of each token, in float32. x: [tokens, hidden]."""
         logits = F.linear(x.float(), self.matrix().float())
         scores = logits.sigmoid()
         experts = self.choose(scores.detach() + self.e_score_correction_bias)
@@ -97,7 +102,10 @@ class SigmoidRouter(Router):
         return Routing(experts, (weights * self.scale).to(x.dtype), logits)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """Return the experts of each token, [tokens, k]. scores: [tokens, experts], with bias."""
+        """Return the experts of each token, [tokens, k].
+
+        scores: [tokens, experts], including the bias.
+        """
         if self.groups > 1:
             in_groups = scores.unflatten(-1, (self.groups, -1))
             best = in_groups.topk(2, dim=-1).values.sum(-1)
@@ -108,11 +116,12 @@ class SigmoidRouter(Router):
 
     @torch.no_grad()
     def move_bias(self, counts: Tensor, speed: float, skip: Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean by `speed`, and lower that of
-        those with more (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+        """Change biases by `speed` towards a balanced load.
 
-        counts: [experts] float64, whole numbers, the tokens of a step; skip: a bool scalar, True
-        where the step changes nothing.
+        The bias of experts with fewer tokens than the mean rises, that of experts with more falls
+        (Wang et al. 2024, "Auxiliary-loss-free load balancing").
+        counts: [experts] float64 integers, the tokens of a step; skip: a bool scalar, True if the
+        update is skipped.
         """
         bias = self.e_score_correction_bias
         below_mean = counts.sum() - len(counts) * counts
@@ -120,7 +129,7 @@ class SigmoidRouter(Router):
         bias += torch.where(skip, torch.zeros_like(move), move)
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> "SigmoidRouter":
-        """Leave the bias in float32, whatever number format the model is cast to."""
+        """Keep the bias in float32 when the model is cast to another number format."""
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)
         if self.e_score_correction_bias.dtype != bias.dtype:
@@ -133,37 +142,37 @@ ROUTERS: dict[str, type[Router]] = {"softmax": Router, BIASED: SigmoidRouter}
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards side by side: a matrix [out, in] for each expert, stacked.
+    """Gated feed-forwards with stacked matrices, one [out, in] for each expert.
 
-    lora_A, lora_B: matrices of adapters, where models.adapters has given the experts some.
+    lora_A, lora_B: matrices of adapters; absent without adapters.
     """
 
     lora_A: nn.Module
     lora_B: nn.Module
     is_transposed = False
-    """True if the matrices are kept as [in, out]."""
+    """True if the matrices are stored as [in, out]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.active_share = config.num_experts_per_tok / config.num_experts
-        """Share of the weights that a token meets."""
+        """Share of the weights that one token uses."""
         self.lora_scales: dict[str, float] = {}
-        """The factor of B·A for each matrix that has an adapter, by name."""
+        """Factor of B·A of each adapted matrix, by name."""
         self.add_parameters(config)
         self.shapes = {
             name: self.outputs_first(parameter.shape)
             for name, parameter in self.named_parameters(recurse=False)
             if parameter.ndim == 3
         }
-        """Experts, outputs and inputs of the matrices by name, whatever format these have."""
+        """Shape (experts, outputs, inputs) of each matrix by name, independent of its format."""
 
     def outputs_first(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Return experts, outputs and inputs of matrices whose parameter has this shape."""
+        """Return (experts, outputs, inputs) of the matrices of a parameter of this shape."""
         count, rows, columns = shape
         return (count, columns, rows) if self.is_transposed else (count, rows, columns)
 
     def add_parameters(self, config: ModelConfig) -> None:
-        """Add those of all experts."""
+        """Register the parameters of all experts."""
         count = config.num_experts
         width = config.hidden_size
         inner = config.expert_size
@@ -173,22 +182,22 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def own(self, parameter: Tensor) -> Tensor:
-        """Return what this process has of a parameter: of its experts."""
+        """Return this process's part of a parameter; parallel.experts and .tensor override it."""
         return parameter
 
     def matrix(self, name: str) -> Tensor:
-        """Return the matrices that this process multiplies with, [experts, out, in]."""
+        """Return the matrices (or biases) of this process's experts, in the stored layout."""
         return self.own(getattr(self, name))
 
     def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return [rows, out]: rows times their experts' matrices, with the adapters of these.
+        """Return each row times its expert's matrix, including adapters: [rows, out].
 
-        name: of the matrices; rows, ends: as in `forward`.
+        name: name of the stacked matrices; rows, ends: as in `forward`.
         """
         return self.add_adapter(name, rows, ends, self.base_product(name, rows, ends))
 
     def base_product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return [rows, out]: rows times their experts' matrices. See `product`."""
+        """Return each row times its expert's matrix, without adapters: [rows, out]."""
         weights = self.matrix(name)
         if is_encoded(weights):
             columns = self.shapes[name][1 if self.is_transposed else 2]
@@ -198,17 +207,17 @@ class Experts(nn.Module):
         )
 
     def add_adapter(self, name: str, rows: Tensor, ends: Tensor, out: Tensor) -> Tensor:
-        """Return `out`, of `product`, and what the matrices' adapters add to it."""
+        """Return `out` plus the output of the matrices' adapters, if they have any."""
         if name not in self.lora_scales:
             return out
         a, b = (self.own(getattr(matrices, name)) for matrices in (self.lora_A, self.lora_B))
         return out + grouped_linear(grouped_linear(rows, a, ends) * self.lora_scales[name], b, ends)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return [rows, hidden], each row computed by its expert.
+        """Return the output of each row's expert: [rows, hidden].
 
-        rows: [rows, hidden], those of an expert together, in the experts' order; ends: [experts]
-        int32, the row behind each expert's last. An expert may have no rows.
+        rows: [rows, hidden], sorted by expert; ends: [experts] int32, the end of each expert's
+        rows. An expert may have no rows.
         """
         gate = self.product("gate_proj", rows, ends)
         up = self.product("up_proj", rows, ends)
@@ -216,10 +225,10 @@ class Experts(nn.Module):
 
 
 class ClampedExperts(Experts):
-    """GPT-OSS's experts: with biases, and an activation between limits.
+    """GPT-OSS's experts, with biases and a clamped activation.
 
-    Parameters are as in its folders: matrices [experts, in, out], those of gate and up in one,
-    their outputs by turns.
+    Parameters are as in its folders: matrices are [experts, in, out], and gate and up are one
+    matrix with interleaved outputs.
     """
 
     is_transposed = True
@@ -240,15 +249,15 @@ class ClampedExperts(Experts):
         return self.product("down_proj", inside, ends)
 
     def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return each row times its expert's matrix, and its expert's bias: [rows, out]."""
+        """Return each row times its expert's matrix plus the expert's bias: [rows, out]."""
         biases = grouped_bias(rows, self.matrix(f"{name}_bias"), ends)
         return self.add_adapter(name, rows, ends, self.base_product(name, rows, ends) + biases)
 
 
 def clamped_gate(x: Tensor) -> Tensor:
-    """Return (up + 1) · gate · σ(1.702 gate), both limited: [rows, width].
+    """Return (up + 1) · gate · σ(1.702 gate) of clamped gate and up: [rows, width].
 
-    x: [rows, 2 · width], gate and up by turns. A gate has no lower limit.
+    x: [rows, 2 · width], gate and up interleaved. The gate has no lower limit.
     """
     gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
     gate = gate.clamp(max=CLAMP_LIMIT)
@@ -257,24 +266,26 @@ def clamped_gate(x: Tensor) -> Tensor:
 
 
 class Gate(nn.Module):
-    """Gives each token a number between 0 and 1. Not a `Linear`, as `Router`."""
+    """Gate of the shared expert, between 0 and 1. Not a `Linear`, for the reasons of `Router`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(1, config.hidden_size))
 
     def matrix(self) -> Tensor:
-        """Return [1, hidden], what the gate multiplies with."""
+        """Return the gate's matrix: [1, hidden]."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [tokens, 1]. x: [tokens, hidden]."""
+        """Return each token's gate value: [tokens, 1]. x: [tokens, hidden]."""
         return F.linear(x, self.matrix()).sigmoid()
 
 
 class MixtureOfExperts(nn.Module):
-    """Router and experts, in place of a dense feed-forward; in some families a dense one beside
-    them, which every token meets."""
+    """Router and experts in place of a dense feed-forward.
+
+    Some families add a shared expert, a dense feed-forward that every token passes through.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -291,7 +302,7 @@ class MixtureOfExperts(nn.Module):
     def forward(
         self, x: Tensor, balancing: Balancing | None = None
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """Return [batch, length, hidden], and auxiliary values where `balancing` is given.
+        """Return the output, shaped as x, and auxiliary values if `balancing` is given.
 
         x: [batch, length, hidden].
         """
@@ -307,7 +318,7 @@ class MixtureOfExperts(nn.Module):
         return out.view_as(x), figures
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum of what each token's experts compute: [tokens, hidden]."""
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden]."""
         count = self.gate.weight.shape[0]
         chosen = routing.experts.shape[-1]
         flat = routing.experts.flatten()
@@ -323,17 +334,18 @@ class MixtureOfExperts(nn.Module):
 
 
 class Rearranged(torch.autograd.Function):
-    """Rows in another order, each as often as asked.
+    """Repeated and permuted rows, with a deterministic gradient.
 
-    Its gradient is gathered and summed in a fixed order; that of torch's own indexing is scattered
-    by atomic additions, whose order varies.
+    The gradient is gathered and summed in a fixed order. torch's indexing would scatter it with
+    atomic additions, whose order varies.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor, copies: int) -> Tensor:
-        """Return [rows · copies, width]: copy `order[i]` of all copies, each row's side by side.
+        """Return the permuted copies of the rows: [rows · copies, width].
 
-        back: the inverse permutation of `order`.
+        copies: how often each row is repeated, with its copies adjacent. order: permutation of the
+        copies; back: its inverse.
         """
         ctx.save_for_backward(back)
         ctx.copies = copies

@@ -7,9 +7,10 @@ from fsdp_trainer.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm (Zhang & Sennrich 2019), the mean square in float32.
+    """Root-mean-square norm (Zhang & Sennrich 2019), with the mean square in float32.
 
-    size: of the last dimension; None: hidden_size. eps: None: rms_norm_eps.
+    size: size of the last dimension; None: hidden_size. eps: added to the mean square; None:
+    rms_norm_eps.
     """
 
     def __init__(self, config: ModelConfig, size: int | None = None, eps: float | None = None):
@@ -20,11 +21,11 @@ class RMSNorm(nn.Module):
         self.in_float32 = config.family_spec.norm_in_float32
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """Return x normalised, shaped as x: [..., size]."""
         return self.normalize(x, self.weight)
 
     def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return x over its root mean square, times the weight: [..., size]."""
+        """Return x divided by its root mean square and multiplied by the weight: [..., size]."""
         scaled = x.float()
         scaled = scaled * torch.rsqrt(self.mean_square(scaled) + self.eps)
         if self.in_float32:
@@ -32,5 +33,5 @@ class RMSNorm(nn.Module):
         return weight * scaled.to(x.dtype)
 
     def mean_square(self, x: Tensor) -> Tensor:
-        """Return the mean over the last dimension: [..., 1]."""
+        """Return the mean square over the last dimension: [..., 1]."""
         return x.pow(2).mean(-1, keepdim=True)

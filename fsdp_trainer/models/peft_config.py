@@ -1,4 +1,4 @@
-"""PEFT's folders: what adapter_config.json says and which tensors there are. No torch."""
+"""PEFT's folders: adapter_config.json and the tensors' names and shapes. Does not import torch."""
 
 import json
 import math
@@ -16,11 +16,11 @@ Shape = tuple[int, ...]
 WEIGHTS_FILE = "adapter_model.safetensors"
 OTHER_WEIGHTS = "adapter_model.bin"
 PREFIX = "base_model.model."
-"""The prefix of the model's own names in PEFT's files."""
+"""Prefix of the base model's names in PEFT's files."""
 FUSED_RANKS = "fused_ranks"
-"""The key of our files' metadata with the ranks of a fused matrix's parts, by layer, as JSON."""
+"""Metadata key in our files: JSON with the ranks of a fused matrix's parts by layer."""
 LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
-"""The prefix of the blocks' names in a model for text and images."""
+"""Prefix of the blocks' names in a model for text and images."""
 BLOCK_INDEX = re.compile(r".*?\.[^.]*\.(?P<index>\d+)\.")
 TENSORS = {
     f"{A}.weight": A,
@@ -45,7 +45,7 @@ COMPUTED: dict[str, tuple] = {
     "kasa_config": (None, {}),
     "monteclora_config": (None, {}),
 }
-"""Keys that change what an adapter computes, and their values that are computed here."""
+"""Keys that change the computation of an adapter, with the values that are supported here."""
 READ = (
     "r",
     "lora_alpha",
@@ -76,21 +76,21 @@ WITHOUT_EFFECT = (
     "qalora_group_size",
     "ensure_weight_tying",
 )
-"""Keys that only say how an adapter was begun or trained."""
+"""Keys that only describe how an adapter was initialised or trained."""
 MERGE_WITH_PEFT = (
     "\npeft can merge it into its base model, which is a model like any other then:"
     "\nPeftModel.from_pretrained(…).merge_and_unload().save_pretrained(DIR)"
 )
 MAX_MISFITS = 20
-"""Tensors that a message names."""
+"""Largest number of tensors in a message."""
 
 
 @dataclass
 class PeftFolder:
-    """An adapter as PEFT stores it.
+    """An adapter in PEFT's format.
 
-    config: adapter_config.json. shapes: of the tensors, by name without PREFIX. fused_ranks: see
-    FUSED_RANKS; empty in files that are not ours.
+    config: content of adapter_config.json. shapes: shapes of the tensors by name without PREFIX.
+    fused_ranks: see FUSED_RANKS; empty for files that are not ours.
     """
 
     folder: Path
@@ -99,11 +99,14 @@ class PeftFolder:
     fused_ranks: dict[str, int]
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Return the factor of B·A."""
+        """Return the factor of B·A for this rank and alpha."""
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def pattern(self, key: str, default: str, module: str) -> Any:
-        """Return the value of a module in rank_pattern or alpha_pattern, as PEFT finds it."""
+        """Return a module's value in rank_pattern or alpha_pattern, by PEFT's rules.
+
+        key: name of the pattern; default: name of the key for modules without a match.
+        """
         if self.targets_parameter(f"{module}.weight"):
             module = f"{module}.weight"
         for pattern, value in (self.config.get(key) or {}).items():
@@ -112,7 +115,7 @@ class PeftFolder:
         return self.config.get(default, 8)  # PEFT's own default
 
     def targets(self, module: str) -> bool:
-        """Return True if PEFT adapts a linear layer of the blocks, by its name in the folder."""
+        """Return True if PEFT adapts this linear layer. module: its name in the folder."""
         if self.targets_parameter(f"{module}.weight"):
             return True
         if _names(self.config.get("exclude_modules"), module):
@@ -126,11 +129,11 @@ class PeftFolder:
         return _names(targets, module) and self._is_transformed(module)
 
     def targets_parameter(self, name: str) -> bool:
-        """Return True if PEFT adapts a parameter by its name, as those of experts."""
+        """Return True if target_parameters has this parameter, such as one of experts."""
         return _names(self.config.get("target_parameters") or [], name)
 
     def _is_transformed(self, module: str) -> bool:
-        """Return True if layers_to_transform has the module's block, or is not given."""
+        """Return True if layers_to_transform contains the module's block or is not set."""
         layers = self.config.get("layers_to_transform")
         if layers is None or layers == []:
             return True
@@ -144,16 +147,16 @@ class PeftFolder:
 
 
 def _names(patterns: str | Sequence[str] | None, module: str) -> bool:
-    """Return True if a module is one of a list, by its end, or fits a regular expression."""
+    """Return True if a module's name ends in a name of the list or matches a regular expression."""
     if isinstance(patterns, str):
         return bool(re.fullmatch(patterns, module))
     return any(module == name or module.endswith(f".{name}") for name in patterns or [])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return adapter_config.json.
+    """Return the content of adapter_config.json.
 
-    Raises UserError that names everything in it that is not computed here.
+    Raises UserError that lists everything in it that is not supported here.
     """
     path = folder / ADAPTER_CONFIG
     try:
@@ -170,7 +173,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def unsupported(config: dict[str, Any]) -> list[Problem]:
-    """Return everything in adapter_config.json that is not computed here."""
+    """Return a problem for everything in adapter_config.json that is not supported here."""
     problems = [
         Problem(f"{key}={json.dumps(config[key])}", _why_not(key, values))
         for key, values in COMPUTED.items()
@@ -195,7 +198,7 @@ def unsupported(config: dict[str, Any]) -> list[Problem]:
 
 
 def without_effect(config: dict[str, Any]) -> list[str]:
-    """Return a line on each setting of adapter_config.json that a training here does not follow."""
+    """Return a line for each setting of adapter_config.json that has no effect here."""
     lines = []
     if config.get("lora_dropout"):
         lines.append(
@@ -220,9 +223,9 @@ def _why_not(key: str, values: tuple) -> str:
 
 
 def read_folder(folder: Path) -> PeftFolder:
-    """Return what is in a PEFT folder.
+    """Read a PEFT folder: its configuration and the shapes of its tensors.
 
-    Raises UserError for a kind of adapter that is not computed here, and for broken files.
+    Raises UserError for an adapter that is not supported here, and for broken files.
     """
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
@@ -258,5 +261,5 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor in PEFT's file as the base model's folder would have it."""
+    """Return the name of a tensor in PEFT's file without the prefixes of PEFT and image models."""
     return LANGUAGE_MODEL.sub(r"\1", name.removeprefix(PREFIX))

@@ -1,9 +1,9 @@
-"""Adapters of experts in PEFT's folders, which know two forms of them. No torch.
+"""The two forms of experts' adapters in PEFT's folders. Does not import torch.
 
 `separate`: each expert's matrix has an adapter, under the matrix's name in the model's Hugging Face
-folder. So do vLLM and transformers before 5 read them. `stacked`: as transformers 5 keeps experts
-in memory, `target_parameters` of PEFT: gate and up are one matrix, A and B of all experts are one
-tensor, A with its rows by expert, B with its columns by rank and then by expert.
+folder. vLLM and transformers before 5 read this form. `stacked`: the layout of experts in
+transformers 5, PEFT's `target_parameters`. Gate and up are one matrix, and A and B of all experts
+are one tensor each: A's rows are ordered by expert, B's columns by rank and then by expert.
 """
 
 from collections.abc import Iterable
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 STACKED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""The stacked parameters of transformers, and which of our matrices are their rows. GPT-OSS's are
-ours."""
+"""Our matrices whose rows make up each stacked parameter of transformers. For GPT-OSS our matrices
+are the same as those of transformers."""
 BASE_LAYER = "base_layer"
-"""PEFT's name for what it has wrapped: of two adapted parameters the first is the inner one."""
+"""PEFT's name for a wrapped module: of two adapted parameters, the first is the inner one."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A matrix of all experts of a block. shape: [experts, out, in].
+    """The stacked matrices of all experts of a block. shape: [experts, out, in].
 
-    layer: the parameter's name. names: of each expert's module in a Hugging Face folder, none where
-    one tensor holds all.
+    layer: the parameter's name. names: name of each expert's module in a Hugging Face folder; empty
+    if the folder has one tensor for all experts.
     """
 
     layer: str
@@ -36,15 +36,16 @@ class Stack:
 
     @property
     def matrix(self) -> str:
-        """Name of the matrix."""
+        """Name of the matrix within the module."""
         return self.layer.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
 class StackedParameter:
-    """A parameter of transformers' that holds some of our matrices, one behind the other.
+    """A parameter of transformers in which rows of some of our matrices are concatenated.
 
-    name: with its module. module: of its adapter, in PEFT's file.
+    name: full name of the parameter. module: module of its adapter in PEFT's file. parts: our
+    matrices.
     """
 
     name: str
@@ -53,18 +54,18 @@ class StackedParameter:
 
     @property
     def shape(self) -> Shape:
-        """Experts, rows of all parts, columns."""
+        """Shape (experts, rows of all parts, columns)."""
         first = self.parts[0].shape
         return (first[0], sum(part.shape[1] for part in self.parts), first[2])
 
     def first_row(self, layer: str) -> int:
-        """Return where the rows of a part begin."""
+        """Return the first row of a part."""
         before = [part.shape[1] for part in self.parts]
         return sum(before[: [part.layer for part in self.parts].index(layer)])
 
 
 def by_experts(stacks: Iterable[Stack]) -> dict[str, list[Stack]]:
-    """Return the matrices of the experts of each block, by the experts' module."""
+    """Return the stacked matrices of each block, by the name of the experts' module."""
     blocks: dict[str, list[Stack]] = {}
     for stack in stacks:
         blocks.setdefault(stack.experts, []).append(stack)
@@ -72,9 +73,9 @@ def by_experts(stacks: Iterable[Stack]) -> dict[str, list[Stack]]:
 
 
 def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedParameter]:
-    """Return transformers' parameters of a block's experts that are adapted.
+    """Return the adapted ones of transformers' parameters of a block's experts.
 
-    stacks: of one block. adapted: names of our matrices, or of transformers' parameters.
+    stacks: stacks of one block. adapted: names of our matrices or of transformers' parameters.
     """
     experts = stacks[0].experts
     parameters = []
@@ -91,15 +92,15 @@ def stacked_parameters(stacks: list[Stack], adapted: set[str]) -> list[StackedPa
 
 
 def whole_parameters(stacks: list[Stack]) -> list[StackedParameter]:
-    """Return all of transformers' parameters of a block's experts. stacks: of one block."""
+    """Return all of transformers' parameters of a block's experts. stacks: stacks of one block."""
     return stacked_parameters(stacks, set(STACKED_PARTS))
 
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Rows of each matrix of a stack in PEFT's file, trained in full, that are one of ours.
+    """Source of a stacked matrix that was trained in full: rows of a tensor in PEFT's file.
 
-    row, rows: of each matrix.
+    tensor: name of the tensor. row, rows: first row and number of rows in each expert's matrix.
     """
 
     tensor: str
@@ -109,17 +110,18 @@ class StackedRows:
 
 @dataclass(frozen=True)
 class SeparateTensors:
-    """Tensors in PEFT's file, one for each expert, that are a stacked parameter of ours."""
+    """Source of a stacked parameter: tensors in PEFT's file, one for each expert."""
 
     tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """Numbers of a tensor in PEFT's file, of all experts, that are a stacked parameter of ours.
+    """Source of a stacked adapter matrix: a part of a tensor of all experts in PEFT's file.
 
-    is_b: its columns are those of the ranks, else its rows. whole: ranks of an expert in it;
-    rank, first: of these how many are ours, and from which on. row, rows: of B.
+    is_b: the tensor is B, with ranks as columns; otherwise it is A, with ranks as rows. whole: rank
+    of each expert's adapter in the tensor. first, rank: the first of the ranks to use and their
+    number. row, rows: first row and number of rows to use of B.
     """
 
     tensor: str

@@ -1,4 +1,4 @@
-"""Translates PEFT's names to ours: the adapters that a PEFT folder holds. No torch."""
+"""Translation of PEFT's names to ours: the adapters of a PEFT folder. Does not import torch."""
 
 import math
 from collections.abc import Iterable
@@ -23,9 +23,9 @@ from fsdp_trainer.models.peft_experts import (
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter's rows in a matrix of a Hugging Face folder: all of it, or a part of a fused one.
+    """Rows of a matrix in a Hugging Face folder that are one parameter: all, or a part if fused.
 
-    layer: the parameter's module.
+    layer: name of the parameter's module. first, rows: first row and number of rows.
     """
 
     layer: str
@@ -37,9 +37,9 @@ class Part:
 class Layout:
     """The matrices and other parameters of a model, by their names in a Hugging Face folder.
 
-    linears: the blocks' linear layers, with their shape. parameters: all, with their shape and the
-    parameters of ours that are its rows. tied: the head is the embedding. stacks: the matrices of
-    experts, by our name of the parameter.
+    linears: modules of the blocks' linear layers, with shape and parts. parameters: all parameters,
+    with shape and parts, which are our parameters that make up the rows. tied: the head is the
+    embedding. stacks: the matrices of experts, by our name of the parameter.
     """
 
     linears: dict[str, tuple[Shape, list[Part]]]
@@ -50,9 +50,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class PeftRows:
-    """Rows and columns of a tensor in PEFT's file that are a parameter of ours.
+    """Source of a parameter: rows and columns of a tensor in PEFT's file.
 
-    columns: None: all of them.
+    tensor: name of the tensor. first, rows: first row and number of rows. columns: start and end;
+    None: all.
     """
 
     tensor: str
@@ -66,9 +67,9 @@ Source = PeftRows | SeparateTensors | StackedTensor | StackedRows
 
 @dataclass
 class Resolved:
-    """A PEFT folder as adapters of a model: where each parameter is.
+    """The adapters of a model in a PEFT folder, and the source of each parameter.
 
-    same: pairs of tensors that must hold the same numbers.
+    same: pairs of tensors that must be equal.
     """
 
     spec: AdapterSpec
@@ -81,9 +82,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
-    """Return the adapters of a model that a PEFT folder holds. base: as in AdapterSpec.
+    """Return the adapters in a PEFT folder, matched to a model. base: as in AdapterSpec.
 
-    Raises UserError that names everything that does not fit.
+    Raises UserError that lists everything that does not fit the model.
     """
     modules, others = by_module(peft.shapes)
     problems: list[Problem] = []
@@ -97,7 +98,8 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
         if not misfits:
             adopt(peft, module, tensors, layout.linears[module][1], layers, sources)
     problems += missing(peft, modules, layout)
-    wrapped = {f"{module}.base_layer.weight" for module in modules}  # an adapted embedding's own
+    # an adapted embedding's own weight
+    wrapped = {f"{module}.base_layer.weight" for module in modules}
     others = {name: shape for name, shape in others.items() if name not in wrapped}
     also, same = fully_trained(others, layout, sources, problems)
     more = len(problems) - MAX_MISFITS
@@ -116,7 +118,7 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
 
 
 def by_module(shapes: dict[str, Shape]) -> tuple[dict[str, dict[str, Shape]], dict[str, Shape]]:
-    """Return the tensors of each adapter, by its module, and all others."""
+    """Return the shapes of each adapter's tensors by module, and of all other tensors by name."""
     modules: dict[str, dict[str, Shape]] = {}
     others: dict[str, Shape] = {}
     for name, shape in shapes.items():
@@ -129,7 +131,7 @@ def by_module(shapes: dict[str, Shape]) -> tuple[dict[str, dict[str, Shape]], di
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return module and tensor of an adapter, ("", "") for another parameter."""
+    """Return module and tensor of an adapter's parameter, ("", "") for other parameters."""
     for end, tensor in TENSORS.items():
         if name.endswith(f".{end}"):
             return name.removesuffix(f".{end}"), tensor
@@ -139,7 +141,7 @@ def split_name(name: str) -> tuple[str, str]:
 def misfits_of(
     peft: PeftFolder, module: str, tensors: dict[str, Shape], layout: Layout
 ) -> list[Problem]:
-    """Return why a module's adapter is none of this model's."""
+    """Return the problems of a module's adapter that does not fit this model."""
     if module not in layout.linears:
         if f"{module}.weight" in layout.parameters:
             text = (
@@ -159,7 +161,7 @@ def misfits_of(
 def shape_misfits(
     module: str, tensors: dict[str, Shape], expected: dict[str, Shape]
 ) -> list[Problem]:
-    """Return the tensors of an adapter that are missing, superfluous or of another shape."""
+    """Return a problem for each tensor of an adapter that is missing, unexpected or misshapen."""
     problems = []
     for tensor in {**expected, **tensors}:
         name = f"{module}.{tensor}"
@@ -182,10 +184,10 @@ def adopt(
     layers: dict[str, tuple[int, float]],
     sources: dict[str, Source],
 ) -> None:
-    """Add the adapters of a matrix's parts, and where their numbers are.
+    """Add the adapters of a matrix's parts to `layers`, and their sources to `sources`.
 
-    A fused matrix's adapter is one of the whole rank for each part, or, in our own files, those of
-    which it was made.
+    An adapter of a fused matrix becomes one of the same rank for each part. In our own files it
+    is split into the adapters that were fused.
     """
     whole = tensors[A][0]
     scale = peft.scale(whole, peft.pattern("alpha_pattern", "lora_alpha", module))
@@ -216,9 +218,9 @@ def adopt_experts(
     layers: dict[str, tuple[int, float]],
     sources: dict[str, Source],
 ) -> list[Problem]:
-    """Add the adapters of a block's experts, and where their numbers are; drop their modules.
+    """Add the adapters of a block's experts to `layers` and `sources`, and return problems.
 
-    Returns what does not fit.
+    Removes their modules from `modules`.
     """
     problems: list[Problem] = []
     for stack in stacks:
@@ -240,7 +242,7 @@ def adopt_separate(
     layers: dict[str, tuple[int, float]],
     sources: dict[str, Source],
 ) -> list[Problem]:
-    """See adopt_experts: where each expert's matrix has an adapter of its own, or none has one."""
+    """Add adapters in the separate form, if there are any. See adopt_experts."""
     own = {name: modules.pop(name) for name in stack.names if name in modules}
     if not own:
         return []
@@ -269,7 +271,7 @@ def adopt_stacked(
     layers: dict[str, tuple[int, float]],
     sources: dict[str, Source],
 ) -> list[Problem]:
-    """See adopt_experts: of one of transformers' parameters, whose parts are matrices of ours."""
+    """Add adapters in the stacked form, for one parameter of transformers. See adopt_experts."""
     count, rows, columns = parameter.shape
     whole = peft.pattern("rank_pattern", "r", parameter.name)
     expected: dict[str, Shape] = {A: (count * whole, columns), B: (rows, count * whole)}
@@ -295,7 +297,7 @@ def adopt_stacked(
 
 
 def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Problem]:
-    """Return the layers that target_modules means and the file does not have."""
+    """Return the problems of layers that the configuration targets but the file lacks."""
     there = set(modules)
     text = f"is missing, though target_modules in {ADAPTER_CONFIG} means it"
     lacking = [name for name in layout.linears if name not in there and peft.targets(name)]
@@ -303,7 +305,7 @@ def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Pr
 
 
 def unknown_parameters(peft: PeftFolder, layout: Layout) -> list[Problem]:
-    """Return the names in target_parameters that nothing of this model has."""
+    """Return a problem for each name in target_parameters that matches nothing in this model."""
     names = [f"{name}.weight" for name in layout.linears]
     names += [f"{s.experts}.{name}" for s in layout.stacks.values() for name in STACKED_PARTS]
     ends = tuple(f".{name}" for name in peft.config.get("target_parameters") or [])
@@ -318,7 +320,10 @@ def fully_trained(
     sources: dict[str, Source],
     problems: list[Problem],
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the parameters that modules_to_save trains, and tensors that must be equal."""
+    """Return the parameters trained by modules_to_save, and pairs of tensors that must be equal.
+
+    Adds to `sources` and `problems`.
+    """
     also: list[str] = []
     tied = {EMBEDDING, HEAD} & tensors.keys() if layout.tied else set()
     experts = {
@@ -349,9 +354,9 @@ def fully_trained(
 def adopt_whole(
     parameter: StackedParameter, shape: Shape, sources: dict[str, Source], problems: list[Problem]
 ) -> list[str]:
-    """Add where our matrices are in a parameter of experts that was trained in full.
+    """Add the sources of our matrices in a parameter of experts that was trained in full.
 
-    Returns their names.
+    Returns the names of the matrices.
     """
     problems += other_shape(parameter.name, shape, parameter.shape)
     for part in parameter.parts:
@@ -361,7 +366,7 @@ def adopt_whole(
 
 
 def other_shape(name: str, shape: Shape, expected: Shape) -> list[Problem]:
-    """Return the problem of a tensor that has not the model's shape, if it has not."""
+    """Return the problem of a tensor whose shape differs from the model's, if it does."""
     if shape == expected:
         return []
     text = f"has shape {list(shape)}; the model has {list(expected)}"
@@ -369,7 +374,7 @@ def other_shape(name: str, shape: Shape, expected: Shape) -> list[Problem]:
 
 
 def _trained_apart(name: str) -> Problem:
-    """Return the problem of an adapter that has one of two tied matrices."""
+    """Return the problem of an adapter that has only one of two tied matrices."""
     other = "head" if name == EMBEDDING else "embedding"
     text = (
         f"was trained apart from the {other}, which this model has tied to it"

@@ -1,4 +1,4 @@
-"""The architecture that the `model` group asks for, and what is wrong with it. No torch."""
+"""The architecture that the `model` group defines, and its problems. Does not import torch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
 TWO_MESHES = (2, 13)
-"""The first torch whose FSDP2 takes parameters of one unit on two meshes."""
+"""The first torch version whose FSDP2 supports parameters of one unit on two meshes."""
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
 OURS = ("vocab_multiple", "initializer", "initializer_range")
-"""Keys that are no part of an architecture: free with every init_from."""
+"""Keys that are not part of an architecture: they may differ from any init_from."""
 
 
 def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
-    """Return init_from's architecture, else the tiny model's, with the keys that are set.
+    """Return the architecture of init_from, or of the tiny model, changed by the keys that are set.
 
-    vocab_size: the tokenizer's, which random weights follow unless model.vocab_size is set.
+    vocab_size: the tokenizer's size, used for random weights unless model.vocab_size is set.
     Raises UserError.
     """
     keys = _keys_set(model)
@@ -48,7 +48,7 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
 
 
 def _keys_set(model: Model) -> dict[str, Any]:
-    """Return the architecture's keys that are not null."""
+    """Return the keys of the architecture that are not null."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
@@ -58,7 +58,7 @@ def _keys_set(model: Model) -> dict[str, Any]:
 def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfig:
     """Return the architecture for a tokenizer of `tokens` tokens. Raises UserError.
 
-    grows: tokens were added to the tokenizer, and the model gets rows for them.
+    grows: True if tokens were added to the tokenizer, so that the model gets rows for them.
     """
     config = resolve_model(model, tokens)
     if grows and model.vocab_size is None:
@@ -74,7 +74,7 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfi
 
 
 def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
-    """Return how the keys that are set contradict init_from's config.json."""
+    """Return a problem for each set key that contradicts init_from's config.json."""
     is_named = model.name != "auto"
     free = {*OURS, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
     free |= {"tie_word_embeddings"} if stored.scalar_head else set()
@@ -100,8 +100,10 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
 
 
 def model_problems(cfg: TrainConfig) -> list[Problem]:
-    """Return what is wrong with the model, as far as it is known without torch, data and
-    tokenizer. A folder that is missing is reported elsewhere, as a missing path."""
+    """Return the model's problems, as far as known without torch, data and tokenizer.
+
+    A missing folder is reported elsewhere, as a missing path.
+    """
     model = cfg.model
     if problems := rope_problems(model.rope_scaling or {}, "model.rope_scaling"):
         return problems
@@ -121,7 +123,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
 
 
 def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield sizes that do not fit each other."""
+    """Yield a problem for each size that contradicts another."""
     kv_heads = config.num_key_value_heads
     if config.num_attention_heads % kv_heads:
         reason = f"must divide num_attention_heads={config.num_attention_heads}"
@@ -145,7 +147,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield sizes of heads that latent attention does not have."""
+    """Yield a problem for each head size that is impossible with latent attention."""
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     if keys != heads:
         reason = "all heads have keys of their own in latent attention"
@@ -159,14 +161,14 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def shared_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield why the ranks cannot share the model as the configuration asks."""
+    """Yield the problems of sharding this model in the configured way."""
     yield from expert_problems(cfg, config)
     yield from tensor_problems(cfg, config)
     yield from _stage_problems(cfg, config)
 
 
 def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield what is wrong with a model's experts, and why ranks cannot divide them."""
+    """Yield the problems of a model's experts and of their sharding."""
     size = cfg.sharding.expert
     yield from _balance_problems(cfg, config)
     if EXPERTS not in config.feed_forwards:
@@ -190,7 +192,7 @@ def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def _group_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield groups of experts that do not fit."""
+    """Yield a problem for impossible groups of experts."""
     experts, groups, chosen = config.num_experts, config.n_group, config.topk_group
     if groups == 1:
         return
@@ -208,7 +210,7 @@ def _group_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield weights of experts' losses where these cannot be."""
+    """Yield a problem for each auxiliary loss of experts that this model cannot have."""
     reason = None
     if EXPERTS not in config.feed_forwards:
         having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
@@ -222,7 +224,7 @@ def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem
 
 
 def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield why the routers' biases cannot be moved."""
+    """Yield a problem if the routers' biases cannot be updated."""
     speed = cfg.loss.bias_update_speed
     if config.family_spec.router != BIASED:
         having = ", ".join(n for n, s in FAMILIES.items() if s.router == BIASED)
@@ -236,7 +238,7 @@ def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def _separate_expert_problems(cfg: TrainConfig, key: str) -> Iterator[Problem]:
-    """Yield what cannot be where experts are on a mesh of their own, because of sharding.`key`."""
+    """Yield the problems of experts on a separate mesh, which sharding.`key` makes necessary."""
     because = f"sharding.{key}={getattr(cfg.sharding, key)}"
     torch = version("torch")
     if tuple(map(int, torch.split(".")[:2])) < TWO_MESHES:
@@ -248,7 +250,7 @@ def _separate_expert_problems(cfg: TrainConfig, key: str) -> Iterator[Problem]:
 
 
 def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield the sizes that the ranks of a tensor group cannot share evenly."""
+    """Yield the problems of sharding this model over a tensor group."""
     ranks = cfg.sharding.tensor
     length = cfg.batch.seq_len
     misfits = tensor_misfits(config, length, ranks)
@@ -261,7 +263,7 @@ def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield formats whose blocks of numbers a part of the rows of o and down would cut."""
+    """Yield a problem for each format whose blocks would be cut by sharding rows of o and down."""
     ranks, adapter = cfg.sharding.tensor, cfg.adapter
     if ranks == 1:
         return
@@ -283,7 +285,7 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
-    """Return the columns of the matrices whose rows are cut, and what says how many, by module."""
+    """Return a name for the width and the width of each matrix whose rows are cut, by module."""
     heads = config.num_attention_heads * config.value_dim
     widths = {"self_attn.o_proj": ("num_attention_heads × head_dim", heads)}
     if DENSE in config.feed_forwards:
@@ -295,13 +297,13 @@ def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 
 def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
-    """Return True if rows of a module of any block are trained, or those of its adapter's A.
+    """Return True if the module's matrix or its adapter's A is trained in any block.
 
-    module: its name in a block.
+    module: name of the module within a block.
     """
     adapter = cfg.adapter
     if adapter.init_from:
-        return False  # its folder decides which layers there are, and is read later
+        return False  # the layers are defined by its folder, which is read later
     layers = [f"model.layers.{block}.{module}" for block in range(config.num_hidden_layers)]
     trained = [f"{layer}.weight" for layer in layers]
     if adapter.name != "none":
@@ -313,13 +315,13 @@ def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
 
 
 def _fits(layer: str, patterns: list[str]) -> bool:
-    """Return True if one of the patterns fits a layer's name, or the end of it."""
+    """Return True if one of the patterns matches a layer's name or the end of it."""
     forms = [form for pattern in patterns for form in (pattern, f"*.{pattern}")]
     return any(fnmatchcase(layer, form) for form in forms)
 
 
 def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield stages of a pipeline that would have no block."""
+    """Yield a problem if a pipeline stage would have no block."""
     blocks, stages = config.num_hidden_layers, stage_count(cfg.sharding)
     if blocks < stages:
         ranks = cfg.sharding.pipeline
@@ -332,14 +334,14 @@ def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 
 
 def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
-    """Return which sizes `ranks` ranks of a tensor group cannot share evenly, each in words."""
+    """Return a message for each size that `ranks` ranks of a tensor group cannot divide evenly."""
     sizes = {
         "model.num_attention_heads": config.num_attention_heads,
         "model.intermediate_size": config.intermediate_size,
         "batch.seq_len": seq_len,
     }
     if DENSE not in config.feed_forwards:
-        del sizes["model.intermediate_size"]  # experts are divided as a whole
+        del sizes["model.intermediate_size"]  # ranks hold complete experts
     if EXPERTS in config.feed_forwards and config.shared_size:
         sizes[_shared_key(config)] = config.shared_size
     misfits = [f"must divide {key}={size}" for key, size in sizes.items() if size % ranks]
@@ -351,14 +353,14 @@ def tensor_misfits(config: ModelConfig, seq_len: int, ranks: int) -> list[str]:
 
 
 def _shared_key(config: ModelConfig) -> str:
-    """Return the keys that say how wide the feed-forward beside experts is."""
+    """Return the keys that define the width of the shared expert."""
     if config.shared_expert_intermediate_size:
         return "model.shared_expert_intermediate_size"
     return "model.n_shared_experts × model.moe_intermediate_size"
 
 
 def _family_problems(model: Model, config: ModelConfig) -> Iterator[Problem]:
-    """Yield keys that the family does not have."""
+    """Yield a problem for each key that the family does not have."""
     window = model.sliding_window
     if config.family_spec.windows == "none" and window is not None:
         windowed = [name for name, spec in FAMILIES.items() if spec.windows != "none"]

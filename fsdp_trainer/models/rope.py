@@ -1,5 +1,7 @@
-"""Rotary position embedding in Hugging Face's half-rotation layout (Su et al. 2021), and its
-scalings for longer context."""
+"""Rotary position embedding (Su et al. 2021) and its scalings for longer context.
+
+Channels are in Hugging Face's half-rotation layout.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,9 +17,9 @@ Scaling = dict[str, Any]
 
 
 class Rope:
-    """Turns positions into the cosines and sines of their angles.
+    """Map from positions to the cosines and sines of their angles.
 
-    local: by rope_local_theta and unscaled, for a family's blocks with a window.
+    local: uses rope_local_theta without scaling, for blocks with a window.
     """
 
     def __init__(self, config: ModelConfig, local: bool = False):
@@ -43,10 +45,10 @@ class Rope:
     def __call__(
         self, positions: Tensor, dtype: torch.dtype, layout: PackedAttention
     ) -> tuple[Tensor, Tensor]:
-        """Return cosine and sine, each [batch, length, 1, rotary_dim]. Angles are in float32.
+        """Return cosine and sine, each [batch, length, 1, rotary_dim], from float32 angles.
 
-        positions: [batch, length]; layout: knows the documents' lengths, by which longrope chooses
-        its frequencies.
+        positions: [batch, length]; layout: provides the documents' lengths, by which longrope
+        chooses its frequencies.
         """
         self.frequencies = self.frequencies.to(positions.device)
         self.long = self.long.to(positions.device)
@@ -62,7 +64,7 @@ class Rope:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate queries or keys, [batch, length, heads, head_dim]; channels behind rotary_dim pass."""
+    """Rotate the first rotary_dim channels of queries or keys [batch, length, heads, head_dim]."""
     rotary = x[..., : cosine.shape[-1]]
     rest = x[..., cosine.shape[-1] :]
     first, second = rotary.chunk(2, dim=-1)
@@ -71,8 +73,10 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
-    """Stretch slow channels, keep fast ones, interpolate those between (The Llama 3 Herd of Models,
-    §3.4.2)."""
+    """Stretch slow channels, keep fast ones, and interpolate in between.
+
+    See The Llama 3 Herd of Models, §3.4.2.
+    """
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     original = scaling["original_max_position_embeddings"]
@@ -86,8 +90,11 @@ def _llama3(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
-    """Stretch channels with fewer than beta_slow rotations within the original context, keep those
-    with more than beta_fast, interpolate those between by index (Peng et al. 2023, §3.2)."""
+    """Stretch slow channels, keep fast ones, and interpolate in between by channel index.
+
+    Slow: fewer than beta_slow rotations within the original context; fast: more than beta_fast
+    (Peng et al. 2023, §3.2).
+    """
     dim = 2 * len(frequencies)
     original = scaling["original_max_position_embeddings"]
 
@@ -107,7 +114,7 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
 
 
 def _yarn_factor(context: int, scaling: Scaling) -> float:
-    """Return attention's temperature as a factor on queries and keys (Peng et al. 2023, §3.4)."""
+    """Return the attention temperature as a factor on queries and keys (Peng et al. 2023, §3.4)."""
 
     def temperature(weight: float) -> float:
         return 0.1 * weight * math.log(max(1.0, scaling["factor"])) + 1.0
@@ -118,8 +125,10 @@ def _yarn_factor(context: int, scaling: Scaling) -> float:
 
 
 def _longrope_factor(context: int, scaling: Scaling) -> float:
-    """Return a factor that grows with the new context over the original one (Ding et al. 2024, as
-    Phi-3 uses it)."""
+    """Return a factor that grows with the ratio of the new context to the original one.
+
+    See Ding et al. 2024; used by Phi-3.
+    """
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or context / original
     if factor <= 1:
@@ -136,9 +145,9 @@ FREQUENCIES: dict[str, Callable[[Tensor, float, Scaling], Tensor]] = {
         frequencies / torch.tensor(scaling["short_factor"])
     ),
 }
-"""Functions of (plain frequencies, theta, scaling) to frequencies [rotary_dim / 2]."""
+"""Functions from (plain frequencies, theta, scaling) to frequencies [rotary_dim / 2]."""
 FACTORS: dict[str, Callable[[int, Scaling], float]] = {
     "yarn": _yarn_factor,
     "longrope": _longrope_factor,
 }
-"""Functions of (max_position_embeddings, scaling) to the factor on cosine and sine."""
+"""Functions from (max_position_embeddings, scaling) to the factor on cosine and sine."""

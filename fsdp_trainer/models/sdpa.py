@@ -1,4 +1,4 @@
-"""The kernel calls that layouts are made of: torch's, and our own for a soft limit on scores."""
+"""Attention kernels used by the layouts: torch's, and our own for softcap and sinks."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
 
 SOFTCAP_QUERIES = 256
-"""Queries whose soft-capped scores exist at the same time."""
+"""Number of queries in a chunk of soft-capped attention."""
 
 
 class Scoring(NamedTuple):
-    """The way from products q · k to the scores that softmax takes.
+    """Transformation of products q · k to the scores for the softmax.
 
     scale: a factor; None: 1 / √head_dim. softcap: scores s become softcap · tanh(s / softcap).
-    sinks: one more score for each query, of a key without a value: [heads], or [heads, queries].
+    sinks: an extra score for each query, of a key without a value: [heads], or [heads, queries].
     """
 
     scale: float | None = None
@@ -39,9 +39,8 @@ def sdpa(
 ) -> Tensor:
     """Call torch's `scaled_dot_product_attention` on [batch, length, heads, head_dim].
 
-    With a soft limit on scores, or sinks, which torch's does not have, our own function computes
-    it.
-    is_causal: without a mask, whether a query sees only keys up to its own position.
+    With softcap or sinks, which torch does not support, our own functions are called.
+    is_causal: True: without a mask, a query sees only keys up to its own position.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     causal = is_causal and mask is None
@@ -54,8 +53,8 @@ def sdpa(
         scale = scoring.scale or q.shape[-1] ** -0.5
         return SinkAttention.apply(q, k, v, scoring.sinks, mask, causal, scale).transpose(1, 2)
     if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # the only fused kernel for these (memory-efficient) takes as many kv heads as heads; the
-        # unfused one would hold all scores
+        # the only fused kernel for these (memory-efficient) needs as many kv heads as heads; the
+        # unfused one would store all scores
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
         groups = 1
@@ -72,12 +71,12 @@ def sdpa(
 
 
 class SinkAttention(torch.autograd.Function):
-    """Attention in whose softmax each query has one more score, of a key without a value (Xiao et
-    al. 2023; GPT-OSS learns one for each head).
+    """Attention with sinks: the softmax has an extra score per query, of a key without a value.
 
-    A kernel says the logarithm of the sum of its scores' exponentials. To that the sinks are added
-    afterwards; given the new sum, its backward is right for what precedes the sinks.
-    q, k, v: [batch, heads, length, head_dim]; sinks: of Scoring; mask: bool.
+    See Xiao et al. 2023; GPT-OSS trains one sink for each head. The sinks are added to the
+    logsumexp that a kernel returns; with the new logsumexp, the kernel's backward returns the right
+    gradients of q, k and v.
+    q, k, v: [batch, heads, length, head_dim]; sinks: see Scoring; mask: bool.
     """
 
     @staticmethod
@@ -112,9 +111,10 @@ class SinkAttention(torch.autograd.Function):
 
 
 def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention, and the logarithms of its sums, with one more score for each query.
+    """Return attention and logsumexp after adding the sinks to the softmax.
 
-    out: [..., head_dim] and total: [...] without it; sinks: broadcast to `total`.
+    out: [..., head_dim] and total: [...], attention and logsumexp without sinks; sinks:
+    broadcastable to `total`.
     """
     more = torch.logaddexp(total, sinks.float())
     share = (total - more).exp().unsqueeze(-1)
@@ -122,14 +122,16 @@ def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tenso
 
 
 def sink_gradient(grad: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of the sinks. grad: of `out`; all others: as `with_sinks` returns them
-    and takes them."""
+    """Return the gradient of the sinks.
+
+    grad: gradient of `out`; out, total: as returned by `with_sinks`; sinks: as passed to it.
+    """
     gradient = (sinks.float() - total).exp() * (grad.float() * out.float()).sum(-1)
     return -gradient.sum_to_size(sinks.shape).to(sinks.dtype)
 
 
 def as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return what is added to scores in place of a mask, in q's number format."""
+    """Return a mask as numbers to add to the scores (0 or -inf), in q's number format."""
     if mask is None:
         return None
     zeros = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
@@ -139,8 +141,8 @@ def as_bias(mask: Tensor | None, q: Tensor) -> Tensor | None:
 class SoftcappedAttention(torch.autograd.Function):
     """Attention with scores cap · tanh(s / cap) (Gemma 2), in chunks of queries.
 
-    Backward computes a chunk's scores again: [batch, heads, chunk, keys] exist at the same time,
-    and nothing of that size between forward and backward.
+    Backward recomputes a chunk's scores, so that [batch, heads, chunk, keys] numbers exist at a
+    time, and none of them between forward and backward.
     q: [batch, heads, queries, head_dim]; k, v: [batch, kv heads, keys, head_dim];
     mask: bool, its last two dimensions are [queries, keys].
     """
@@ -168,7 +170,7 @@ class SoftcappedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple:
-        """Return the gradients of q, k and v; sums over chunks are taken in float32."""
+        """Return the gradients of q, k and v, summed over chunks in float32."""
         q, k, v, mask = ctx.saved_tensors
         _, scale, _ = ctx.options
         grad_q = []
@@ -189,9 +191,11 @@ class SoftcappedAttention(torch.autograd.Function):
 def _softcapped_chunks(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, cap: float
 ) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
-    """Yield for each chunk of queries: its rows, the keys that they may see, the queries by kv
-    head, tanh(scores / cap) and the probabilities, both float32 [batch, kv heads, heads of a kv
-    head · queries, keys]."""
+    """Yield rows, visible keys, queries, tanh(scores / cap) and probabilities of each chunk.
+
+    queries: as `_by_kv_head` returns them. The last two are float32 [batch, kv heads, heads of a
+    kv head · queries, keys].
+    """
     for start in range(0, q.shape[2], SOFTCAP_QUERIES):
         rows = slice(start, min(start + SOFTCAP_QUERIES, q.shape[2]))
         keys = slice(0, rows.stop if causal else k.shape[2])
@@ -203,18 +207,18 @@ def _softcapped_chunks(
         q_rows = _by_kv_head(q[:, :, rows], k)
         products = (q_rows @ k[:, :, keys].mT).float()
         tanh = torch.tanh(products * (scale / cap))
-        # the dimension before [queries, keys] is that of a kv head's heads
+        # the dimension before [queries, keys] counts the heads of a kv head
         scores = (tanh * cap).unflatten(2, (-1, rows.stop - start))
         scores = scores.masked_fill(hidden.unsqueeze(-3), float("-inf")).flatten(2, 3)
         yield rows, keys, q_rows, tanh, torch.softmax(scores, -1)
 
 
 def _by_kv_head(q: Tensor, k: Tensor) -> Tensor:
-    """[batch, kv heads, heads of a kv head · queries, head_dim]."""
+    """Return queries as [batch, kv heads, heads of a kv head · queries, head_dim]."""
     return q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
 def _ungroup(x: Tensor, rows: slice) -> Tensor:
-    """Undo `_by_kv_head`: [batch, heads, queries, head_dim]."""
+    """Undo `_by_kv_head`: return [batch, heads, queries, head_dim]."""
     queries = rows.stop - rows.start
     return x.unflatten(2, (-1, queries)).flatten(1, 2)

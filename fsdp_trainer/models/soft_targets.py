@@ -1,7 +1,7 @@
-"""A teacher's probabilities of every token, which a student learns from (Hinton et al. 2015).
+"""A teacher's token probabilities as soft targets for a student (Hinton et al. 2015).
 
-They are compared with the student's in the head, one chunk of tokens at a time. Where ranks share
-the vocabulary each compares its own columns.
+They are compared with the student's in the head, one chunk of tokens at a time. If ranks share
+the vocabulary, each compares its own columns.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,18 @@ from torch import Tensor
 
 FORWARD, REVERSE = "forward", "reverse"
 SMALLEST_LOG = -1e4
-"""Of a probability that is 0: finite, since 0 · inf is not a number."""
+"""Logarithm of probability 0: finite, since 0 · inf is not a number."""
 LARGEST_LOG = -1e-6
-"""Of what is left over beside a list, of which some is always likely."""
+"""Largest log-probability of all tokens outside a list: the list's probability is never 0."""
 
 
 class Comparison(NamedTuple):
-    """A chunk's divergence of teacher and student, and the teacher's log-probability of the
-    targets: [rows] float32 each. slopes: [rows, columns] float32, the derivative of the divergence
-    in the student's logits, of the first columns of this process."""
+    """Comparison of teacher and student on a chunk of tokens.
+
+    divergence: [rows] float32, KL divergence of teacher and student. teacher_log_probability:
+    [rows] float32, of the targets. slopes: [rows, columns] float32, the divergence's derivative
+    for the student's logits, for the first columns of this process.
+    """
 
     divergence: Tensor
     teacher_log_probability: Tensor
@@ -29,29 +32,31 @@ class Comparison(NamedTuple):
 
 
 class SoftTargets(Protocol):
-    """A teacher's probabilities of the supervised tokens of a micro-batch."""
+    """A teacher's probabilities for the supervised tokens of a micro-batch."""
 
     temperature: float
     kl: str
     """FORWARD: KL(teacher ‖ student); REVERSE: KL(student ‖ teacher)."""
     vocabulary: int
-    """Tokens that both know, the first ones: both distributions are over these."""
+    """Number of first tokens common to both vocabularies; both distributions are over these."""
 
     def log_probabilities(
         self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
     ) -> tuple[Tensor, Tensor]:
-        """Return [rows, columns] float32, at the temperature, and the targets' at temperature 1.
+        """Return the teacher's log-probabilities of all tokens, and those of the targets.
 
-        log_student: [rows, columns] float32, the student's at the temperature. tokens: the chunk.
-        Collective where ranks share the vocabulary.
+        The former are [rows, columns] float32 at the temperature, the latter [rows] at temperature
+        1. log_student: [rows, columns] float32, the student's at the temperature. tokens: the
+        chunk. Collective if ranks share the vocabulary.
         """
 
 
 @dataclass
 class TeacherLogits:
-    """Soft targets of a teacher in memory, whose logits are made along with the student's.
+    """Soft targets of a teacher in memory, whose logits are computed with the student's.
 
-    hidden: [tokens, width], behind its last norm. teacher: its head, whose weight is gathered.
+    hidden: [tokens, width], the teacher's states after its last norm. teacher: its head, with
+    gathered weight.
     """
 
     hidden: Tensor
@@ -77,11 +82,11 @@ class TeacherLogits:
 
 
 class TopTokens(NamedTuple):
-    """A teacher's likeliest tokens of each place, at some temperature, and what is left over.
+    """A teacher's most likely tokens at each position, at some temperature.
 
-    tokens: [places, k] int64; logs: [places, k] float32, their log-probabilities, largest first.
-    rest: [places] float32, the logarithm of the others' probabilities together. target: [places]
-    float32, the log-probability of the target at temperature 1.
+    tokens: [positions, k] int64; logs: [positions, k] float32, their log-probabilities, largest
+    first. rest: [positions] float32, the logarithm of the total probability of all other tokens.
+    target: [positions] float32, the log-probability of the target at temperature 1.
     """
 
     tokens: Tensor
@@ -92,12 +97,12 @@ class TopTokens(NamedTuple):
 
 @dataclass
 class ListedTargets:
-    """Soft targets of the likeliest tokens alone, which were stored; there is no teacher.
+    """Soft targets from stored lists of the most likely tokens, without a teacher in memory.
 
-    What is left over is shared out among all other tokens as the student's own probabilities of
-    them are. That is the nearest distribution to the student's with these likeliest tokens, so
-    only they, and how much is left over, pull at the student. Where every token is listed it is
-    the teacher's own.
+    The remaining probability is distributed over all other tokens in proportion to the student's
+    probabilities. This is the distribution nearest to the student's that has the listed
+    probabilities, so only the listed tokens and the size of the remainder affect the student. If
+    every token is listed, it is the teacher's distribution.
     """
 
     top: TopTokens
@@ -114,7 +119,7 @@ class ListedTargets:
         log_p = log_student.clone()
         put(log_p, *place, torch.full_like(logs, SMALLEST_LOG, dtype=torch.float32), "amin")
         log_p.add_((rest - joint_logsumexp(head, log_p))[:, None])
-        # logs are stored in few bits: what they have together follows from what is left over
+        # logs are stored in few bits, so their total probability is computed from the rest
         logs = logs.float()
         together = (-rest.clamp(max=LARGEST_LOG).exp()).log1p()
         put(log_p, *place, logs + (together - logs.logsumexp(-1))[:, None], "amax")
@@ -122,10 +127,9 @@ class ListedTargets:
 
 
 def likeliest(soft: TeacherLogits, count: int, targets: Tensor) -> TopTokens:
-    """Return the `count` likeliest tokens of all places. Collective where ranks share the
-    vocabulary.
+    """Return the `count` most likely tokens at all positions, computed in the head's chunks.
 
-    Of places whose logits are made at the same time, as in the head.
+    Collective if ranks share the vocabulary.
     """
     head, places = soft.teacher, len(soft.hidden)
     rows = head.rows_at_once(places, soft.hidden.device.type)
@@ -152,11 +156,11 @@ def _likeliest(soft: TeacherLogits, count: int, targets: Tensor, tokens: slice) 
 def compare(
     soft: SoftTargets, head: Any, product: Tensor, targets: Tensor, tokens: slice
 ) -> Comparison:
-    """Compare a chunk's probabilities with the teacher's. Collective where ranks share the
-    vocabulary.
+    """Compare a chunk's probabilities with the teacher's.
 
-    head: the student's. product: [rows, columns], its logits before they are capped; it is left as
-    it is. tokens: the chunk's place in the micro-batch.
+    Collective if ranks share the vocabulary.
+    head: the student's head. product: [rows, columns], its logits before the softcap; not changed.
+    tokens: the chunk's slice of the micro-batch.
     """
     columns = max(0, min(soft.vocabulary - head.first, head.columns))
     log_q = product[:, :columns].to(torch.float32, copy=True)
@@ -177,7 +181,7 @@ def compare(
 
 
 def forward_divergence(head: Any, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ p (log p - log q), [rows], and its derivative in log q's logits, q - p.
+    """Return Σ p (log p - log q), [rows], and its derivative for log q's logits, q - p.
 
     log_q, log_p: [rows, columns] float32; both are overwritten.
     """
@@ -189,7 +193,7 @@ def forward_divergence(head: Any, log_q: Tensor, log_p: Tensor) -> tuple[Tensor,
 def reverse_divergence(head: Any, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σ q (log q - log p) and its derivative, q (log q - log p - divergence).
 
-    See forward_divergence.
+    Shapes and arguments: see forward_divergence.
     """
     q = log_q.exp()
     ratio = log_q.sub_(log_p)
@@ -201,13 +205,13 @@ COMPARED = {FORWARD: forward_divergence, REVERSE: reverse_divergence}
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return float32 logits within ±softcap (Gemma 2, §2), in the same memory."""
+    """Soft-cap float32 logits to ±softcap in place and return them (Gemma 2, §2)."""
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def joint_logsumexp(head: Any, logits: Tensor) -> Tensor:
     """Return the logsumexp over the columns of all ranks, [rows]."""
-    if not logits.shape[1]:  # padding alone
+    if not logits.shape[1]:  # this rank has only padding
         return head.joint_logsumexp(logits.new_full((len(logits),), -torch.inf))
     largest = logits.amax(-1, keepdim=True)
     total = (logits - largest).exp_().sum(-1)  # torch.logsumexp makes two temporaries of them
@@ -215,18 +219,18 @@ def joint_logsumexp(head: Any, logits: Tensor) -> Tensor:
 
 
 def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of tokens on this process, and True where it has them.
+    """Return each token's column on this process, and a mask of tokens that this process has.
 
-    Those of other ranks' tokens are any. ids: [rows, ...] int64.
+    Columns of other tokens are meaningless but valid indices. ids: [rows, ...] int64.
     """
     own = ids - head.first
     return own.clamp(0, max(0, columns - 1)), (own >= 0) & (own < columns)
 
 
 def put(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) -> None:
-    """Write the smaller (how: amin) or larger (amax) of a number and what is there, in place.
+    """Reduce numbers into columns of `values` in place, by minimum (how: amin) or maximum (amax).
 
-    values: [rows, columns]; own, is_own: [rows, count], of own_columns; numbers: [rows, count].
+    values: [rows, columns]; own, is_own: [rows, count], from own_columns; numbers: [rows, count].
     """
     if values.shape[1]:
         neutral = torch.inf if how == "amin" else -torch.inf
@@ -234,7 +238,7 @@ def put(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) 
 
 
 def at_columns(values: Tensor, own: Tensor, is_own: Tensor) -> Tensor:
-    """Return the value in one column of each row, [rows]; 0 where the column is not here."""
+    """Return the value in one column of each row, [rows]; 0 if another process has the column."""
     if not values.shape[1]:
         return values.new_zeros(len(values))
     return torch.where(is_own, values.gather(-1, own[:, None])[:, 0], 0.0)

@@ -1,4 +1,4 @@
-"""The check that every value is what its key takes.
+"""The check that every value has its key's type and is within its choices or bounds.
 
 Problems are collected, so that all of them can be reported at once.
 """
@@ -29,19 +29,19 @@ YAML_BOOL = "\n(YAML reads a bare on, off, yes or no as true or false: put it in
 
 
 class Report:
-    """Collects everything that is wrong, each problem named by its argument, else by its file.
+    """The problems found so far. Each names the argument that caused it, else the file.
 
-    typed: key → the argument that set it; settled: keys with a problem already, whose other
-    problems may follow from it and are not reported.
+    typed: by key, the argument that set it. settled: keys with a reported problem; further
+    problems with them may be consequences and are not reported.
     """
 
     def __init__(self, typed: dict[str, str], problems: list[Problem], settled: set[str]):
         self.typed, self.problems, self.settled = typed, problems, settled
-        self.origins: dict[str, str] = {}  # key → the file that set it
-        self.in_recipes: set[str] = set()  # keys that a recipe sets
+        self.origins: dict[str, str] = {}  # by key, the file that set it
+        self.in_recipes: set[str] = set()  # keys that recipes set
 
     def add(self, key: str, value: Any, reason: str) -> None:
-        """Refuse the `value` of a key, unless the key has a problem already."""
+        """Report a problem with the `value` of a key, unless the key has one already."""
         if key in self.settled:
             return
         if key not in self.typed and key in self.origins:
@@ -50,21 +50,21 @@ class Report:
         self.settled.add(key)
 
     def close(self) -> None:
-        """Raise a UserError with everything that is wrong, if anything is."""
+        """Raise a UserError with all problems, if there are any."""
         if self.problems:
             count = "a problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise UserError(f"{count} in the configuration", self.problems)
 
 
 def value_of(cfg: Any, key: str) -> Any:
-    """Return the value of a dotted key; None where the configuration has no such key."""
+    """Return the value of a dotted key; None if the configuration has no such key."""
     for name in key.split("."):
         cfg = getattr(cfg, name, None)
     return cfg
 
 
 def show(value: Any) -> str:
-    """A value as it is written in an override."""
+    """Return a value as it is shown to the user, in the form of an override but without quotes."""
     if isinstance(value, list):
         return f"[{','.join(map(show, value))}]"
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def show(value: Any) -> str:
 
 
 def as_value(value: Any) -> str:
-    """Return a value as an override spells it."""
+    """Return a value in a form that Hydra's override grammar reads, quoted where needed."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -92,7 +92,7 @@ def as_value(value: Any) -> str:
 
 
 def describe(kind: Any) -> str:
-    """A field's type in words."""
+    """Return a field's type in words."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return " or ".join(map(describe, inside))
@@ -107,12 +107,12 @@ def describe(kind: Any) -> str:
 
 
 def takes_text(kind: Any) -> bool:
-    """Return True if a field's type takes any text."""
+    """Return True if a field's type accepts any text."""
     return str in (kind, *get_args(kind))
 
 
 def limits(f: Field) -> str:
-    """A field's choices or bounds in words; empty if there are none."""
+    """Return a field's choices or bounds in words; "" if there are none."""
     if f.metadata["choices"]:
         return ", ".join(map(show, f.metadata["choices"]))
     words = {"minimum": "at least", "above": "above", "maximum": "at most"}
@@ -124,7 +124,7 @@ def limits(f: Field) -> str:
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as the type `kind`; a number may come as text. Raises ValueError, OverflowError."""
+    """Convert `value` to type `kind`; a number may be text. Raises ValueError, OverflowError."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return _convert_to_any(value, inside)
@@ -142,7 +142,7 @@ def convert(value: Any, kind: Any) -> Any:
 
 
 def _convert_to_any(value: Any, kinds: tuple[Any, ...]) -> Any:
-    """`value` as the first of the types that takes it."""
+    """Convert `value` to the first of the types that accepts it. Raises ValueError."""
     for kind in kinds:
         try:
             return convert(value, kind)
@@ -198,7 +198,7 @@ SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 
 def wrong_with(value: Any, f: Field) -> str | None:
-    """The reason why a converted value is outside its field's choices or bounds; None if not."""
+    """Return the reason why a converted value is not among its choices or in bounds, or None."""
     if value is None:
         return None
     items = value if isinstance(value, list) else [value]
@@ -220,7 +220,10 @@ def _is_out_of_bounds(number: Any, f: Field) -> bool:
 
 
 def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> Any:
-    """The dataclass `cls` from a composed tree; keys that are not in it have their defaults."""
+    """Build the dataclass `cls` from a composed tree, with defaults for keys that are not in it.
+
+    Adds a problem to the report for each wrong value.
+    """
     values = {}
     for f in fields(cls):
         key = prefix + f.name
@@ -242,7 +245,7 @@ def build(cls: Any, tree: dict[str, Any], report: Report, prefix: str = "") -> A
 
 
 def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
-    """The reason why a value cannot be converted, with a note after it."""
+    """Return the reason why a value cannot be converted, followed by `note`."""
     if f.metadata["choices"]:
         reason = f"is not one of: {limits(f)}"
     else:
@@ -266,7 +269,7 @@ def _meant(key: str, value: Any, f: Field) -> str:
 
 
 def flatten(cls: Any, prefix: str = "") -> dict[str, Field]:
-    """Every key of a primary configuration, dotted, in the order of the schema."""
+    """Return the fields of a primary configuration by dotted key, in the order of the schema."""
     keys: dict[str, Field] = {}
     for f in fields(cls):
         if is_dataclass(f.type):

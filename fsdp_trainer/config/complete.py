@@ -1,4 +1,4 @@
-"""Completions of a command line's last word: verbs, options of groups, keys and their values."""
+"""Completions of a command line's last word: verbs, groups' options, keys and their values."""
 
 from collections.abc import Mapping
 from dataclasses import Field
@@ -26,14 +26,14 @@ FLAGS = {
     "-sc": ("install=bash", "install=zsh", "install=fish"),
     "--help": (), "--version": (), "--multirun": (), "-m": (),
 }  # fmt: skip
-"""Flags → the words that may follow."""
+"""By flag, the words that may follow it."""
 
 
 def completions(line: str) -> list[str]:
-    """The words that the last word of a command line can become.
+    """Return the possible completions of a command line's last word.
 
-    line: up to the cursor, with the program. Nothing where files are wanted: the shell offers
-    those.
+    line: the text up to the cursor, including the program's name. The result is empty where a file
+    is expected: the shell itself completes files.
     """
     _, *before, word = [*line.split(), ""] if line[-1:].isspace() else line.split()
     if before and before[-1] in CONFIG_DIR:
@@ -48,7 +48,7 @@ def completions(line: str) -> list[str]:
 
 
 def _settings(word: str, before: list[str]) -> list[str]:
-    """Verbs, settings and recipe files. before: the words before this one."""
+    """Return verbs, settings and recipe files for a word. before: the words before it."""
     verb = next((w for w in before if w in PRIMARY), None)
     keys, groups = flatten(PRIMARY[verb or "train"]), _options(verb or "train", before)
     words = _values(word, keys, groups) if "=" in word else _names(word, keys, groups)
@@ -63,12 +63,15 @@ def _options(verb: str, before: list[str]) -> dict[str, list[str]]:
     own = next((folder for flag, folder in pairwise(before) if flag in CONFIG_DIR), None)
     try:
         return options(verb, own)
-    except UserError:  # about that folder, told when the command is given
+    except UserError:  # a problem with that folder, which the command itself will report
         return options(verb)
 
 
 def _names(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]) -> list[str]:
-    """Keys a part at a time, as `optim.` and then `optim.lr=`; what is laid over with its plus."""
+    """Return groups and keys, keys one part at a time: `optim.` and then `optim.lr=`.
+
+    Recipes and sweeps have their plus: `+recipe=`.
+    """
     chosen = [f"+{group}=" if group in LAID_OVER else f"{group}=" for group in groups]
     parts = [(key, word.count(".") + 1) for key in keys]
     return chosen + [
@@ -79,7 +82,7 @@ def _names(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]
 def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]) -> list[str]:
     head, _, typed = word.rpartition("=")
     name = head.lstrip("+")
-    if name == "key" and "key" in keys:  # of the verb `config`
+    if name == "key" and "key" in keys:  # the verb `config`
         values = list(every_key())
     elif name in keys:
         values = _values_of_key(name, keys[name], typed)
@@ -89,7 +92,7 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
 
 
 def _values_of_key(name: str, f: Field, typed: str) -> list[str]:
-    """Choices, the default, and for a path the files that begin as typed."""
+    """Return a key's choices and default, and for a path the files that begin with `typed`."""
     values = [*map(show, f.metadata["choices"])]
     if bool in (f.type, *get_args(f.type)):
         values += ["true", "false"]

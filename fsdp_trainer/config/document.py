@@ -1,7 +1,7 @@
-"""The schema and the recipes for people: YAML comments, pages of docs/, `config`, `recipes`.
+"""Documentation from schema and recipes: YAML comments, docs/, the verbs `config` and `recipes`.
 
-`python -m fsdp_trainer.config.document` writes conf/, docs/configuration.md and the table of
-docs/recipes.md again after a change.
+`python -m fsdp_trainer.config.document` rewrites conf/, docs/configuration.md and the table of
+docs/recipes.md after a change.
 """
 
 import re
@@ -38,7 +38,7 @@ OWN_NODES = [
     for verb, cls in PRIMARY.items()
     if verb not in ("train", *GROUPS) and verb in (f.name for f in fields(cls))
 ]
-"""Verbs with training's groups and a node of their own name."""
+"""Verbs whose configuration has training's groups and a node with the verb's name."""
 SMALL: dict[str, Any] = {
     verb: cls for verb, cls in PRIMARY.items() if not issubclass(cls, TrainConfig)
 } | {
@@ -47,21 +47,21 @@ SMALL: dict[str, Any] = {
     "tokenizer": NewTokenizer,
     "rewards": RewardsTrial,
 }
-"""The keys of the other verbs; the last four have training's groups beside them."""
+"""The keys of the other verbs. The last four verbs have training's groups in addition."""
 
 
 def written(value: Any) -> str:
-    """A default as it is written in YAML."""
+    """Return a default as it is written in YAML."""
     return f"[{', '.join(map(show, value))}]" if isinstance(value, list) else show(value)
 
 
 def comment(f: Field) -> str:
-    """A key's purpose and the values that it takes, on one line."""
+    """Return a key's purpose and its choices or bounds, on one line."""
     return f.metadata["text"] + (f" [{limits(f)}]" if limits(f) else "")
 
 
 def yaml_block(cls: Any) -> str:
-    """Every key of a group with its default and an aligned comment."""
+    """Return YAML with every key of a group, its default and an aligned comment."""
     settings = [f"{f.name}: {written(default_of(f))}" for f in fields(cls)]
     column = max(map(len, settings), default=0) + 2
     lines = []
@@ -74,23 +74,23 @@ def yaml_block(cls: Any) -> str:
 
 
 def node_of(verb: str, name: str) -> Field:
-    """A group or plain node of a verb's configuration."""
+    """Return the field of a group or plain node of a verb's configuration."""
     cls: Any = PRIMARY[verb]
     return next(f for f in fields(cls) if f.name == name)
 
 
 def yaml_file(head: str, cls: Any) -> str:
-    """A complete option file or a small verb's primary file.
+    """Return the text of a complete option file or of a small verb's primary file.
 
-    The lines above the first empty line stay; then comes every key.
+    head: the current text, whose lines above the first empty line are kept; all keys follow.
     """
     return f"{head.split(chr(10) * 2)[0].rstrip()}\n\n{yaml_block(cls)}"
 
 
 def main_options(conf: Path) -> dict[str, str]:
-    """The option of each group that training starts from.
+    """Return the option of each group that train.yaml chooses.
 
-    Its file is complete, with a comment on every key.
+    The file of such an option is complete, with a comment on every key.
     """
     train: Any = OmegaConf.to_container(OmegaConf.load(conf / "train.yaml"))
     defaults = train["defaults"]
@@ -103,7 +103,7 @@ def main_options(conf: Path) -> dict[str, str]:
 
 
 def documented_files(conf: Path) -> dict[Path, str]:
-    """Every file in conf/ that is written from the schema, with what it must say."""
+    """Return the text of every file in conf/ that is generated from the schema."""
     groups: dict[str, Any] = {f.name: f.type for f in fields(TrainConfig)}
     classes = {
         conf / group / f"{option}.yaml": groups[group]
@@ -126,7 +126,7 @@ def documented_files(conf: Path) -> dict[Path, str]:
 
 
 def markdown(options: dict[str, list[str]]) -> str:
-    """The page docs/configuration.md."""
+    """Return the text of docs/configuration.md. options: names of the options of each group."""
     parts = [
         "# Configuration\n\n"
         "This page lists every key with its default and its meaning.\n\n"
@@ -164,9 +164,9 @@ def _section(title: str, cls: Any, prefix: str, chosen: str) -> str:
 
 
 def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = None) -> int:
-    """Print the verb `config`: one key, a group's keys, or all. Returns the exit code.
+    """Run the verb `config`: print one key, a group's keys, or all. Returns the exit code.
 
-    overrides: of training; with them the values of that configuration are printed too.
+    overrides: overrides of training; if given, the values of that configuration are printed too.
     """
     keys = every_key()
     wanted = keys_meant(cfg.key, keys)
@@ -216,20 +216,20 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
 
 
 def every_key() -> dict[str, Field]:
-    """The keys of all verbs; those of a small verb begin with its name."""
+    """Return the keys of all verbs; those of a small verb begin with its name."""
     keys = {key: f for verb in ("train", *OWN_NODES) for key, f in flatten(PRIMARY[verb]).items()}
     return keys | keys_of_small_verbs()
 
 
 def keys_of_small_verbs() -> dict[str, Field]:
-    """The keys that only one verb has, beginning with its name."""
+    """Return the keys of small verbs, each beginning with the verb's name."""
     return {f"{verb}.{key}": f for verb, cls in SMALL.items() for key, f in flatten(cls).items()}
 
 
 def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
-    """The keys that `config key=NAME` explains.
+    """Return the keys that `config key=NAME` explains. Raises UserError if there are none.
 
-    name: a key, a group, the last part of keys, or another program's name for one.
+    name: a key, a group, the last part of some keys, or another program's name for a key.
     """
     wanted = [key for key in keys if name in (None, key) or key.startswith(f"{name}.")]
     wanted = wanted or [key for key in keys if key.split(".")[-1] == name]
@@ -245,7 +245,7 @@ def keys_meant(name: str | None, keys: dict[str, Field]) -> list[str]:
 
 
 def _filled(head: str, text: str) -> str:
-    """`text` behind `head`, on lines as wide as the terminal; on one where it is no terminal."""
+    """Return `head` and `text` wrapped to the terminal's width, or on one line without one."""
     width = shutil.get_terminal_size((10_000, 0)).columns
     indent = " " * (len(head) if len(head) <= 12 else 4)
     return textwrap.fill(
@@ -259,7 +259,7 @@ def _filled(head: str, text: str) -> str:
 
 
 def recipes(cfg: RecipesConfig, config_dir: str | None = None) -> int:
-    """Print the verb `recipes`: purpose, hardware and command of each, the smallest first."""
+    """Run the verb `recipes`: print purpose, hardware and command of each, the smallest first."""
     for name, head in recipe_heads(config_dir).items():
         file = find_file(f"recipe/{name}", config_dir)
         print(name if file == CONF / f"recipe/{name}.yaml" else f"{name}  (your own: {file})")
@@ -305,7 +305,7 @@ fsdp-trainer config key=optim.lr  explains a key; docs/configuration.md has them
 
 
 def help_text(verb: str | None, config_dir: str | None) -> str:
-    """The text of `--help`, and of `VERB --help`."""
+    """Return the text of `--help`, or of `VERB --help`."""
     names = options("train", config_dir)
     recipes = "\n".join(
         f"  {name:22} {does}" for name, (does, *_) in recipe_heads(config_dir).items()
@@ -340,7 +340,7 @@ def _first_line(cls: type) -> str:
 
 
 class RecipeHead(NamedTuple):
-    """The head of a recipe's file; None: it has no such line. memory: of one GPU."""
+    """The facts in the head of a recipe's file; None if it lacks the line. memory: of one GPU."""
 
     does: str
     hardware: str
@@ -376,7 +376,7 @@ def recipe_heads(config_dir: str | None = None) -> dict[str, RecipeHead]:
 
 
 def _start(name: str, command: str | None, config_dir: str | None) -> str:
-    """The command line that starts a recipe; of a packaged one the one in its head."""
+    """Return the command line that starts a recipe; for a packaged one, the one in its head."""
     if find_file(f"recipe/{name}", config_dir) != CONF / f"recipe/{name}.yaml":
         return f"fsdp-trainer --config-dir {shlex.quote(str(config_dir))} +recipe={name}"
     if not command:
@@ -385,7 +385,7 @@ def _start(name: str, command: str | None, config_dir: str | None) -> str:
 
 
 def recipes_page(text: str) -> str:
-    """The page docs/recipes.md with the current table. text: the page so far."""
+    """Return docs/recipes.md with an updated table. text: the current page."""
     titles = ("recipe", "what it does", "hardware", "memory a GPU", "a step", "speed", "start")
     rows: list = [titles, ["---"] * len(titles)]
     rows += [
@@ -397,7 +397,7 @@ def recipes_page(text: str) -> str:
 
 
 def _head(path: str, config_dir: str | None) -> list[str]:
-    """The comment lines of a recipe or sweep; the first says what it is for."""
+    """Return the comment lines of a recipe or sweep; the first one states its purpose."""
     text = (find_file(path, config_dir) or Path()).read_text()
     return [
         line.lstrip("# ")
@@ -407,7 +407,7 @@ def _head(path: str, config_dir: str | None) -> list[str]:
 
 
 def write() -> None:
-    """Bring conf/ and docs/ up to the schema and the recipes."""
+    """Update conf/ and docs/ from the schema and the recipes."""
     for path, text in documented_files(CONF).items():
         path.write_text(text)
     docs = CONF.parent / "docs"

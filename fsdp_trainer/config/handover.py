@@ -1,4 +1,4 @@
-"""The composed configuration on its way to the ranks, which need not compose it again."""
+"""The transfer of the composed configuration to ranks, which need not compose it again."""
 
 import json
 import os
@@ -8,14 +8,14 @@ from typing import IO, Any
 
 from fsdp_trainer.config.check import Report, build
 
-# set by our own launcher: the open file in which a rank finds its configuration
+# set by our own launcher: descriptor of the open file that holds a rank's configuration
 DESCRIPTOR = "FSDP_TRAINER_CONFIGURATION"
 
 
 def hand_over(cfg: Any) -> IO[bytes]:
-    """A file without a name that holds `cfg`, for ranks to inherit.
+    """Write `cfg` to a file without a name, which ranks inherit, and return it.
 
-    Their environment has no room for a long prompt.
+    Environment variables are too short for a long prompt.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     file.write(json.dumps(asdict(cfg)).encode())
@@ -24,17 +24,17 @@ def hand_over(cfg: Any) -> IO[bytes]:
 
 
 def take_over(cls: Any) -> Any:
-    """The configuration `cls` that the starting process handed over; None without one.
+    """Return the configuration `cls` that the starting process wrote; None if there is none.
 
     Types and bounds are checked again.
     """
     if DESCRIPTOR not in os.environ:
         return None
-    file = int(os.environ.pop(DESCRIPTOR))  # what this rank may start is no rank
+    file = int(os.environ.pop(DESCRIPTOR))  # removed: processes that this rank starts are no ranks
     try:
         tree = json.loads(
             os.pread(file, os.fstat(file).st_size, 0)
-        )  # all ranks share one position in the file
+        )  # pread, because all ranks share one file position
     finally:
         os.close(file)
     report = Report({}, [], set())

@@ -1,4 +1,4 @@
-"""Checks of what a run reads: files, folders and optional packages. No torch."""
+"""Checks of a run's inputs: files, folders and optional packages. Imports no torch."""
 
 import glob
 import importlib.util
@@ -62,16 +62,16 @@ NOT_INSTALLED = {
     "logging.mlflow": ("mlflow", "MLflow is not installed:  pip install 'fsdp_trainer[mlflow]'"),
     "precision.float8": ("torchao", "torchao is not installed:  pip install 'fsdp_trainer[ao]'"),
 }
-"""Keys that need an optional package → the package, and the message if it is not installed."""
+"""By key, the optional package that it needs, and the message if that is not installed."""
 READ_SOURCE = (ExportConfig, VerifyConfig, GenerateConfig, ChatConfig, ReportConfig)
 """Configurations of verbs that read `source`."""
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
 def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
-    """Check that everything that will be read is named, and exists.
+    """Check that all inputs are named and exist.
 
-    whole: no recipe or group is missing that may have named it.
+    whole: True if no recipe or group option is missing that may have named an input.
     """
     if isinstance(cfg, TrainConfig):
         _check_inputs_of_groups(cfg, report, whole)
@@ -106,7 +106,7 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> No
 
 
 def _check_chain(cfg: ChainConfig, report: Report) -> None:
-    """Check what the stages of a chain learn from."""
+    """Check the training data of a chain's stages."""
     if cfg.demo:
         for key in ("text", "good", "chats"):
             if value_of(cfg, key):
@@ -124,7 +124,7 @@ def _check_chain(cfg: ChainConfig, report: Report) -> None:
 
 
 def _check_text(cfg: TokenizerConfig, report: Report) -> None:
-    """Check what a tokenizer learns from, is compared with, and where it is written."""
+    """Check a tokenizer's training data, the tokenizers to compare with, and the output folder."""
     _require("out", cfg.out, "say where to write, e.g.  out=tokenizer", report)
     _require("data.path", cfg.data.path, NAME_TEXT, report)
     for key in ("data.path", "data.validation"):
@@ -134,7 +134,7 @@ def _check_text(cfg: TokenizerConfig, report: Report) -> None:
 
 
 def _check_trial(cfg: RewardsConfig, report: Report) -> None:
-    """Check what is scored, and by what. A tokenizer is only for a reward that counts tokens."""
+    """Check the rewards, and the answers to score. A tokenizer is only needed to count tokens."""
     reason = "say what scores answers, e.g.  objective.rewards=[number]"
     if not cfg.objective.rewards:
         report.origins.pop("objective.rewards", None)
@@ -147,7 +147,7 @@ def _check_trial(cfg: RewardsConfig, report: Report) -> None:
 
 
 def require_training_inputs(cfg: TrainConfig, report: Report) -> None:
-    """Data and tokenizer are named."""
+    """Check that data and tokenizer are named."""
     _require("data.path", cfg.data.path, NAME_DATA, report)
     model = cfg.model.init_from
     if model is None:
@@ -177,14 +177,14 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
 
 
 def _check_hosts(hosts: str | list[str] | None, report: Report) -> None:
-    """Check that a file of hosts exists."""
+    """Check that launch.hosts, if it names a file, names one that exists."""
     if isinstance(hosts, str) and not Path(hosts).expanduser().exists():
         reason = f"there is no such file. One host is written  launch.hosts=[{hosts}]{_near(hosts)}"
         report.add("launch.hosts", hosts, reason)
 
 
 def _check_paths(key: str, value: Any, report: Report) -> None:
-    """Check that all paths of data or tokenizer can be read."""
+    """Check that all paths of a key of data or tokenizer can be read."""
     paths = [entry.path for entry in entries(value)]
     problems = [(path, _unreadable(key, path)) for path in paths]
     lines = [
@@ -195,18 +195,20 @@ def _check_paths(key: str, value: Any, report: Report) -> None:
 
 
 def _check_init_from(cfg: TrainConfig, report: Report) -> None:
-    """Check model.init_from, unless the run resumes with weights of its own."""
+    """Check model.init_from, unless the run resumes from its own checkpoint."""
     path = cfg.model.init_from
     if not path or (cfg.checkpoint.resume == "auto" and find_checkpoint(run_folder(cfg))):
         return
-    own_run = path.startswith(f"{cfg.run.root}/")  # runs/NAME reads as a hub id before any run
+    own_run = path.startswith(f"{cfg.run.root}/")  # runs/NAME looks like a hub id before any run
     if own_run or not is_hub_id(path):
         _check_weights("model.init_from", path, report)
 
 
 def _check_frozen_model(cfg: TrainConfig, report: Report) -> None:
-    """Check a teacher, or a reference in memory. Its weights are not on record, so also in a
-    resume."""
+    """Check the path of a teacher, or of a reference in memory.
+
+    A resume needs it too, because checkpoints do not hold its weights.
+    """
     named = frozen_source(cfg)
     if named and named[1] not in REFERENCES and not is_hub_id(named[1]):
         _check_weights(*named, report)
@@ -219,7 +221,7 @@ def _check_weights(key: str, path: str, report: Report) -> None:
 
 
 def _wrong_weights(key: str, folder: Path) -> str:
-    """The reason why a folder has no weights to start from; "" if it has."""
+    """Return the reason why a folder has no weights to start from; "" if it has some."""
     if not folder.exists():
         return f"there is no such folder{_near(str(folder))}"
     if is_adapter(folder):
@@ -238,7 +240,7 @@ def _wrong_weights(key: str, folder: Path) -> str:
 
 
 def _baseless(path: str) -> str:
-    """Return why the base model of a PEFT folder cannot be read; "": it can."""
+    """Return the reason why the base model of a PEFT folder cannot be read; "" if it can."""
     base = base_of_adapter(path)
     if is_hub_id(base) or (base and Path(base).is_dir()):
         return ""
@@ -249,13 +251,13 @@ def _baseless(path: str) -> str:
 
 
 def _lacks_tokenizer(path: str) -> bool:
-    """Return True if a Hugging Face folder has no tokenizer; a run's checkpoints have one."""
+    """Return True if a Hugging Face folder has no tokenizer. Checkpoints always have one."""
     folder = tokenizer_folder(path)
     return (folder / "config.json").is_file() and not has_tokenizer(folder)
 
 
 def _unreadable(key: str, path: str) -> str | None:
-    """The reason why a path of data or tokenizer cannot be read; None if it can."""
+    """Return the reason why a path of data or tokenizer cannot be read; None if it can."""
     if path.startswith("demo:"):
         demos = DEMOS.get(key, ())
         use = f" Use  {key}={demos[0]}" if demos else ""
@@ -320,5 +322,5 @@ def _near(path: str) -> str:
 
 def _require(key: str, value: Any, reason: str, report: Report) -> None:
     if value is None:
-        report.origins.pop(key, None)  # the null of the defaults
+        report.origins.pop(key, None)  # the file with the default null is not to blame
         report.add(key, value, f"is required: {reason}")

@@ -1,6 +1,6 @@
 """Kinds of paths given as `source` or `model.init_from`.
 
-A Hugging Face folder, a checkpoint, or a run that holds checkpoints.
+Such a path is a Hugging Face folder, a checkpoint, or a run that holds checkpoints.
 """
 
 import json
@@ -14,27 +14,27 @@ from fsdp_trainer.config.schema import TrainConfig
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
-LAG_SECONDS = 60.0  # until other nodes see a new file: NFS caches for so long that it is absent
+LAG_SECONDS = 60.0  # until other nodes see a new file: NFS caches its absence for so long
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINER_STATE = "trainer.json"
 MODEL_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-BEST = "best"  # beside the checkpoints: a link to the best one by validation loss
+BEST = "best"  # link next to the checkpoints, to the one with the lowest validation loss
 
 
 def checkpoint_name(step: int) -> str:
-    """The folder of a checkpoint."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written."""
+    """Return the step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoint_folders(run: str | Path) -> list[Path]:
-    """The folders of a run that are named as checkpoints, oldest first.
+    """Return the folders of a run that are named like checkpoints, oldest first.
 
-    One without a manifest has been damaged.
+    A folder without a manifest is a damaged checkpoint.
     """
     return sorted(
         f
@@ -44,12 +44,12 @@ def checkpoint_folders(run: str | Path) -> list[Path]:
 
 
 def committed_checkpoints(run: str | Path) -> list[Path]:
-    """The committed checkpoints of a run, oldest first."""
+    """Return the committed checkpoints of a run, oldest first."""
     return [folder for folder in checkpoint_folders(run) if (folder / MANIFEST).is_file()]
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The checkpoint at `path`, or the newest one of the run there; None if it is neither."""
+    """Return the checkpoint at `path`, or the newest one of the run there; None if neither."""
     path = Path(path).expanduser()
     if (path / MANIFEST).is_file():
         return path
@@ -58,7 +58,7 @@ def find_checkpoint(path: str | Path) -> Path | None:
 
 
 def is_adapter(path: str | Path) -> bool:
-    """Return True for a folder with an adapter of PEFT's, and without a whole model."""
+    """Return True for a folder with a PEFT adapter and without a complete model."""
     folder = Path(path).expanduser()
     whole = is_whole_model(folder) or (folder / MANIFEST).is_file()
     return (folder / ADAPTER_CONFIG).is_file() and not whole
@@ -70,7 +70,7 @@ def is_whole_model(folder: Path) -> bool:
 
 
 def checkpoint_frozen(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint records of its frozen weights and adapters; {}: it has none."""
+    """Return a checkpoint's record of its frozen weights and adapters; {} if it has none."""
     try:
         return json.loads((checkpoint / TRAINER_STATE).read_text()).get("frozen") or {}
     except (OSError, ValueError, AttributeError):
@@ -78,9 +78,9 @@ def checkpoint_frozen(checkpoint: Path) -> dict[str, Any]:
 
 
 def base_of_adapter(folder: str | Path) -> str:
-    """Return the base model that a PEFT folder names: a path or a hub id; "": it names none.
+    """Return the base model that a PEFT folder names: a path or a hub id; "" if it names none.
 
-    A relative path that is not there is tried from the folder on.
+    A relative path that does not exist is tried relative to the folder.
     """
     folder = Path(folder).expanduser()
     try:
@@ -102,7 +102,7 @@ def base_of_adapter(folder: str | Path) -> str:
 def model_folder(path: str | Path) -> Path:
     """Return the folder with config.json for a Hugging Face folder, a checkpoint or a run.
 
-    For an adapter that is its base model's.
+    For an adapter, this is the folder of its base model.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint:
@@ -131,35 +131,35 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def downloaded(hub_id: str) -> Path:
-    """Return the folder of a model of the hub in this machine's cache; `hub.fetch` fills it."""
+    """Return the folder of a hub's model in this machine's cache, which `hub.fetch` fills."""
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(hub_id, local_files_only=True))
-    except Exception:  # not installed, or not there: what reads the folder says so
+    except Exception:  # not installed or not downloaded: the code that reads the folder reports it
         return Path(hub_id)
 
 
 def is_hub_id(path: str) -> bool:
-    """Return True if `path` can only be a model on the hub: `org/name`, and no folder here."""
+    """Return True if `path` can only be a model on the hub: `org/name`, without such a folder."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith((".", "~")):
         return False
-    # with a folder runs, runs/typo is a missing folder
+    # if a folder `runs` exists, runs/typo is a missing folder, not a hub id
     return not Path(path).exists() and not Path(path).parent.is_dir()
 
 
 def run_folder(cfg: TrainConfig) -> Path:
-    """Return the folder that the run lives in."""
+    """Return the run's folder."""
     return Path(cfg.run.root).expanduser() / str(cfg.run.name)
 
 
 def compile_cache(cfg: TrainConfig) -> Path:
-    """The folder of compiled code: compile.cache, else the environment's, else one beside the runs.
+    """Return the folder of compiled code: compile.cache, the environment's, or run.root/.compile.
 
-    A restart in a new container still finds that one.
+    A restart in a new container still finds the last one.
     """
     named = cfg.compile.cache or os.environ.get(COMPILE_CACHE)
     path = Path(named or "")
     if path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"):
-        named = cfg.compile.cache  # torch's own default, which it sets in notebooks
+        named = cfg.compile.cache  # the variable holds torch's default, set by torch in notebooks
     return Path(named or Path(cfg.run.root) / ".compile").expanduser().resolve()

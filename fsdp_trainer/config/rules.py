@@ -1,4 +1,4 @@
-"""Rules between keys of the configuration. No torch."""
+"""Rules between keys of the configuration. Imports no torch."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,11 +140,11 @@ PATHS = (
     "data",
     "root",
 )
-"""Keys that take paths: `~` is expanded in them, and completion offers files."""
+"""Keys whose value is a path: `~` is expanded in it, and completion offers files."""
 
 
 def check_rules(cfg: Any, report: Report) -> None:
-    """Add to the report every rule that is broken, and expand `~` in paths."""
+    """Expand `~` in paths, set values that follow from others, and report every broken rule."""
     for key in PATHS:
         expand_home(cfg, key)
     if not isinstance(cfg, TrainConfig):
@@ -157,13 +157,13 @@ def check_rules(cfg: Any, report: Report) -> None:
     for rule in RULES:
         for key, reason in rule(cfg, report):
             report.add(key, value_of(cfg, key), reason)
-    # what follows from a wrong key is not reported
+    # problems that may follow from a wrong key are not reported
     if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):
         report.problems += model_problems(cfg)
 
 
 def settle_length(train: Train, report: Report) -> None:
-    """Keep train.steps or train.epochs: what is typed wins over what a recipe says."""
+    """Keep only one of train.steps and train.epochs: a typed one replaces a recipe's."""
     if train.steps is None or train.epochs is None:
         return
     typed = [name for name in ("steps", "epochs") if f"train.{name}" in report.typed]
@@ -175,7 +175,7 @@ def settle_length(train: Train, report: Report) -> None:
 
 
 def expand_home(cfg: Any, key: str) -> None:
-    """Expand `~` in the value of a key that takes a path, or a list of them."""
+    """Expand `~` in a key's value, which is a path or a list of paths or entries."""
     group, _, name = key.rpartition(".")
     owner = value_of(cfg, group) if group else cfg
     value = getattr(owner, name, None)
@@ -192,5 +192,5 @@ def _expand_entry(entry: Any) -> Any:
 
 
 def without_tilde(path: Any) -> Any:
-    """Return a path from the root on where it begins with `~`; all else as it is."""
+    """Return a path with a leading `~` expanded, and any other value unchanged."""
     return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path

@@ -21,23 +21,23 @@ COLLECTIVES = {
     "separate_reduce_scatter": (2, 13),
     "reduce_scatter_buffers": (2, 13),
 }
-"""Options of FSDP2's collectives, and the first torch that has them."""
+"""Options of FSDP2's collectives, and the first torch version that has them."""
 CHECKPOINTING_MODES = {
     "every": ("full", "selective"),
     "save": ("selective",),
     "budget": ("budget",),
 }
-"""Keys of activation_checkpoint, and the modes that read them."""
+"""Keys of activation_checkpoint, and the modes that use them."""
 PIPELINE = (2, 13)
-"""The first torch whose stages take the shapes of what they pass on beforehand."""
+"""The first torch version whose stages accept the shapes of their messages beforehand."""
 FOUR_BITS = (2, 12)
-"""The first torch whose FSDP2 leaves integers as they are in an all-gather."""
+"""The first torch version whose FSDP2 does not cast integers in an all-gather."""
 WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
-"""Modes of the compiler that record CUDA graphs, and the mode nearest to each that does not."""
+"""Modes of the compiler that record CUDA graphs, and for each the nearest mode that does not."""
 
 
 def replicas(cfg: TrainConfig, report: Report) -> Broken:
-    """hsdp has replicas, and only hsdp; ddp offloads nothing."""
+    """Check that hsdp, and only hsdp, has replicas, and that ddp offloads nothing."""
     sharding = cfg.sharding
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
         yield (
@@ -59,9 +59,9 @@ def replicas(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def dimensions(cfg: TrainConfig, report: Report) -> Broken:
-    """Some things cannot be shared by the ranks of a tensor group.
+    """Check that the ranks of a tensor group can share the tokens of a padded row.
 
-    Whether a model's sizes divide is asked with the model (models/resolve.py).
+    models/resolve.py checks that they divide the model's sizes.
     """
     size = cfg.sharding.tensor
     if size == 1:
@@ -77,9 +77,9 @@ def dimensions(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
-    """A row's tokens divide among the ranks that share it, and all of them know its length.
+    """Check that the ranks that share a row divide its tokens and know its length.
 
-    The model's heads are looked at with the model (models/resolve.py).
+    models/resolve.py checks the model's heads.
     """
     sharding = cfg.sharding
     row = cfg.batch.seq_len
@@ -107,9 +107,10 @@ def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def stages(cfg: TrainConfig, report: Report) -> Broken:
-    """Some things cannot be divided into stages.
+    """Check that other settings work with pipeline stages.
 
-    Blocks are counted with the model (models/resolve.py), micro-batches with the ranks.
+    The number of blocks is checked with the model (models/resolve.py), that of micro-batches with
+    the number of ranks.
     """
     sharding = cfg.sharding
     if sharding.pipeline == 1:
@@ -143,9 +144,9 @@ def stages(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def collectives(cfg: TrainConfig, report: Report) -> Broken:
-    """Options of FSDP2's collectives need a torch that has them, and something to communicate.
+    """Check that the strategy and the torch version have the options of FSDP2's collectives.
 
-    The device is looked at later.
+    The device is checked later.
     """
     for name in COLLECTIVES:
         value = getattr(cfg.sharding, name)
@@ -160,7 +161,7 @@ def collectives(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Broken:
-    """Yield why an option of the collectives cannot be set."""
+    """Yield the reason why an option of the collectives cannot be set, if there is one."""
     key = f"sharding.{name}"
     torch = version("torch")
     needed = (2, 12) if value == "symmetric" else COLLECTIVES[name]
@@ -174,12 +175,12 @@ def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Broken:
 
 
 def is_older(installed: str, needed: tuple[int, int]) -> bool:
-    """Return whether a version is before another one's major and minor number."""
+    """Return whether an installed version is older than a (major, minor) version."""
     return tuple(map(int, installed.split(".")[:2])) < needed
 
 
 def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
-    """budget needs the compiler; keys that the mode does not read are not set."""
+    """Check that mode budget has the compiler, and that the mode uses all keys that are set."""
     chosen = cfg.activation_checkpoint
     if chosen.mode == "budget" and not cfg.compile.enabled:
         yield (
@@ -197,7 +198,7 @@ def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def attention(cfg: TrainConfig, report: Report) -> Broken:
-    """The kernel suits what is known before there is a device and a model.
+    """Check the attention kernel as far as possible without a device and a model.
 
     The rest is checked where attention is chosen.
     """
@@ -213,7 +214,7 @@ def attention(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def compilation(cfg: TrainConfig, report: Report) -> Broken:
-    """The compiler records no CUDA graphs; its keys are set with it."""
+    """Check that the compiler records no CUDA graphs, and that its keys are set only with it."""
     if cfg.compile.mode in WITHOUT_GRAPHS:
         yield (
             "compile.mode",
@@ -227,8 +228,8 @@ def compilation(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def moments(cfg: TrainConfig, report: Report) -> Broken:
-    """torch's optimizers take only formats that they have; rounding counts where something is
-    rounded."""
+    """Check that torch's optimizers support the moments' format, and that optim.rounding has an
+    effect."""
     optim, master = cfg.optim, cfg.precision.master_dtype
     if optim.implementation != "auto" and is_compact(optim, master):
         rounded = not is_compact(replace(optim, rounding="nearest"), master)
@@ -247,7 +248,7 @@ def moments(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def float8(cfg: TrainConfig, report: Report) -> Broken:
-    """Products in float8 need a GPU, bfloat16 around them, and tokens that 16 divides."""
+    """Check that float8 has a GPU, bfloat16 parameters, and a multiple of 16 tokens."""
     if cfg.precision.float8 is None:
         return
     shares = cfg.sharding.context
@@ -273,7 +274,7 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def float16(cfg: TrainConfig, report: Report) -> Broken:
-    """A loss scale is float16's; what it does not reach is refused."""
+    """Check that a loss scale is used only with float16, and with losses that it scales."""
     if cfg.precision.param_dtype != "float16":
         for name in ("loss_scale", "loss_scale_steps"):
             if f"precision.{name}" in report.typed:
@@ -294,7 +295,7 @@ def float16(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def four_bits(cfg: TrainConfig, report: Report) -> Broken:
-    """4-bit weights need products in wider formats, and a torch that does not cast their codes."""
+    """Check that 4-bit weights have no float8 products, and a torch that does not cast them."""
     if cfg.adapter.name == "none" or cfg.adapter.base != "nf4":
         return
     torch = version("torch")

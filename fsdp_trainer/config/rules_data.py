@@ -13,17 +13,17 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig, TokenizerConfig
 
 LISTS = ("data.path", "data.validation")
-"""Keys that take a list of entries."""
+"""Keys whose value may be a list of entries."""
 ENTRY_PARTS = {field.name: field for field in fields(Entry)}
 VALIDATION = {
     "data.validation": "data.validation=0.02",
     "train.validate_every": "train.validate_every=100",
 }
-"""Keys that make validation losses, as they are typed."""
+"""Keys that a validation loss needs, with an example of an override for each."""
 
 
 def padding(cfg: TrainConfig, report: Report) -> Broken:
-    """Rows of many lengths are for data that is not packed, and blocks that are not compiled."""
+    """Check that rows of several lengths are used only without packing and without the compiler."""
     if cfg.data.pad_to_multiple is None:
         return
     key = "data.pad_to_multiple"
@@ -36,7 +36,7 @@ def padding(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def stream_packing(cfg: TrainConfig, report: Report) -> Broken:
-    """A stream of documents leaves none out."""
+    """Check that stream packing, which leaves out no document, splits long ones."""
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         yield (
             "data.packing",
@@ -46,7 +46,7 @@ def stream_packing(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def streaming(cfg: TrainConfig, report: Report) -> Broken:
-    """Data that is read once cannot be counted, divided or prepared before."""
+    """Check that no setting needs streamed data to be counted, divided or prepared beforehand."""
     if not cfg.data.streaming or isinstance(cfg, TokenizerConfig):
         return
     if isinstance(cfg, PrepareConfig):
@@ -81,7 +81,7 @@ def streaming(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def share_held_out(cfg: TrainConfig, report: Report) -> Broken:
-    """A share for validation lies between 0 and 1."""
+    """Check that a share for validation is between 0 and 1."""
     share = cfg.data.validation
     if isinstance(share, float) and not 0 < share < 1:
         reason = "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none"
@@ -89,9 +89,9 @@ def share_held_out(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def entries_of_a_list(cfg: TrainConfig, report: Report) -> Broken:
-    """Entries have the parts that there are, and agree about weights and repeats.
+    """Check the parts of entries, and that the weights or repeats of a list fit together.
 
-    Converts the parts' values.
+    It also converts the parts' values to their types.
     """
     for key in LISTS:
         listed = value_of(cfg, key)
@@ -107,7 +107,7 @@ def entries_of_a_list(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the parts of an entry, each by itself; convert the others."""
+    """Yield the problems of each part of an entry; convert the values of the right ones."""
     for name, value in item.items():
         reason = _wrong_part(item, name)
         if reason:
@@ -117,7 +117,7 @@ def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong_part(item: dict[str, Any], name: str) -> str | None:
-    """Return why a part of an entry cannot stay; convert its value if it can."""
+    """Return the problem with a part of an entry; without one, convert its value."""
     if name not in ENTRY_PARTS:
         close = ENTRY_SYNONYMS.get(name) or nearest(name, ENTRY_PARTS)
         meant = f". Did you mean  {close} ?" if close else "."
@@ -131,7 +131,7 @@ def _wrong_part(item: dict[str, Any], name: str) -> str | None:
 
 
 def _wrong_mixture(key: str, listed: list[Entry]) -> str:
-    """Return why weights and repeats of all entries together cannot stay, or nothing."""
+    """Return the problem with the weights and repeats of all entries together, or ""."""
     weights = [entry for entry in listed if entry.weight is not None]
     repeats = [entry for entry in listed if entry.repeat is not None]
     if not weights and not repeats:
@@ -156,7 +156,7 @@ def _wrong_mixture(key: str, listed: list[Entry]) -> str:
 
 
 def users_of_validation(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys that go by validation losses need some."""
+    """Check that keys which depend on validation losses have validation."""
     missing = [typed for key, typed in VALIDATION.items() if value_of(cfg, key) is None]
     for key in ("checkpoint.best", "train.early_stop"):
         if value_of(cfg, key) and missing:

@@ -1,4 +1,4 @@
-"""Rules between keys of the objective and of what it learns from. See config/rules.py."""
+"""Rules between keys of the objective, its data and its reference. See config/rules.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ from fsdp_trainer.config.schema import (
 
 Broken = Iterator[tuple[str, str]]
 LIKELIHOODS = tuple(name for name in PAIRED if name not in SCORED)
-"""Objectives on pairs that read log-probabilities."""
+"""Objectives on pairs that use log-probabilities."""
 OBJECTIVE_KEYS = {
     "beta": (*LIKELIHOODS, *UNPAIRED),
     "label_smoothing": ("dpo", "simpo"),
@@ -47,13 +47,13 @@ OBJECTIVE_KEYS = {
     "server_folder": PROMPTED,
     "max_staleness": PROMPTED,
 }
-"""Objectives that read a key."""
+"""Keys that only some objectives use, and these objectives."""
 REFERENCES = ("start", "none")
-"""Values of objective.reference besides a path."""
+"""Values of objective.reference that are not paths."""
 
 
 def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys that only some objectives read are set with one of them."""
+    """Check that keys of some objectives are set only with one of them."""
     for name, objectives in OBJECTIVE_KEYS.items():
         key = f"objective.{name}"
         if key in report.typed and cfg.objective.name not in objectives:
@@ -62,7 +62,7 @@ def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def preferences(cfg: TrainConfig, report: Report) -> Broken:
-    """Whole answers lie in rows that are stored; their loss has keys of its own."""
+    """Check that objectives on complete answers can have them in one row, and no keys of sft."""
     if cfg.objective.name not in (*PAIRED, *UNPAIRED):
         return
     answers = "both answers of a pair" if cfg.objective.name in PAIRED else "whole answers"
@@ -86,7 +86,7 @@ def preferences(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def reward_model(cfg: TrainConfig, report: Report) -> Broken:
-    """A reward model writes no text, and its head is neither cut nor beside adapters."""
+    """Check that a reward model is not sharded by tensor, has no adapter and writes no text."""
     if cfg.objective.name not in SCORED:
         return
     name = f"objective={cfg.objective.name}"
@@ -104,7 +104,7 @@ def reward_model(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def reference(cfg: TrainConfig, report: Report) -> Broken:
-    """A reference that is a path is a model on disk."""
+    """Check that a reference is given where it is needed, and that its path has a model."""
     given = cfg.objective.reference
     if given == "none" and cfg.objective.name in UNPAIRED:
         reason = f"objective={cfg.objective.name} compares with a reference.\nUse  start  or a path"
@@ -121,7 +121,7 @@ def reference(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def teacher(cfg: TrainConfig, report: Report) -> Broken:
-    """A teacher reads the same rows on the same ranks as its student."""
+    """Check that a teacher is named, and that it can read the rows of its student's ranks."""
     choice = cfg.objective
     if choice.name != DISTIL:
         return
@@ -144,7 +144,7 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def stored_lists(cfg: TrainConfig) -> Broken:
-    """Lists of a teacher belong to stored tokens, each of which always follows the same text."""
+    """Check that stored lists of a teacher belong to stored tokens with an unchanging context."""
     stored = f"objective.top_k={cfg.objective.top_k} stores what a teacher says"
     online = "or, with the teacher in memory,  objective.top_k=null"
     if cfg.data.streaming:
@@ -156,32 +156,31 @@ def stored_lists(cfg: TrainConfig) -> Broken:
 
 
 def lists_teacher(cfg: TrainConfig) -> bool:
-    """Return True where a run learns from stored lists, without a teacher in memory."""
+    """Return True if a run trains on stored lists of a teacher that is not in memory."""
     return cfg.objective.name == DISTIL and cfg.objective.top_k is not None
 
 
 def has_reference(cfg: ObjectiveChoice) -> bool:
-    """Return True where the loss compares the model with a reference."""
+    """Return True if the loss compares the model with a reference."""
     if cfg.name in PROMPTED:
         return cfg.kl > 0
     return cfg.name in REFERENCED and cfg.reference != "none"
 
 
 def stores_reference(cfg: TrainConfig) -> bool:
-    """Return True where a reference reads all rows once, before the first step."""
+    """Return True if a reference reads all rows once, before the first step."""
     is_stored = cfg.objective.name in REFERENCED and not base_is_reference(cfg)
     return is_stored and has_reference(cfg.objective)
 
 
 def loads_reference(cfg: TrainConfig) -> bool:
-    """Return True where a reference is a second model in memory: it reads new answers."""
+    """Return True if a reference is a second model in memory, because it reads new answers."""
     is_loaded = cfg.objective.name in PROMPTED and not base_is_reference(cfg)
     return is_loaded and has_reference(cfg.objective)
 
 
 def frozen_source(cfg: TrainConfig) -> tuple[str, str] | None:
-    """Return key and value of the frozen model in memory beside the one in training; None: there
-    is none."""
+    """Return the key that names a second, frozen model in memory, and its value; None without."""
     if cfg.objective.name == DISTIL and cfg.objective.teacher:
         return "objective.teacher", cfg.objective.teacher
     if loads_reference(cfg):
@@ -190,16 +189,20 @@ def frozen_source(cfg: TrainConfig) -> tuple[str, str] | None:
 
 
 def further_forwards(cfg: TrainConfig) -> int:
-    """Return how often a step's rows are computed without gradients: by the base of adapters as
-    reference, and for the baseline of good and bad answers."""
+    """Return the number of additional forwards of a step's rows without gradients.
+
+    There is one if the base of adapters is the reference, and one for the baseline of objectives
+    on good and bad answers.
+    """
     of_base = has_reference(cfg.objective) and base_is_reference(cfg)
     return of_base + (cfg.objective.name in UNPAIRED)
 
 
 def base_is_reference(cfg: TrainConfig) -> bool:
-    """Return True where the model without its adapters is the reference.
+    """Return True if the model without its adapters is the reference.
 
-    DoRA's lengths, what adapter.also trains, and adapters that the run begins with would stay.
+    That is not possible with DoRA's magnitudes, modules in adapter.also, and adapters that the run
+    begins with: switching the adapters off does not undo them.
     """
     adapter = cfg.adapter
     is_plain = adapter.name == "lora" and not (adapter.also or adapter.init_from)

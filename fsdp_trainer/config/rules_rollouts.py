@@ -1,4 +1,4 @@
-"""Rules of objectives that learn from the model's own answers. See config/rules.py."""
+"""Rules for objectives that train on the model's own answers. See config/rules.py."""
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.rules_objective import Broken, loads_reference
@@ -6,7 +6,7 @@ from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 
 
 def prompts(cfg: TrainConfig, report: Report) -> Broken:
-    """Prompts are stored, whole and not packed; their answers have room behind them."""
+    """Check that prompts are stored, complete and not packed, with room for answers and rewards."""
     if cfg.objective.name not in PROMPTED:
         return
     if not cfg.objective.rewards:
@@ -30,7 +30,7 @@ def prompts(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def answers(cfg: TrainConfig, report: Report) -> Broken:
-    """One process computes all blocks of an answer; its loss has keys of its own."""
+    """Check that ranks have all blocks to generate answers with, and that no keys of sft are set."""
     if cfg.objective.name not in PROMPTED:
         return
     if cfg.sharding.pipeline > 1:
@@ -42,7 +42,7 @@ def answers(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def divergence(cfg: TrainConfig, report: Report) -> Broken:
-    """The divergence from a reference is one from a model, which is computed as the trained one."""
+    """Check that a divergence has a reference, and a reference a divergence."""
     choice = cfg.objective
     if choice.name not in PROMPTED:
         return

@@ -5,14 +5,14 @@ from typing import Any
 
 from fsdp_trainer.config.schema import key
 
-CORES_A_GPU = 12  # to ask Slurm for, which else may give one to all ranks of a node
+CORES_A_GPU = 12  # requested of Slurm, which may otherwise give all ranks of a node one core
 
 # fmt: off  (a key is a line)
 
 
 @dataclass
 class Local:
-    """Jobs run on this node."""
+    """The launcher that runs jobs on this node."""
 
     jobs: int | None = key(
         None,
@@ -30,7 +30,7 @@ class Local:
 
 @dataclass
 class Optuna:
-    """Values are chosen by what came of those before, as optuna does it."""
+    """The sweeper that chooses values with optuna, by the results of earlier jobs."""
 
     n_trials: int = key(
         20,
@@ -78,7 +78,7 @@ class Optuna:
 
 @dataclass
 class Slurm:
-    """Every job is a Slurm job, submitted by submitit. Each of its nodes starts its own ranks."""
+    """The launcher that submits each job to Slurm with submitit. Each node starts its own ranks."""
 
     nodes: int = key(1, "nodes of a job", minimum=1)
     gpus_per_node: int = key(8, "GPUs, and ranks, of each; 0: one rank without", minimum=0)

@@ -1,4 +1,4 @@
-"""Durations and ranges of steps as people write them."""
+"""Parsing of durations and ranges of steps."""
 
 import re
 
@@ -6,7 +6,7 @@ SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def parse_duration(text: str) -> float:
-    """Seconds in `90s`, `30m`, `1h30m`, `2d` or plain seconds. Raises ValueError."""
+    """Return the seconds in `90s`, `30m`, `1h30m`, `2d` or plain seconds. Raises ValueError."""
     text = text.strip().lower()
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
@@ -18,7 +18,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """First and last step in `10..12` (or `10-12`), or in `10`. Raises ValueError."""
+    """Return the first and last step of `10..12` (or `10-12`), or of `10`. Raises ValueError."""
     match = re.fullmatch(r"(\d+)(?:(?:-|\.\.)(\d+))?", text.strip())
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:

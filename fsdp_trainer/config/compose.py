@@ -1,6 +1,6 @@
-"""The checked configuration of a verb and its overrides.
+"""Composition and check of a verb's configuration.
 
-Hydra composes; it never runs, so no rank writes Hydra's files or logs.
+Hydra only composes and never runs the program, so that no rank writes Hydra's files or logs.
 """
 
 import re
@@ -48,7 +48,7 @@ from fsdp_trainer.errors import Problem, UserError
 PACKAGE = Path(__file__).parents[1]
 CONF = (
     PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
-)  # in the wheel; in a checkout
+)  # in an installed wheel, else in a checkout
 
 NOT_COMPOSED = (
     HydraException,
@@ -60,15 +60,15 @@ NOT_COMPOSED = (
     AssertionError,
     ImportError,
 )
-"""Errors that Hydra and OmegaConf raise for a wrong configuration, not all of them their own."""
+"""Errors that Hydra and OmegaConf raise for a wrong configuration."""
 
 
 def compose(
     verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
 ) -> Any:
-    """The checked configuration of `verb`: an instance of its dataclass in verbs.PRIMARY.
+    """Return the checked configuration of `verb`, an instance of its dataclass in verbs.PRIMARY.
 
-    config_dir: a folder with more groups and recipes; inputs=False: input files need not exist.
+    config_dir: folder with more groups and recipes. inputs: False if input files need not exist.
     Raises UserError with all problems.
     """
     return compose_and_tell(verb, overrides, config_dir, inputs=inputs)[0]
@@ -77,7 +77,7 @@ def compose(
 def compose_and_tell(
     verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
 ) -> tuple[Any, Report]:
-    """The configuration as `compose` returns it, and the report, which has each value's origin."""
+    """Return the configuration of `compose`, and the report, which has each value's origin."""
     keys = flatten(PRIMARY[verb])
     words = take_files(overrides, config_dir)
     line = read_overrides(words, keys, options(verb, config_dir))
@@ -94,9 +94,9 @@ def compose_and_tell(
 
 
 def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
-    """The names in each group of `verb`, `recipe` among them.
+    """Return the names of the options of each group of `verb`, including `recipe` and `sweep`.
 
-    Raises UserError for a name that exists twice.
+    It is empty for verbs without training's groups. Raises UserError for a name that exists twice.
     """
     folders = _folders(config_dir)
     if not issubclass(PRIMARY[verb], TrainConfig):
@@ -114,9 +114,9 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
 
 
 def find_file(path: str, config_dir: str | None = None) -> Path | None:
-    """The file of a group's option or a recipe, e.g. `recipe/quickstart`.
+    """Return the file of a group's option or a recipe, e.g. `recipe/quickstart`.
 
-    None if it is not ours: Hydra has some of its own.
+    Returns None for an option of Hydra itself.
     """
     own = OWN.get(path.removeprefix("recipe/"))
     return own or next(
@@ -125,9 +125,9 @@ def find_file(path: str, config_dir: str | None = None) -> Path | None:
 
 
 def composable(verb: str, overrides: list[str], config_dir: str | None = None) -> list[str]:
-    """The overrides as they are given to Hydra.
+    """Return the overrides in the form in which they are passed to Hydra.
 
-    Raises UserError for problems that the command line alone shows.
+    Raises UserError for problems that are visible without composing.
     """
     words = take_files(overrides, config_dir)
     line = read_overrides(words, flatten(PRIMARY[verb]), options(verb, config_dir))
@@ -136,13 +136,13 @@ def composable(verb: str, overrides: list[str], config_dir: str | None = None) -
 
 
 def as_yaml(cfg: Any) -> str:
-    """A configuration as YAML, every key in the schema's order."""
+    """Return a configuration as YAML, with all keys in the schema's order."""
     return dump_yaml(asdict(cfg), width=140)
 
 
 @contextmanager
 def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
-    """Set Hydra up over conf/ and `config_dir`. Yields the overrides to give it.
+    """Set up Hydra with conf/ and `config_dir`. Yields the overrides to pass to it.
 
     Raises UserError for files that cannot be composed.
     """
@@ -164,7 +164,7 @@ def hydra(overrides: list[str], config_dir: str | None) -> Iterator[list[str]]:
 
 
 def config_flag(config_dir: str | None) -> list[str]:
-    """The words that name `config_dir` on a command line."""
+    """Return the words that name `config_dir` on a command line."""
     return ["--config-dir", config_dir] if config_dir else []
 
 
@@ -184,7 +184,7 @@ def _compose_files(
 
 
 def hydra_message(error: Exception) -> str:
-    """The message of an error of Hydra's, without its search path."""
+    """Return the message of an error raised by Hydra, without its search path."""
     message = (
         re.sub(r"\n\t", " ", str(error).split("\nConfig search path")[0].strip())
         or str(error.__cause__ or "")
@@ -194,7 +194,7 @@ def hydra_message(error: Exception) -> str:
 
 
 def check_files(verb: str, given: list[str], config_dir: str | None, report: Report) -> None:
-    """Check every file that takes part, within `hydra` and with the overrides that it yields."""
+    """Check all files of a composition. Called within `hydra`, with the overrides it yields."""
     keys, groups = flatten(PRIMARY[verb]), options(verb, config_dir)
     for default in (
         GlobalHydra.instance()
@@ -210,9 +210,9 @@ def check_files(verb: str, given: list[str], config_dir: str | None, report: Rep
 def own_recipes_compose(
     verb: str, overrides: list[str], config_dir: str | None, report: Report
 ) -> bool:
-    """Check the defaults of one's own recipes before Hydra, which stops at the first mistake.
+    """Check the defaults of the user's own recipes before Hydra, which stops at the first mistake.
 
-    Returns False if there is one; it is in `report` then, with all others in these files.
+    Returns False if there are mistakes. They are added to `report`, with all others in these files.
     """
     chosen = [name for word in overrides if word.startswith("+recipe=") for name in _names(word)]
     files = [find_file(f"recipe/{name}", config_dir) for name in chosen]
@@ -269,7 +269,7 @@ def _check_file(
 
 
 def _refused_defaults(defaults: list[Any]) -> dict[str, str]:
-    """The reason for each group that a file may not choose."""
+    """Return the reason for each group in a file's defaults that a file may not choose."""
     names = [name for entry in defaults if isinstance(entry, dict) for name in entry]
     reasons = {name: why_forbidden(str(name).split()[-1].lstrip("/"), None) for name in names}
     return {name: reason for name, reason in reasons.items() if reason}
@@ -321,7 +321,7 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 
 def _checked(own: Path, config_dir: str | None) -> Path:
-    """Return a folder of one's own groups and recipes. Raises UserError if it cannot be used."""
+    """Return a folder with the user's groups and recipes. Raises UserError if it cannot be used."""
     if not own.is_dir():
         raise UserError(
             "a problem in the configuration",

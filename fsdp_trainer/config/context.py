@@ -1,4 +1,4 @@
-"""The method by which ranks attend to rows that they share. No torch."""
+"""The method of attention for rows that several ranks share. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -7,10 +7,11 @@ from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import Problem
 
 OWN_QUERIES_ATTENTION = ("documents", "mask")
-"""Values of model.attention that compute some tokens' queries alone, as gathered and ring need."""
+"""Values of model.attention that can compute only some tokens' queries, which gathered and ring
+need."""
 RING_ROW = 32_768
-"""Tokens of a row from which `auto` prefers ring to gathered, whose masks take S² / N bytes on each
-of N ranks: 256 MiB on 4."""
+"""Tokens per row from which on `auto` prefers ring to gathered. The masks of gathered take S² / N
+bytes on each of N ranks, which is 256 MiB on 4."""
 
 
 class Heads(Protocol):
@@ -18,7 +19,7 @@ class Heads(Protocol):
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of each token."""
+        """The number of query heads of each token."""
 
     @property
     def attn_logit_softcapping(self) -> float | None:
@@ -26,7 +27,7 @@ class Heads(Protocol):
 
 
 class ContextChoice(NamedTuple):
-    """method: a value of sharding.context_method but `auto`. reason: for the choice."""
+    """The chosen method, a value of sharding.context_method except `auto`, and the reason."""
 
     method: str
     reason: str
@@ -36,9 +37,9 @@ class ContextChoice(NamedTuple):
 
 
 def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: bool) -> ContextChoice:
-    """Choose for ranks that have so many query heads of each token, and rows of so many tokens.
+    """Choose the method for ranks with `heads` query heads and rows of `row` tokens.
 
-    softcap: scores have a soft limit. `context_problems` says what cannot be.
+    softcap: whether scores have a soft limit. `context_problems` reports impossible settings.
     """
     if sharding.context_method != "auto":
         return ContextChoice(sharding.context_method, "as asked")
@@ -54,14 +55,14 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
 
 
 def context_method(cfg: TrainConfig, config: Heads) -> ContextChoice:
-    """Choose for a model, of which config has the heads that a rank of a tensor group computes."""
+    """Choose the method for a model. config: has the heads of one rank of a tensor group."""
     softcap = config.attn_logit_softcapping is not None
     heads = config.num_attention_heads
     return choose_context_method(cfg.sharding, heads, cfg.batch.seq_len, softcap)
 
 
 def attention_layout(cfg: TrainConfig, method: str, compiled: bool) -> str:
-    """Return model.attention; in place of `auto` what can compute some tokens' queries alone."""
+    """Return model.attention, with `auto` replaced if only some tokens' queries are computed."""
     attention = cfg.model.attention
     if cfg.sharding.context == 1 or method == "ulysses" or attention != "auto":
         return attention
@@ -69,14 +70,14 @@ def attention_layout(cfg: TrainConfig, method: str, compiled: bool) -> str:
 
 
 def attention_kernel(cfg: TrainConfig, method: str, device: str) -> str:
-    """Return model.attention_kernel; with ring on a GPU the only kernel that it calls."""
+    """Return model.attention_kernel; with ring on a GPU, the only kernel that it calls."""
     if cfg.sharding.context > 1 and method == "ring" and device == "cuda":
         return "efficient"
     return cfg.model.attention_kernel
 
 
 def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
-    """Yield why ranks cannot share the rows of a model."""
+    """Yield the problems that keep ranks from sharing the rows of a model."""
     sharding, attention = cfg.sharding, cfg.model.attention
     if sharding.context == 1:
         return
@@ -108,7 +109,7 @@ def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
 
 
 def ring_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
-    """Yield why a model's attention cannot be merged from that to the keys of each rank."""
+    """Yield the problems that keep ring from merging a model's attention over ranks' keys."""
     if config.attn_logit_softcapping is not None:
         reason = (
             "ring merges results by sums that kernels return, and none with a soft limit on scores "

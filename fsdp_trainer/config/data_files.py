@@ -1,6 +1,6 @@
-"""The files of a data path, known by their names before any is opened.
+"""The files of a data path, and their kinds, mostly by name, before they are read.
 
-A mistake is answered before torch is imported.
+Mistakes are reported before torch is imported.
 """
 
 import glob
@@ -27,7 +27,7 @@ JSON, TEXT, CSV, ARROW = (
 KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
 COMPRESSIONS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"{": ".jsonl", b"[": ".json"}
-# descriptions of data sets by `datasets` and the hub, and files of tokenizers and models: no data
+# no data: descriptions of data sets by `datasets` and the hub, files of tokenizers and models
 DESCRIPTIONS = (
     "readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -41,9 +41,9 @@ HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 
 @dataclass(frozen=True)
 class Entry:
-    """One of the paths of a list.
+    """One path in a list of data paths.
 
-    With a weight or a repeat in any of them the list is a mixture: see data/mixture.py.
+    If any entry has a weight or a repeat, the list is a mixture: see data/mixture.py.
     """
 
     path: str = key(None, "a file, folder, glob or URL")
@@ -63,23 +63,23 @@ class Entry:
 
 
 def entries(path: Any) -> list[Entry]:
-    """The entries of data.path or data.validation, in order; [] for null and for a share."""
+    """Return the entries of data.path or data.validation, in order; [] for null and for a share."""
     listed = path if isinstance(path, list) else [path] if isinstance(path, str) else []
     return [Entry(**item) if isinstance(item, dict) else Entry(item) for item in listed]
 
 
 def is_mixture(path: Any) -> bool:
-    """Return True if the entries stay separate through training, not packed together."""
+    """Return True if the entries are a mixture, which are never packed into the same row."""
     return any(entry.weight is not None or entry.repeat is not None for entry in entries(path))
 
 
 def is_url(path: str) -> bool:
-    """Return True for the address of a remote file: s3://bucket/a.jsonl."""
+    """Return True for the address of a remote file, e.g. s3://bucket/a.jsonl."""
     return "://" in path
 
 
 def place(path: str) -> str:
-    """A file's place as a path: absolute, or the host and path of a URL."""
+    """Return a file's location as a path: absolute, or made of the host and path of a URL."""
     if not is_url(path):
         return os.path.abspath(Path(path).expanduser())
     url = urlsplit(path)
@@ -88,9 +88,9 @@ def place(path: str) -> str:
 
 
 def kind(file: str | Path) -> tuple[str, str | None]:
-    """(suffix, compression) of a file: of chats.jsonl.gz (".jsonl", ".gz").
+    """Return (suffix, compression) of a file: (".jsonl", ".gz") for chats.jsonl.gz.
 
-    Where the name has no known suffix, the first bytes decide.
+    If the name has no known suffix, the first bytes decide.
     """
     path = Path(place(str(file)) if is_url(str(file)) else file)
     ending = path.suffix.lower()
@@ -101,13 +101,13 @@ def kind(file: str | Path) -> tuple[str, str | None]:
 
 
 def _suffix(name: str) -> str:
-    """The suffix of a name without that of its compression."""
+    """Return the suffix of a name, ignoring that of its compression."""
     path = Path(name)
     return (Path(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
 def _kind_by_content(path: Path) -> tuple[str, str | None] | None:
-    """The kind by the first bytes; None if unknown: text without JSON could be anything."""
+    """Return the kind of a file by its first bytes; None if unknown, as for any plain text."""
     with open(path, "rb") as file:
         head = file.read(64)
     compression = _starting(head, COMPRESSIONS)
@@ -119,12 +119,12 @@ def _kind_by_content(path: Path) -> tuple[str, str | None] | None:
 
 
 def _starting(head: bytes, names: dict[bytes, str]) -> str | None:
-    """The name of the first bytes that `head` starts with."""
+    """Return the name of the magic bytes that `head` starts with, or None."""
     return next((name for magic, name in names.items() if head.startswith(magic)), None)
 
 
 def stem(path: str | Path) -> str:
-    """The name without the suffixes that tell how to read it."""
+    """Return a file's name without the suffixes of its kind and compression."""
     name, (suffix, compression) = Path(place(str(path))).name, kind(path)
     ending = (suffix if suffix in KINDS else "") + (compression or "")
     has_ending = ending and name.lower().endswith(ending) and len(name) > len(ending)
@@ -132,9 +132,10 @@ def stem(path: str | Path) -> str:
 
 
 def data_files(path: str) -> list[str]:
-    """Data files of a file, a folder with all below it, or a glob, sorted.
+    """Return the data files for a path: a file, a folder with all its subfolders, or a glob.
 
-    Raises ValueError with the reason if there are none, or if they cannot be read together.
+    They are sorted. Raises ValueError with the reason if there are none, or if they cannot be read
+    together.
     """
     if Path(path).is_dir():
         files = _files_of_folder(path)
@@ -154,7 +155,10 @@ def data_files(path: str) -> list[str]:
 
 
 def _files_of_folder(path: str) -> list[str]:
-    """Data files below a folder. Raises ValueError if `datasets` wrote several splits there."""
+    """Return the data files in a folder and its subfolders.
+
+    Raises ValueError if `datasets` wrote several splits there.
+    """
     splits = Path(path) / "dataset_dict.json"
     try:
         content = json.loads(splits.read_text()) if splits.is_file() else {}
@@ -173,7 +177,7 @@ def _files_of_folder(path: str) -> list[str]:
 
 
 def _files_of_glob(path: str) -> list[str]:
-    """Data files that a glob matches. Raises ValueError without any."""
+    """Return the data files that match a glob. Raises ValueError if there are none."""
     files = []
     for match in sorted(set(_matches(path))):
         if not Path(match).is_dir():
@@ -188,15 +192,15 @@ def _files_of_glob(path: str) -> list[str]:
 
 
 def choose_files(files: list[str], path: str) -> list[str]:
-    """The files that are read of those at a path: all of them.
+    """Return `files` unchanged if they can be read together as the data of `path`.
 
-    Raises ValueError if they should not be read together, or cannot be.
+    Raises ValueError if they cannot, or should not because they are several splits.
     """
     if not files:
         raise ValueError(f"no file in this folder ends in {' '.join(KINDS)}")
     if not has_magic(path):
         _check_splits(files)
-    if len(files) == 1 and is_url(path):  # its kind is known once it is here
+    if len(files) == 1 and is_url(path):  # its kind is known only after the download
         return files
     for file in files:
         if kind(file)[0] not in KINDS:
@@ -215,7 +219,7 @@ def has_magic(path: str) -> bool:
 
 
 def _matches(path: str) -> Iterator[str]:
-    """The matches of a glob; unlike Python's own, `**` follows a circle of links only once."""
+    """Yield the matches of a glob. Unlike in Python's glob, `**` follows a loop of links once."""
     before, *rest = re.split(r"(?:^|(?<=/))\*\*(?:/|$)", path, maxsplit=1)
     if not rest:
         yield from glob.glob(path)
@@ -227,7 +231,7 @@ def _matches(path: str) -> Iterator[str]:
 
 
 def _walk(folder: str) -> Iterator[str]:
-    """Files of a folder and of those within it."""
+    """Yield the files in a folder and its subfolders."""
     return (
         entry.path
         for within in _folders(folder)
@@ -237,7 +241,10 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
-    """A folder and those within it; a link back to a folder above is not followed."""
+    """Yield a folder and its subfolders. A link back to an enclosing folder is not followed.
+
+    above: real paths of the enclosing folders. Raises ValueError for a folder without permission.
+    """
     real = os.path.realpath(folder)
     if real in above:
         return
@@ -256,9 +263,9 @@ def _folders(folder: str, above: frozenset[str] = frozenset()) -> Iterator[str]:
 
 
 def _check_splits(files: list[str]) -> None:
-    """Raise ValueError for several splits, one of which is not to be trained on.
+    """Raise ValueError if a folder holds a train split and others that must not be trained on.
 
-    The hub names them train-00000-of-00001.parquet and test-00000-of-00001.parquet.
+    The hub names their files train-00000-of-00001.parquet and test-00000-of-00001.parquet.
     """
     splits: dict[str, set[str]] = {}
     for file in files:
@@ -279,15 +286,15 @@ def _check_splits(files: list[str]) -> None:
 
 
 def needs_arrow(file: str) -> bool:
-    """Return True if pyarrow is needed to read the file."""
+    """Return True if reading a file needs pyarrow."""
     suffix, compression = kind(file)
     return suffix in ARROW or (compression == ".zst" and sys.version_info < (3, 14))
 
 
 def is_data(path: str) -> bool:
-    """Return True if a file of a folder is to be read, by its path from there.
+    """Return True if a file is data, by its path relative to the data folder.
 
-    Hidden files are not, nor those that describe the others.
+    Hidden files and descriptions of other files are not.
     """
     parts = path.split("/")
     return (
@@ -301,11 +308,11 @@ PACKAGES = {
     "s3": ("s3fs", "remote"), "gs": ("gcsfs", "remote"), "gcs": ("gcsfs", "remote"),
     "https": ("aiohttp", "remote"), "http": ("aiohttp", "remote"), "hf": ("huggingface_hub", "hub"),
 }  # fmt: skip
-"""The package that reads a kind of URL, and the extra that installs it."""
+"""By scheme of a URL, the package that reads it and the extra that installs this package."""
 
 
 def why_url_unusable(url: str) -> str | None:
-    """The reason why a URL cannot be used, without a network; None if it may be."""
+    """Return the reason why a URL cannot be used, as far as known without a network, or None."""
     scheme = url.partition("://")[0]
     if scheme in PACKAGES and importlib.util.find_spec(PACKAGES[scheme][0]) is None:
         package, extra = PACKAGES[scheme]

@@ -1,7 +1,7 @@
-"""The settings that follow from model.depth: one number for the sizes of a model and its training.
+"""The settings that follow from model.depth: one number decides the model's sizes and its training.
 
-The rules are those of nanochat (Karpathy 2025, scripts/base_train.py), measured there on models
-of 12 to 26 blocks. docs/from-nothing-to-chat.md states them.
+The rules are those of nanochat (Karpathy 2025, scripts/base_train.py), which measured them on
+models of 12 to 26 blocks. docs/from-nothing-to-chat.md states them.
 """
 
 import math
@@ -15,29 +15,29 @@ HEAD_DIM = 128
 SEQ_LEN = 2048
 MAX_POSITIONS = 8192
 ROPE_THETA = 100_000.0
-"""Room for the longer rows of later stages, as SmolLM2 has it."""
+"""The value of SmolLM2, which leaves room for the longer rows of later stages."""
 VOCABULARY = 32_768
-"""nanochat's; taken where model.vocab_size does not say another one."""
+"""nanochat's vocabulary size, used if model.vocab_size is not set."""
 REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19
-"""Tokens of the best step for 12 blocks, measured by nanochat."""
+"""The best number of tokens per step for 12 blocks, measured by nanochat."""
 BATCH_EXPONENT = 0.383
-"""The best batch grows with so much of a power of all tokens (arXiv 2505.13738)."""
+"""Exponent of the best batch size as a power of the total number of tokens (arXiv 2505.13738)."""
 REFERENCE_LR = {
-    # of 2**19 tokens a step and 12 blocks, as the recipe chain_pretrain has it
+    # for 2**19 tokens a step and 12 blocks, as in the recipe chain_pretrain
     "adamw": 1.0e-3,
     # nanochat's 0.02 for orthogonal updates, in Moonlight's scale: 0.02 / (0.2 · √768)
     "muon": 3.6e-3,
 }
-"""By optim.name, the learning rate of the model of 12 blocks."""
+"""The learning rate of the model of 12 blocks, by optim.name."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2")
-"""Families of dense blocks with ordinary attention and a gated feed-forward layer."""
+"""Model families with dense blocks, ordinary attention and a gated feed-forward layer."""
 
 
 def settle_depth(cfg: TrainConfig, report: Report) -> None:
-    """Set what follows from model.depth, but for keys of the command line and of recipes."""
+    """Set the values that follow from model.depth, except keys set by the user or a recipe."""
     if "model.depth" not in report.typed and cfg.model.name != "auto":
-        cfg.model.depth = None  # of a recipe: a named size wins
+        cfg.model.depth = None  # it comes from a recipe: a named size wins
     if cfg.model.depth is None:
         return
     reason = contradiction(cfg)
@@ -59,7 +59,7 @@ def settle_depth(cfg: TrainConfig, report: Report) -> None:
 
 
 def contradiction(cfg: TrainConfig) -> str:
-    """Return why model.depth cannot go with other keys of model, "" if it can."""
+    """Return the reason why model.depth contradicts other keys of model; "" if it does not."""
     model, depth = cfg.model, cfg.model.depth
     if model.init_from:
         return f"{model.init_from} decides all sizes: drop it"
@@ -74,10 +74,10 @@ def contradiction(cfg: TrainConfig) -> str:
 
 
 def sizes(model: Model, depth: int) -> dict[str, int | float | bool]:
-    """Return the sizes of a model of so many blocks, by key of model.
+    """Return the sizes of a model with `depth` blocks, by key of model.
 
-    The width is a multiple of the head size. Three matrices of 8/3 of the width have as many
-    weights as nanochat's two of four times the width.
+    The width is a multiple of the head size. Three feed-forward matrices of 8/3 of the width have
+    as many weights as nanochat's two of four times the width.
     """
     head_dim = model.head_dim or HEAD_DIM
     width = model.hidden_size or round_up(WIDTH_PER_BLOCK * depth, HEAD_DIM)
@@ -96,7 +96,7 @@ def sizes(model: Model, depth: int) -> dict[str, int | float | bool]:
 
 
 def scaling_parameters(model: Model) -> int:
-    """Return the number of weights that tokens are counted by: all but the embedding and norms."""
+    """Return the number of weights for tokens per parameter: all but the embedding and norms."""
     given = [
         model.num_hidden_layers,
         model.hidden_size,
@@ -112,7 +112,7 @@ def scaling_parameters(model: Model) -> int:
 
 
 def best_batch(cfg: TrainConfig, tokens: float) -> int:
-    """Return the tokens of a step, a power of 2, for a training on so many tokens."""
+    """Return the best number of tokens per step, a power of 2, for training on `tokens` tokens."""
     reference = Model(vocab_size=cfg.model.vocab_size)
     for name, size in sizes(reference, REFERENCE_DEPTH).items():
         setattr(reference, name, size)
@@ -122,7 +122,7 @@ def best_batch(cfg: TrainConfig, tokens: float) -> int:
 
 
 def settle_learning_rate(cfg: TrainConfig, report: Report) -> None:
-    """Set optim.lr: it falls with the root of the width, and rises with that of the batch."""
+    """Set optim.lr, which falls with the square root of the width and rises with the batch's."""
     reference = REFERENCE_LR.get(cfg.optim.name)
     if reference is None:
         known = "  or  ".join(f"optim={name}" for name in REFERENCE_LR)
@@ -137,7 +137,7 @@ def settle_learning_rate(cfg: TrainConfig, report: Report) -> None:
 
 
 def is_given(report: Report, key: str) -> bool:
-    """Return True for a key of the command line or of a recipe."""
+    """Return True for a key that is set on the command line or by a recipe."""
     return key in report.typed or key in report.in_recipes
 
 
@@ -151,7 +151,7 @@ def set_unless_given(cfg: TrainConfig, report: Report, key: str, value: float) -
 
 
 def depth_in_words(cfg: TrainConfig) -> str:
-    """Return the sizes and the training that follow from model.depth, as they now are."""
+    """Return a line with the model's sizes and its training, after model.depth was applied."""
     model, batch = cfg.model, cfg.batch
     step = batch.rows * batch.seq_len
     length = ""

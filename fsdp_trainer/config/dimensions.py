@@ -1,4 +1,4 @@
-"""The dimensions in which the ranks of a run are arranged. No torch."""
+"""The dimensions in which the ranks of a run are arranged. Imports no torch."""
 
 import math
 
@@ -9,10 +9,10 @@ from fsdp_trainer.errors import Problem
 def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
     """Return the size of each dimension by name, outermost first.
 
-    Neighbouring ranks differ in the last. Ranks that differ in `replicate` hold the same part of
-    the model's states, those that differ in another dimension another part. Those that differ in
-    `pipeline`, `context` or `tensor` read the same rows. Where the sizes do not divide the ranks
-    they multiply to fewer.
+    Neighbouring ranks differ in the last dimension. Ranks that differ only in `replicate` hold the
+    same part of the model's states; ranks that differ in any other dimension hold different parts.
+    Ranks that differ only in `pipeline`, `context` or `tensor` read the same rows. If the sizes do
+    not divide the number of ranks, their product is smaller than that.
     """
     readers = max(1, ranks // (sharding.pipeline * sharding.context * sharding.tensor))
     replicas = {"fsdp": 1, "hsdp": sharding.replicas, "ddp": readers}[sharding.strategy]
@@ -26,10 +26,11 @@ def dimension_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
 
 
 def expert_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
-    """Return the sizes of the dimensions in which experts see the ranks, outermost first.
+    """Return the sizes of the dimensions in which experts are distributed, outermost first.
 
-    Ranks that differ in `expert` hold other experts, those that differ in `eshard` other parts of
-    the same ones. Where the sizes do not divide the ranks they multiply to fewer.
+    Ranks that differ in `expert` hold different experts; ranks that differ only in `eshard` hold
+    different parts of the same experts. If the sizes do not divide the number of ranks, their
+    product is smaller than that.
     """
     sizes = dimension_sizes(sharding, ranks)
     shards = max(1, fsdp_ranks(sizes) * sizes["tensor"] // sharding.expert)
@@ -38,22 +39,22 @@ def expert_sizes(sharding: Sharding, ranks: int) -> dict[str, int]:
 
 
 def batch_ranks(sizes: dict[str, int]) -> int:
-    """Return how many parts the rows of a step are read in."""
+    """Return the number of groups of ranks that read different rows of a step."""
     return sizes["replicate"] * sizes["shard"]
 
 
 def fsdp_ranks(sizes: dict[str, int]) -> int:
-    """Return over how many ranks fully_shard divides what a rank of a tensor group holds."""
+    """Return the number of ranks over which fully_shard shards each tensor-parallel part."""
     return sizes["shard"] * sizes["context"]
 
 
 def own_length(sharding: Sharding, seq_len: int) -> int:
-    """Return how many tokens of each row a rank has, between attention's collectives."""
+    """Return the number of tokens of each row that a rank holds outside of attention."""
     return seq_len // sharding.context
 
 
 def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
-    """Return why the ranks cannot be arranged as the configuration asks; None: they can."""
+    """Return the problem if the ranks cannot be arranged as configured, else None."""
     if math.prod(dimension_sizes(sharding, ranks).values()) == ranks:
         return _expert_problem(sharding, ranks)
     rest = ranks
@@ -74,7 +75,7 @@ def layout_problem(sharding: Sharding, ranks: int) -> Problem | None:
 
 
 def _expert_problem(sharding: Sharding, ranks: int) -> Problem | None:
-    """Return why experts cannot be divided among the ranks of a replica; None: they can."""
+    """Return the problem if experts cannot be divided among the ranks of a replica, else None."""
     size = sharding.expert
     sizes = dimension_sizes(sharding, ranks)
     replica = fsdp_ranks(sizes) * sizes["tensor"]

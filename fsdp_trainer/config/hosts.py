@@ -1,4 +1,4 @@
-"""Hosts on which nodes are started: launch.hosts, as a list or a file. No torch."""
+"""Hosts on which nodes are started: launch.hosts, as a list or a file. Imports no torch."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fsdp_trainer.errors import Problem, UserError
 
 FORM = "is not a host: write  name , user@name  or  name:port , behind it perhaps  slots=8"
-# no part may begin with a dash: ssh would take it for an option
+# no part may begin with a dash, which ssh would take for an option
 ENTRY = re.compile(
     r"(?:(?P<user>\w[\w.-]*)@)?(?P<name>\w[\w.-]*)(?::(?P<port>\d{1,5}))?"
     r"(?:\s+slots=(?P<slots>[1-9]\d*))?(?:\s+max[_-]slots=\d+)?"
@@ -17,8 +17,8 @@ ENTRY = re.compile(
 class Host(NamedTuple):
     """A machine on which one node runs.
 
-    user, port: of ssh, where they were given; slots: how many ranks it gets, None for the number
-    that launch.nproc_per_node says.
+    user, port: for ssh, None if not given. slots: number of its ranks, None for that of
+    launch.nproc_per_node.
     """
 
     name: str
@@ -32,9 +32,9 @@ class Host(NamedTuple):
 
 
 def read_hosts(value: str | list[str]) -> list[Host]:
-    """Return the hosts of a list, or of a file with one a line as DeepSpeed and MPI read it.
+    """Return the hosts of a list, or of a file with one per line in DeepSpeed's or MPI's format.
 
-    Raises ValueError with what is wrong with them.
+    Raises ValueError with the reason if they are wrong.
     """
     lines = _lines(value) if isinstance(value, str) else [(entry, entry) for entry in value]
     hosts = [_host(entry.strip(), where) for where, entry in lines]
@@ -57,12 +57,15 @@ def hosts_of(value: str | list[str]) -> list[Host]:
 
 
 def ranks_of(host: Host, nproc_per_node: int | str) -> int | None:
-    """Return how many ranks a host gets: the number that was set, else its slots; None: neither."""
+    """Return a host's number of ranks: nproc_per_node if set, else its slots; None if neither."""
     return host.slots if nproc_per_node == "auto" else int(nproc_per_node)
 
 
 def _lines(path: str) -> list[tuple[str, str]]:
-    """Return what stands in a file, each line with its place, without comments."""
+    """Return the lines of a file without comments, each with its place as FILE:LINE.
+
+    Raises ValueError if it cannot be read.
+    """
     try:
         text = Path(path).expanduser().read_text()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Names that do not exist here, and what they mean: other trainers' names, then spelling."""
+"""The meaning of names that do not exist here: other trainers' names, then misspellings."""
 
 from collections.abc import Collection, Iterable, Iterator
 from difflib import get_close_matches
@@ -9,13 +9,16 @@ from typing import Any, NamedTuple
 
 import yaml
 
-SAME_NODE = 0.75  # least similarity of a name to one of the same node, to be suggested
-ANYWHERE = 0.82  # and of one elsewhere: `tensor_parallel` is like `tensorboard` to 0.69
-SURE = 0.85  # this much alike, it is a slip of the finger
+SAME_NODE = 0.75  # least similarity at which a key of the same node is suggested
+ANYWHERE = 0.82  # and one of another node: `tensor_parallel` and `tensorboard` have 0.69
+SURE = 0.85  # from this similarity on, it is a typing mistake
 
 
 class KnownName(NamedTuple):
-    """The meaning of a name: a key, a group or a whole override (`meant`), else a sentence."""
+    """The meaning of a name: a key, a group or a complete override (`meant`), else a sentence.
+
+    missing: True if the sentence is about a feature that this version does not have.
+    """
 
     meant: str = ""
     sentence: str = ""
@@ -23,7 +26,7 @@ class KnownName(NamedTuple):
 
 
 class ForeignNames(NamedTuple):
-    """The names of other trainers. patterns: those with a `*`, in the order of the file."""
+    """The names of other trainers. patterns: names with a `*`, in the order of the file."""
 
     exact: dict[str, KnownName]
     patterns: list[tuple[str, KnownName]]
@@ -31,7 +34,7 @@ class ForeignNames(NamedTuple):
 
 @cache
 def table() -> ForeignNames:
-    """Read names.yaml, once it is needed: a right command line does without."""
+    """Return the names in names.yaml, which is read only when needed: after a mistake."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     tree = yaml.load(Path(__file__).with_name("names.yaml").read_text(), loader)
     exact: dict[str, KnownName] = {}
@@ -56,12 +59,12 @@ def _entries(tree: dict[str, Any]) -> Iterator[tuple[str, KnownName]]:
 
 
 def known_elsewhere(name: str) -> KnownName | None:
-    """Return what another trainer's name stands for here; None where no trainer has it."""
+    """Return the meaning of another trainer's name; None if no trainer has it."""
     return _by_path(_parts(name)) or _by_section_or_leaf(_parts(name))
 
 
 def absent(name: str) -> str:
-    """Return the sentence for something that this version does not have; empty for all else."""
+    """Return the sentence about a feature that this version lacks; "" for any other name."""
     answer = known_elsewhere(name) if name.isidentifier() else None
     return answer.sentence if answer and answer.missing else ""
 
@@ -101,7 +104,7 @@ ENTRY_SYNONYMS = {
     "num_epochs": "repeat", "type": "format",
     "columns": "fields", "label": "name",
 }  # fmt: skip
-"""Other names of the parts of an entry of data.path."""
+"""Other names for the parts of an entry of data.path."""
 
 OPTION_SYNONYMS = {
     "compile": {"true": "enabled", "on": "enabled", "false": "disabled", "off": "disabled"},
@@ -160,19 +163,19 @@ VALUE_SYNONYMS = {
     "int4": "nf4", "4bit": "nf4", "fp4": "nf4", "float32": "fp32",
     "chatml": "messages", "openai": "messages", "jsonl": "auto",
 }  # fmt: skip
-"""Other names of the values of keys that have choices."""
+"""Other names for values of keys that have choices."""
 SWITCHED_OFF = ("disabled", "none", "ignore", "never")
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The best-spelt match, if there is one."""
+    """Return the most similar of `names`, if its similarity is at least `cutoff`."""
     return next(iter(get_close_matches(name.lower(), list(names), 1, cutoff)), None)
 
 
 def choice_meant(value: Any, choices: Collection[Any]) -> Any:
-    """Return which of a key's choices `value` should have been, or None.
+    """Return the choice of a key that was probably meant by `value`, or None.
 
-    It may be another program's name, switched on or off, or misspelt.
+    The value may be another program's name, a boolean such as on or off, or misspelt.
     """
     off = [choice for choice in SWITCHED_OFF if choice in choices]
     text = str(value).lower()
@@ -185,13 +188,13 @@ def choice_meant(value: Any, choices: Collection[Any]) -> Any:
 
 
 def synonyms_of(key: str) -> list[str]:
-    """Return the names that other programs have for `key`."""
+    """Return the names of `key` in other programs."""
     names = table().exact.items()
     return [name for name, answer in names if answer.meant.split("=")[0] == key and "." not in name]
 
 
 def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> KnownName | None:
-    """Return what `key` should have been, or None: by another trainer's name, else by spelling."""
+    """Return what was meant by `key`, another trainer's name or a misspelling; None if unknown."""
     for answer in _candidates(key, keys, groups):
         target = answer.meant.split("=")[0]
         if answer.sentence or target in keys or target in groups:
@@ -200,7 +203,7 @@ def meant_by(key: str, keys: Collection[str], groups: Collection[str]) -> KnownN
 
 
 def _candidates(key: str, keys: Collection[str], groups: Collection[str]) -> Iterator[KnownName]:
-    """Yield what `key` may have been, the likeliest first; it may not exist for this verb."""
+    """Yield possible meanings of `key`, the likeliest first. They may not exist for this verb."""
     parts = _parts(key)
     leaf = parts[-1]
     own_node = [k for k in keys if parts[:-1] and k.startswith(parts[0] + ".")]

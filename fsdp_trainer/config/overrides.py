@@ -1,6 +1,6 @@
-"""Checks of the command line's overrides, before Hydra sees them.
+"""Checks of the command line's overrides, before they are passed to Hydra.
 
-Hydra stops at the first mistake, and lets `+` add keys that nobody reads.
+Hydra stops at the first mistake, and lets `+` add keys that nothing reads.
 """
 
 import re
@@ -36,8 +36,8 @@ from fsdp_trainer.config.names import (
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
-LAID_OVER = ("recipe", "sweep")  # chosen with a plus, several at once if need be
-PROSE = ("data", "prompt", "system")  # keys whose text is taken as it is, commas and all
+LAID_OVER = ("recipe", "sweep")  # chosen with a plus; several may be chosen at once
+PROSE = ("data", "prompt", "system")  # keys whose text is used literally, including commas
 QUOTED = re.compile(r"""null$|\[?\s*['"]""")  # null, a text or a list of texts in quotes
 _OF_TRAINING = flatten(TrainConfig)
 HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launcher|sweeper)\.")
@@ -47,16 +47,16 @@ HYDRA_ALLOWED = re.compile(r"hydra/launcher$|hydra/sweeper(/\w+)*$|hydra\.(launc
 class CommandLine:
     """The overrides of a command line, and their problems."""
 
-    hydra: list[str] = field(default_factory=list)  # what Hydra is given
-    typed: dict[str, str] = field(default_factory=dict)  # key → as the user wrote it
-    prose: dict[str, str] = field(default_factory=dict)  # key → text that Hydra must not parse
+    hydra: list[str] = field(default_factory=list)  # overrides for Hydra
+    typed: dict[str, str] = field(default_factory=dict)  # by key, the argument as typed
+    prose: dict[str, str] = field(default_factory=dict)  # by key, text that Hydra must not parse
     recipes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # keys with a problem: report no other
     whole: bool = True  # no recipe or group option is missing
 
     def refuse(self, argument: str, reason: str, *keys: str) -> None:
-        """Leave an argument out, and report the reason."""
+        """Report an argument that is left out, with the reason. keys: further keys it concerns."""
         self.problems.append(Problem(argument, reason))
         self.settled |= {argument.lstrip("+~").split("=")[0], *keys}
 
@@ -68,10 +68,10 @@ def read_overrides(
     *,
     sweeping: bool = False,
 ) -> CommandLine:
-    """Check every argument by itself.
+    """Return the overrides after checking each argument by itself.
 
-    keys: the primary configuration's; options: the names in each group, `recipe` and `sweep` among
-    them; sweeping: the arguments are for a whole sweep, not for one run.
+    keys: the keys of the primary configuration. options: the names in each group, including
+    `recipe` and `sweep`. sweeping: whether the arguments are for a sweep instead of one run.
     """
     line = CommandLine()
     parser = OverridesParser.create()
@@ -104,7 +104,7 @@ def _why_refused(
     options: Mapping[str, list[str]],
     sweeping: bool,
 ) -> str | None:
-    """The reason why no key may be set in this way; None if it may."""
+    """Return the reason why this kind of override is refused for any value; None if it is not."""
     if override.is_delete():
         return (
             "keys are not deleted. To switch something off write  key=null  or choose another"
@@ -128,9 +128,9 @@ def _why_refused(
 
 
 def why_forbidden(key: str, value: Any) -> str | None:
-    """The reason why neither the command line nor a file may set `key`; None if they may.
+    """Return the reason why neither the command line nor a file may set `key`; None if they may.
 
-    Hydra makes objects from its own settings, by the name of their class.
+    Hydra creates objects from its own settings, by class name, which can run any code.
     """
     if re.match(r"hydra\b", key) and not HYDRA_ALLOWED.match(key):
         return (
@@ -152,7 +152,7 @@ def why_forbidden(key: str, value: Any) -> str | None:
 
 
 def has_target(value: Any) -> bool:
-    """Return True if anything within `value` names a class to make an object of."""
+    """Return True if anything within `value` names a class to create an object of."""
     if isinstance(value, dict):
         return "_target_" in value or any(map(has_target, value.values()))
     return isinstance(value, list) and any(map(has_target, value))
@@ -161,9 +161,9 @@ def has_target(value: Any) -> bool:
 def why_unknown(
     key: str, text: str | None, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """The reason why `key` is refused: the nearest real one, and the keys of its group.
+    """Return the message for an unknown `key`: the nearest real key, and the keys of its group.
 
-    text: the value; it is suggested only for a key that takes it. groups: the options of each.
+    text: the value, which is suggested only for a key that accepts it. groups: the options of each.
     """
     answer = meant_by(key, keys, groups) or KnownName()
     by_other_name = answer.meant and known_elsewhere(key) == answer
@@ -177,7 +177,7 @@ def why_unknown(
 
 
 def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
-    """A question for the suggested key or override; with `text` as its value if it takes that."""
+    """Return a question for the suggested key or override, with `text` as value if valid."""
     if not suggestion:
         return ""
     if text is None or "=" in suggestion:
@@ -193,14 +193,14 @@ def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
 
 
 def _choice_of_group(group: str, text: str, groups: Mapping[str, list[str]]) -> str:
-    """A question for an option of a group, if the text is the name of one."""
+    """Return a question for an option of a group if `text` names one, else the group's options."""
     if text in groups[group]:
         return f". Did you mean  {group}={text} ?\n{listed(f'{group} has:', groups[group])}"
     return f"; it is the group {group} here. {_why_no_option(group, text, groups)}"
 
 
 def takes(f: Field, text: str) -> bool:
-    """Return True if a key takes a value as it was typed."""
+    """Return True if a key accepts a value as it was typed."""
     try:
         value = OverridesParser.create().parse_override(f"key={text}").value()
         return wrong_with(convert(value, f.type), f) is None
@@ -209,7 +209,7 @@ def takes(f: Field, text: str) -> bool:
 
 
 def contents(node: str, keys: Mapping[str, Any]) -> str:
-    """The keys of a group or node; the groups themselves if it is neither."""
+    """Return a text with the keys of a group or node; with the groups if `node` is neither."""
     if not keys:
         return "this verb takes no keys"
     names = [key.removeprefix(f"{node}.") for key in keys if key.startswith(f"{node}.")]
@@ -219,17 +219,17 @@ def contents(node: str, keys: Mapping[str, Any]) -> str:
 
 
 def listed(head: str, names: Iterable[str]) -> str:
-    """`head` and names after it, on as many lines as it takes."""
+    """Return `head` followed by names, wrapped to lines of at most 90 columns."""
     return filled(" ".join([head, *names]))
 
 
 def filled(text: str) -> str:
-    """A text on lines of at most 90 columns."""
+    """Return a text wrapped to lines of at most 90 columns."""
     return textwrap.fill(text, 90, break_on_hyphens=False, break_long_words=False)
 
 
 def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
-    """The schema's key that `key` is, or lies in (`data.fields.prompt` lies in `data.fields`)."""
+    """Return the schema's key that is or contains `key`: data.fields for data.fields.prompt."""
     if key in keys:
         return key
     return next(
@@ -238,7 +238,7 @@ def owner_of(key: str, keys: Mapping[str, Any]) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """`text` as a value that Hydra's grammar takes as it is."""
+    """Return `text` quoted, so that Hydra's grammar reads it literally."""
     return QuotedString(text, Quote.double).with_quotes()
 
 
@@ -250,7 +250,7 @@ def _set(
     keys: Mapping[str, Any],
     groups: Mapping[str, Any],
 ) -> None:
-    """Set a key, if there is one of that name."""
+    """Add an override of a key, or refuse it."""
     text = argument.partition("=")[2]
     if HYDRA_ALLOWED.match(key):
         line.hydra.append(argument if "/" in key else f"++{key}={text}")
@@ -278,7 +278,7 @@ def _set(
 def option_meant(
     key: str, value: Any, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str | None:
-    """GROUP=OPTION if a group's name is given the name of an option: adapter.name=qlora."""
+    """Return GROUP=OPTION if GROUP.name is set to an option's name, as in adapter.name=qlora."""
     group, _, name = key.partition(".")
     if name != "name" or value not in groups.get(group, ()):
         return None
@@ -288,7 +288,7 @@ def option_meant(
 def _choose(
     line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]
 ) -> None:
-    """Choose an option of a group, if there is one of that name."""
+    """Add the choice of a group's option, or refuse it."""
     laid_over = group in LAID_OVER
     names = chosen if laid_over and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
@@ -308,7 +308,7 @@ def _choose(
 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
-    """The reason why a group has no option of this name, and the one that was meant."""
+    """Return the message for an unknown option of a group, with the one that was meant."""
     text = show(name)
     choices = listed(f"{group}s:" if group in LAID_OVER else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
@@ -327,14 +327,14 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
 
 
 def _path_meant(group: str, text: str) -> str:
-    """The override that sets a group's path, if the text looks like one; else ""."""
+    """Return the override that sets a group's path if `text` looks like a path, else ""."""
     if group not in ("model", "data", "tokenizer") or not re.search(r"[/.:]", text):
         return ""
     return f"{group}.{'init_from' if group == 'model' else 'path'}={text}"
 
 
 def _why_no_file(group: str, text: str) -> str:
-    """Return why a path is no recipe or sweep."""
+    """Return the reason why a path is not a recipe or sweep."""
     file = Path(text).expanduser()
     with_suffix = file.with_name(f"{file.name}.yaml")
     if group == "recipe" and with_suffix.is_file():
@@ -353,7 +353,7 @@ def _why_no_file(group: str, text: str) -> str:
 def why_unparsable(
     argument: str, parser: OverridesParser, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """The reason why Hydra's grammar refuses an argument, and how to write it."""
+    """Return the reason why Hydra's grammar refuses an argument, and how to write it."""
     key, equals, value = argument.partition("=")
     if argument.startswith("-"):
         name = key.lstrip("-").replace("-", "_")
@@ -376,11 +376,11 @@ def why_unparsable(
 
 
 def _with_quotes(value: str) -> str:
-    """A value with the quotes and backslashes that Hydra's grammar asks for."""
-    if re.fullmatch(r"\[.*\{.*\]", value):  # texts of mappings in it
+    """Return a value with the quotes and backslashes that Hydra's grammar requires."""
+    if re.fullmatch(r"\[.*\{.*\]", value):  # a list of mappings: quote their texts
         texts = r"(?<=: )([^\s,{}\[\]\"'][^,{}\"']*)"
         return re.sub(texts, lambda match: _quote_text(match[0]), value)
-    if re.fullmatch(r"\{.*\}", value):  # names in it take no quotes, and brackets a backslash
+    if re.fullmatch(r"\{.*\}", value):  # its names must have no quotes, and escaped brackets
         return re.sub(r"['\"]?([^\s'\"{},:]+)['\"]?(?=:)", unquoted, value)
     if re.fullmatch(r"\[.*\]", value):
         return f"[{','.join(_quote(item) for item in value[1:-1].split(','))}]"
@@ -388,14 +388,14 @@ def _with_quotes(value: str) -> str:
 
 
 def unquoted(name: re.Match[str]) -> str:
-    """Return a mapping's name as Hydra's grammar takes it."""
+    """Return a mapping's name in the form that Hydra's grammar accepts."""
     return re.sub(r"([\[\]()])", r"\\\1", name[1])
 
 
 def _why_no_dashes(
     name: str, value: str, keys: Mapping[str, Any], groups: Mapping[str, Any]
 ) -> str:
-    """Return how an option of another program, `--name=value`, is written here."""
+    """Return a message with the form of another program's option, `--name=value`, here."""
     known = name in keys or name in groups
     answer = (
         KnownName(meant=name) if known else meant_by(name, keys, groups) or KnownName(meant="key")
@@ -407,9 +407,10 @@ def _why_no_dashes(
 
 
 def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -> str:
-    """The setting that was meant by a word without `=`.
+    """Return the setting that was probably meant by a word without `=`, or "".
 
-    A key without a value, a recipe's name, or the value of the verb's first key.
+    The word may be a key without a value, a recipe's name, a value that only one key has among its
+    choices, or the value of data.path or of the verb's first key.
     """
     name = word.lstrip("+")
     if name in keys or name in groups:
@@ -425,9 +426,9 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
 
 
 def _why_no_sweep(argument: str, f: Field | None, sweeps: bool) -> str:
-    """The reason why commas are refused, and how the key is written.
+    """Return the reason why commas are refused, and how to write the key instead.
 
-    f: the key's field; None for a group, or no key at all. sweeps: it may vary in a sweep.
+    f: the key's field; None for a group or an unknown key. sweeps: whether it may vary in a sweep.
     """
     key, _, text = argument.lstrip("+").partition("=")
     kinds = (f.type, *get_args(f.type)) if f else ()

@@ -1,4 +1,4 @@
-"""Pipeline schedules, and how a model's blocks are divided into stages. No torch."""
+"""Pipeline schedules, and the division of a model's blocks into stages. Imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ from fsdp_trainer.errors import Problem
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order in which a rank does the forwards and backwards of its stages.
+    """The order in which a rank computes the forwards and backwards of its stages.
 
-    stages: of a rank. in_v: a rank's second stage lies as far from the last as its first from the
-    first. splits: gradients of weights are computed apart from those of activations.
+    stages: number of stages per rank. in_v: whether a rank's second stage is as far from the last
+    stage as its first stage is from the first one. splits: whether gradients of weights are
+    computed separately from those of activations.
     """
 
     stages: int = 1
@@ -32,19 +33,19 @@ SCHEDULES = {
 
 
 def schedule_of(sharding: Sharding) -> StageOrder:
-    """Return the schedule that is configured."""
+    """Return the configured schedule."""
     return SCHEDULES[sharding.pipeline_schedule]
 
 
 def stage_count(sharding: Sharding) -> int:
-    """Return the number of stages of all ranks of a pipeline together; 1 without a pipeline."""
+    """Return the total number of stages of a pipeline; 1 without a pipeline."""
     if sharding.pipeline == 1:
         return 1
     return sharding.pipeline * schedule_of(sharding).stages
 
 
 def stages_of_rank(sharding: Sharding, rank: int) -> list[int]:
-    """Return the numbers of a rank's stages, in order. rank: its place in the pipeline."""
+    """Return the indices of a rank's stages, in order. rank: its index in the pipeline."""
     ranks = sharding.pipeline
     if schedule_of(sharding).in_v:
         return [rank, 2 * ranks - 1 - rank]
@@ -52,7 +53,7 @@ def stages_of_rank(sharding: Sharding, rank: int) -> list[int]:
 
 
 def rank_of_stage(sharding: Sharding, stage: int) -> int:
-    """Return the place in the pipeline of the rank that has a stage."""
+    """Return the index in the pipeline of the rank that has a stage."""
     ranks = sharding.pipeline
     if schedule_of(sharding).in_v and stage >= ranks:
         return 2 * ranks - 1 - stage
@@ -60,11 +61,11 @@ def rank_of_stage(sharding: Sharding, stage: int) -> int:
 
 
 def divide_blocks(costs: list[int], head: int, stages: int) -> list[list[int]]:
-    """Return the numbers of the blocks of each stage, at least one each.
+    """Return the indices of each stage's blocks, at least one per stage.
 
-    costs: of each block; head: of what the last stage has besides. The costliest stage costs as
-    little as can be. Of what is left the first stage has the least: it has the embedding too, and
-    more micro-batches on their way than all others.
+    costs: cost of each block. head: cost of the last stage's head. The most expensive stage is as
+    cheap as possible. Among such divisions, stages are filled from the last, so that the first
+    stage has the least: it also has the embedding, and the most micro-batches in flight.
     """
     low, high = max(max(costs), costs[-1] + head), sum(costs) + head
     while low < high:
@@ -77,8 +78,10 @@ def divide_blocks(costs: list[int], head: int, stages: int) -> list[list[int]]:
 
 
 def pack(costs: list[int], head: int, stages: int, limit: int) -> list[list[int]]:
-    """Return the blocks of each stage, filled up to `limit` from the last; empty: they do not
-    fit."""
+    """Return the blocks of each stage, filled up to cost `limit` from the last stage.
+
+    Returns [] if they do not fit.
+    """
     parts: list[list[int]] = []
     rest = list(range(len(costs)))
     for stage in reversed(range(stages)):
@@ -94,22 +97,22 @@ def pack(costs: list[int], head: int, stages: int, limit: int) -> list[list[int]
 
 
 def micro_batches(cfg: TrainConfig, ranks: int) -> int:
-    """Return how many micro-batches each rank has in a step. ranks: of the run."""
+    """Return the number of micro-batches of each rank in a step. ranks: number in the run."""
     readers = batch_ranks(dimension_sizes(cfg.sharding, ranks))
     return math.ceil(cfg.batch.rows / (cfg.batch.micro_rows * readers))
 
 
 def least_micro_batches(sharding: Sharding) -> int:
-    """Return the fewest micro-batches of a step with which the schedule works."""
+    """Return the smallest number of micro-batches per step with which the schedule works."""
     if sharding.pipeline_schedule == "dualpipev":
         return 2 * sharding.pipeline
     return sharding.pipeline
 
 
 def in_rounds(sharding: Sharding, count: int) -> int:
-    """Return so many micro-batches, or the next larger number that the schedule can take.
+    """Return `count`, or the next larger number of micro-batches that the schedule supports.
 
-    Interleaved does them in rounds of equal size.
+    The interleaved schedule processes them in rounds of equal size.
     """
     if sharding.pipeline_schedule != "interleaved":
         return count
@@ -119,7 +122,7 @@ def in_rounds(sharding: Sharding, count: int) -> int:
 
 
 def pipeline_problem(cfg: TrainConfig, ranks: int) -> Problem | None:
-    """Return why a step has too few micro-batches for the pipeline, with what has enough."""
+    """Return the problem if a step has too few micro-batches for the pipeline, else None."""
     sharding, batch = cfg.sharding, cfg.batch
     if sharding.pipeline == 1:
         return None
@@ -140,35 +143,35 @@ def pipeline_problem(cfg: TrainConfig, ranks: int) -> Problem | None:
 
 
 def idle_share(sharding: Sharding, count: int) -> float:
-    """Return which share of a step a rank waits for others, if all stages take equally long.
+    """Return the share of a step in which a rank waits, if all stages take equally long.
 
-    count: of micro-batches. A pipeline of p ranks fills up and empties in the time of p - 1
-    micro-batches, 1/v of that with v stages a rank (Narayanan et al. 2021, §2.2).
+    count: number of micro-batches. A pipeline of p ranks fills and drains in the time of p - 1
+    micro-batches, and in 1/v of that with v stages per rank (Narayanan et al. 2021, §2.2).
     """
     waits = idle_micro_batches(sharding)
     return waits / (count + waits)
 
 
 def idle_micro_batches(sharding: Sharding) -> float:
-    """Return for how long a rank waits in a step, in times that a micro-batch takes it.
+    """Return the time that a rank waits in a step, in units of its time for one micro-batch.
 
-    Where backward is split, a third of it: forward, and the gradients of activations and of weights
-    count as equally long.
+    If backward is split, it is a third of that: forward, gradients of activations and gradients of
+    weights count as equally long.
     """
     order = schedule_of(sharding)
     return (sharding.pipeline - 1) / order.stages / (3 if order.splits else 1)
 
 
 def in_flight(sharding: Sharding, rank: int, count: int) -> int:
-    """Return how many forwards of a stage a rank holds the activations of, at most.
+    """Return the most forwards of a stage whose activations a rank holds at the same time.
 
-    rank: its place in the pipeline. count: of micro-batches in a step.
+    rank: its index in the pipeline. count: number of micro-batches in a step.
     """
     ranks = sharding.pipeline
     forwards = {
         "1f1b": ranks - rank,
         "gpipe": count,
-        # a round of the first stage, and of the second those that other ranks have begun
+        # a round of the first stage, plus the forwards of the second that other ranks have begun
         "interleaved": count // max(1, count // ranks) + 2 * (ranks - 1 - rank) + 1,
         "zbv": 2 * ranks,
         "dualpipev": 2 * ranks + 1,

@@ -1,8 +1,8 @@
-"""Recipes of one's own: files named on the command line, and what can be wrong in their defaults.
+"""The user's own recipe files, and checks of their defaults.
 
-Hydra looks for recipes in folders, and only under `# @package _global_` does one lie over the whole
-configuration. A file that is named by its path, or has no such line, is given to Hydra as a recipe
-`NAME.own` of its ConfigStore, so that neither is needed.
+Hydra looks for recipes in folders, and applies one to the whole configuration only if it has a line
+`# @package _global_`. A file that is named by its path, or has no such line, is registered in
+Hydra's ConfigStore as a recipe `NAME.own`, so that neither is needed.
 """
 
 import re
@@ -27,25 +27,28 @@ HEADER = re.compile(r"(?m)^#\s*@package\s+_global_\s*$")
 YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 OWN: dict[str, Path] = {}
-"""Recipes of this command line that are in none of Hydra's folders, by the name given to Hydra."""
+"""Recipe files of this command line outside of Hydra's folders, by name in the ConfigStore."""
 
 
 class YamlFile(NamedTuple):
-    """A file's content, and the line of each dotted key; entries of a list end in their number."""
+    """The content of a YAML file, and the line of each dotted key.
+
+    The key of an entry of a list ends in its index.
+    """
 
     tree: Any
     lines: dict[str, int]
 
 
 def read_yaml(path: Path) -> YamlFile:
-    """Read a YAML file. Raises UserError with file and line for one that is none."""
+    """Read a YAML file. Raises UserError with file and line if it is not YAML."""
     loader = YAML_LOADER(path.read_text())
     try:
         node = loader.get_single_node()
         tree = loader.construct_document(node) if node else None
     except yaml.MarkedYAMLError as error:
         raise UserError("a problem in the configuration", [not_yaml(error, path)]) from None
-    except ValueError as error:  # such as a date that is none
+    except ValueError as error:  # such as an invalid date
         problem = Problem(str(path), f"is not YAML: {error}")
         raise UserError("a problem in the configuration", [problem]) from None
     lines: dict[str, int] = {}
@@ -55,7 +58,7 @@ def read_yaml(path: Path) -> YamlFile:
 
 
 def not_yaml(error: yaml.MarkedYAMLError, path: Path | None = None) -> Problem:
-    """The problem with a file that cannot be parsed."""
+    """Return the problem with a file that cannot be parsed."""
     mark = error.problem_mark or error.context_mark
     if not mark:
         return Problem(str(path or "YAML"), f"is not YAML: {error.problem}")
@@ -78,16 +81,16 @@ def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int]) -> None:
 
 
 def as_override(word: str) -> str:
-    """Return `+recipe=FILE` for a word that is the name of a YAML file, all else as it is."""
+    """Return `+recipe=FILE` for a word that is the name of a YAML file, other words unchanged."""
     if not YAML_FILE.fullmatch(word):
         return word
     return f"+recipe={word}" if re.fullmatch(r"[\w./-]+", word) else f"+recipe={quoted(word)}"
 
 
 def take_files(words: list[str], config_dir: str | None) -> list[str]:
-    """Give Hydra the recipe files among `words`; return the words with its names for them.
+    """Register recipe files among `words`; return the words with their names in the ConfigStore.
 
-    Those of an earlier command line in this process are forgotten.
+    Files of an earlier command line in this process are removed.
     """
     OWN.clear()
     ConfigStore.instance().repo.pop("recipe", None)
@@ -95,7 +98,7 @@ def take_files(words: list[str], config_dir: str | None) -> list[str]:
 
 
 def label(recipe: str) -> str:
-    """Return the name of a run with this recipe: of a path its file's, without the suffix."""
+    """Return the default run name for a recipe; for a path, the file's name without suffix."""
     return re.sub(rf"(\.ya?ml|{re.escape(SUFFIX)}\d*)$", "", Path(recipe).name)
 
 
@@ -115,7 +118,7 @@ def _take(word: str, config_dir: str | None) -> str:
 
 
 def _name_of(name: str, config_dir: str | None) -> str:
-    """Return Hydra's name for a recipe that is a file, else the name as it is."""
+    """Return the name in the ConfigStore for a recipe that is a file, else the name unchanged."""
     if re.search(r"\.ya?ml$", name) and Path(name).expanduser().is_file():
         return _register(Path(name).expanduser())
     file = Path(config_dir or ".") / "recipe" / f"{name}.yaml"
@@ -125,7 +128,7 @@ def _name_of(name: str, config_dir: str | None) -> str:
 
 
 def chain(file: Path) -> list[Path]:
-    """Return a recipe's file and those of one's own that it is built on."""
+    """Return a recipe's file and all files of the user's own that it is based on."""
     files = [file]
     for path in files:
         tree = read_yaml(path).tree
@@ -138,7 +141,7 @@ def chain(file: Path) -> list[Path]:
 
 
 def _base(path: Path, entry: Any) -> Path | None:
-    """Return the file beside `path` that an entry of its defaults names, if there is one."""
+    """Return the file in the folder of `path` that an entry of its defaults names, or None."""
     if not isinstance(entry, str):
         return None
     file = path.parent / (entry if re.search(r"\.ya?ml$", entry) else f"{entry}.yaml")
@@ -166,7 +169,7 @@ def _register(path: Path) -> str:
 
 
 def wrong_defaults(file: Path, options: Mapping[str, list[str]]) -> list[Problem]:
-    """Return the mistakes in a recipe's defaults, at which Hydra would stop, each with its line."""
+    """Return all mistakes in a recipe's defaults, with lines. Hydra would stop at the first."""
     tree, lines = read_yaml(file)
     if not isinstance(tree, dict) or not tree.get("defaults"):
         return []
@@ -190,7 +193,7 @@ def _why_wrong(file: Path, entry: Any, options: Mapping[str, list[str]]) -> str:
     group = str(name).split()[-1].lstrip("/")
     typed = f"- {name}: {show(option)}"
     if group.startswith("hydra"):
-        return ""  # refused, or allowed, with the keys of hydra.*
+        return ""  # checked together with the keys of hydra.*
     if group == "recipe":
         return f"{typed}  another recipe is built on by its name alone:  - {show(option)}"
     if group not in GROUPS:

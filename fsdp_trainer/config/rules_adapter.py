@@ -1,4 +1,4 @@
-"""Adapters: what adapter.init_from decides, and rules between their keys. See config/rules.py."""
+"""Settings that adapter.init_from decides, and rules for adapters' keys. See config/rules.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,19 +25,19 @@ DECIDED = ("rank", "alpha", "scaling", "targets", "also", "rank_pattern", "alpha
 
 
 def merging(cfg: TrainConfig, report: Report) -> Broken:
-    """A merged model is one kind of export."""
+    """Check that a merged model is requested only together with an export."""
     if cfg.checkpoint.merge and cfg.adapter.name != "none" and not cfg.checkpoint.export_hf:
         yield "checkpoint.merge", "only counts together with  checkpoint.export_hf=true"
 
 
 def settle_adapter(cfg: TrainConfig, report: Report) -> None:
-    """Take kind and scaling, and model.init_from where it is not set, from adapter.init_from."""
+    """Set kind and scaling, and model.init_from if it is not set, from adapter.init_from."""
     if not cfg.adapter.init_from:
         return
     own = find_checkpoint(run_folder(cfg))
     gone = not Path(cfg.adapter.init_from).exists()
     if gone and own and cfg.checkpoint.resume == "auto":
-        cfg.adapter.init_from = str(own)  # the run goes on with adapters of its own
+        cfg.adapter.init_from = str(own)  # the run resumes with its own adapters
     reason = unusable(cfg.adapter.init_from)
     if reason:
         report.add("adapter.init_from", cfg.adapter.init_from, reason)
@@ -65,7 +65,7 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
 
 
 def unusable(path: str) -> str:
-    """Return why a path is no adapter; "": it is one."""
+    """Return the reason why a path is not an adapter; "" if it is one."""
     folder = Path(path)
     if is_hub_id(path):
         return f"there is no such folder. From the hub:  hf download {path} --local-dir DIR"
@@ -84,7 +84,7 @@ def unusable(path: str) -> str:
 
 
 def described(folder: Path) -> tuple[str, str, str]:
-    """Return kind, scaling and base model of an adapter. Raises UserError for others than ours."""
+    """Return kind, scaling and base model of an adapter. Raises UserError if it is unsupported."""
     checkpoint = find_checkpoint(folder)
     if checkpoint is None:
         config = read_config(folder)
@@ -98,7 +98,7 @@ def described(folder: Path) -> tuple[str, str, str]:
 
 
 def typed_base(checkpoint: Path) -> str:
-    """Return model.init_from of a checkpoint's own run, if it is still there."""
+    """Return model.init_from of the run that wrote a checkpoint, if it still exists, else ""."""
     stored: Any = yaml.safe_load((checkpoint / "config.yaml").read_text())
     name = (stored.get("model") or {}).get("init_from") or ""
     return name if name and (is_hub_id(name) or Path(name).exists()) else ""

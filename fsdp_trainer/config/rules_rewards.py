@@ -1,4 +1,4 @@
-"""Rules of objective.rewards. See config/rules.py."""
+"""Rules for objective.rewards. See config/rules.py."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from fsdp_trainer.rewards.table import entry_problems
 
 
 def rewards(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
-    """Entries of objective.rewards name rewards that there are, with parts that these have."""
+    """Check that entries of objective.rewards name existing rewards, with parts that these have."""
     problems = list(entry_problems(cfg.objective.rewards))
     if problems:
         yield "objective.rewards", "\n".join(problems)

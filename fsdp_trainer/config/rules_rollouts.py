@@ -30,7 +30,7 @@ def prompts(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def answers(cfg: TrainConfig, report: Report) -> Broken:
-    """Check that ranks have all blocks to generate answers with, and that no keys of sft are set."""
+    """Check that ranks have all blocks for generating answers, and that no keys of sft are set."""
     if cfg.objective.name not in PROMPTED:
         return
     if cfg.sharding.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Rules of objective.server, and where its weights are. See config/rules.py."""
+"""Rules for objective.server, and the folder of its weights. See config/rules.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,11 @@ from fsdp_trainer.config.paths import is_whole_model, run_folder
 from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 
 SERVED = ("server_folder", "max_staleness")
-"""Keys of objective that only count with a server."""
+"""Keys of objective that only have an effect with a server."""
 
 
 def server(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
-    """A server has an address, and a folder to read whole weights from."""
+    """Check a server's address, and the folder from which it reads complete weights."""
     choice = cfg.objective
     if choice.name not in PROMPTED:
         return
@@ -36,7 +36,7 @@ def server(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _folder_problems(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the folder that is replaced by new weights."""
+    """Yield the problems of the folder that new weights will replace."""
     given = cfg.objective.server_folder
     rule = "whole weights are sent as a folder that the server reads again"
     if given is None:
@@ -54,7 +54,7 @@ def _folder_problems(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def is_replaceable(folder: Path) -> bool:
-    """Return True for a folder that holds a model in Hugging Face's format alone, or nothing."""
+    """Return True for a folder that is missing, empty, or holds only a Hugging Face model."""
     if not folder.exists():
         return True
     if not folder.is_dir():
@@ -64,9 +64,9 @@ def is_replaceable(folder: Path) -> bool:
 
 
 def sends_adapter(cfg: TrainConfig) -> bool:
-    """Return True where the server is sent a LoRA adapter beside the model that it has.
+    """Return True if the server, which already has the base model, only receives a LoRA adapter.
 
-    vLLM knows neither DoRA, nor modules that are trained in full, nor ranks that differ.
+    vLLM supports neither DoRA, nor modules that are trained in full, nor several adapter ranks.
     """
     adapter = cfg.adapter
     uniform = not (adapter.also or adapter.rank_pattern or adapter.alpha_pattern)
@@ -74,7 +74,7 @@ def sends_adapter(cfg: TrainConfig) -> bool:
 
 
 def server_folder(cfg: TrainConfig) -> Path:
-    """Return the folder that the server reads from: of whole weights, or with the adapters."""
+    """Return the folder that the server reads: with complete weights, or with the adapters."""
     if cfg.objective.server_folder:
         return Path(cfg.objective.server_folder)
     return run_folder(cfg) / "server"

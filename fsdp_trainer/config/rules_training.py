@@ -15,8 +15,8 @@ from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.extensions import IMPORTS, objective_names
 
 Broken = Iterator[tuple[str, str]]
-"""Keys that are wrong, each with the reason and what to type instead."""
-# these decide which code a rank runs: the loader's, Python's, the compiler, plugins
+"""Wrong keys, each with the reason and what to type instead."""
+# beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
 RUNS_CODE = (
     "LD_",
     "DYLD_",
@@ -52,7 +52,7 @@ OPTIMIZER_KEYS = {
     "normuon_beta": ("muon",),
     "scale": ("muon",),
 }
-"""Keys of optim that not every optimizer reads, and those that do."""
+"""Keys of optim that only some optimizers use, and these optimizers."""
 DURATIONS = (
     "train.time_limit",
     "launch.timeout",
@@ -64,7 +64,7 @@ DURATIONS = (
 
 
 def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys of the learning rate's scaling are set together."""
+    """Check that the keys of the learning rate's scaling are set together."""
     missing = [name for name in ("lr_scaling", "lr_batch_tokens") if not getattr(cfg.optim, name)]
     if len(missing) == 1:
         yield (
@@ -75,7 +75,7 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def adapters(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys of adapters are set with one."""
+    """Check that keys of adapters are set only with an adapter."""
     if cfg.adapter.name != "none" or "adapter.init_from" in report.settled:
         return
     for key in report.typed:
@@ -86,13 +86,13 @@ def adapters(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def overwriting(cfg: TrainConfig, report: Report) -> Broken:
-    """A run that goes on overwrites nothing."""
+    """Check that run.overwrite is set only if the run does not resume."""
     if cfg.run.overwrite and cfg.checkpoint.resume != "never":
         yield "run.overwrite", "only counts together with  checkpoint.resume=never"
 
 
 def width_of_heads(cfg: TrainConfig, report: Report) -> Broken:
-    """The width divides by the heads where no head_dim is set."""
+    """Check that the width is a multiple of the number of heads if head_dim is not set."""
     width, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
     if width and heads and cfg.model.head_dim is None and width % heads:
         yield (
@@ -102,7 +102,7 @@ def width_of_heads(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def momentum(cfg: TrainConfig, report: Report) -> Broken:
-    """Adam has two decays below 1."""
+    """Check that optim.betas are two numbers below 1, and that optim.momentum is below 1."""
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
     if cfg.optim.momentum >= 1:
@@ -110,7 +110,7 @@ def momentum(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def optimizer(cfg: TrainConfig, report: Report) -> Broken:
-    """Keys that only some optimizers read are set with one of them; Muon is for whole matrices."""
+    """Check that keys of some optimizers are set only with these, and that Muon suits the run."""
     for name, optimizers in OPTIMIZER_KEYS.items():
         key = f"optim.{name}"
         if key in report.typed and cfg.optim.name not in optimizers:
@@ -135,7 +135,7 @@ def optimizer(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def registered_objective(cfg: TrainConfig, report: Report) -> Broken:
-    """The objective is one of the program's, or was registered by code of the user's."""
+    """Check that the objective is built in or was registered by the user's code."""
     names = objective_names()
     if cfg.objective.name not in names:
         yield (
@@ -146,7 +146,7 @@ def registered_objective(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
-    """A program that a run starts is typed: a file that runs code is not a configuration."""
+    """Check that logging.command is typed, because a file must not run code, and that it exists."""
     command = cfg.logging.command
     if command is None:
         return
@@ -158,14 +158,14 @@ def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def run_folder(cfg: TrainConfig, report: Report) -> Broken:
-    """A run's folder is inside run.root."""
+    """Check that the run's folder is inside run.root."""
     root = Path(cfg.run.root).resolve()
     if cfg.run.name and root not in (root / cfg.run.name).resolve().parents:
         yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"
 
 
 def rewinding(cfg: TrainConfig, report: Report) -> Broken:
-    """A rewind needs checkpoints."""
+    """Check that a run that may rewind writes checkpoints."""
     if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:
         yield (
             "train.on_spike",
@@ -175,13 +175,13 @@ def rewinding(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def export_dtype(cfg: TrainConfig, report: Report) -> Broken:
-    """The number format of an export needs an export."""
+    """Check that the number format of an export is set only with an export."""
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         yield "checkpoint.export_dtype", "only counts together with  checkpoint.export_hf=true"
 
 
 def environment(cfg: TrainConfig, report: Report) -> Broken:
-    """launch.env sets no variable that decides which code runs, or which rank it is."""
+    """Check that launch.env sets no variable that decides which code runs, or the rank's number."""
     closed = [
         name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in SET_BY_LAUNCHER
     ]
@@ -195,7 +195,7 @@ def environment(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
-    """A rendezvous is a host and a port, and for several nodes."""
+    """Check that a rendezvous is a host and a port, and is used with several nodes."""
     address = cfg.launch.rendezvous
     if not address:
         return
@@ -206,7 +206,7 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def hosts(cfg: TrainConfig, report: Report) -> Broken:
-    """launch.hosts can be read, and says how many nodes there are."""
+    """Check that launch.hosts can be read, and that launch.nodes is not set with it."""
     if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
         return
     try:
@@ -219,12 +219,12 @@ def hosts(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def _is_missing_file(hosts: str | list[str]) -> bool:
-    """Return whether hosts stand in a file that is not there: not every command reads it."""
+    """Return whether `hosts` names a missing file, which is an error only if a command reads it."""
     return isinstance(hosts, str) and not Path(hosts).expanduser().exists()
 
 
 def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:
-    """checkpoint.allow_changes names keys that exist."""
+    """Check that checkpoint.allow_changes names keys that exist."""
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
     for name in cfg.checkpoint.allow_changes:
         if name not in known:
@@ -234,7 +234,7 @@ def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
-    """profile.steps is a range."""
+    """Check that profile.steps is a step or a range of steps."""
     if cfg.profile.steps:
         try:
             parse_steps(cfg.profile.steps)
@@ -243,7 +243,7 @@ def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def durations(cfg: TrainConfig, report: Report) -> Broken:
-    """Durations are longer than nothing."""
+    """Check that durations can be read and are longer than nothing."""
     for key in DURATIONS:
         reason = _wrong_duration(value_of(cfg, key))
         if reason:
@@ -256,7 +256,7 @@ def durations(cfg: TrainConfig, report: Report) -> Broken:
 
 
 def _wrong_duration(text: Any) -> str:
-    """Return what is wrong with a duration, or nothing; null is none."""
+    """Return the problem with a duration, or "". None is no duration and no problem."""
     if text is None:
         return ""
     try:

@@ -1,8 +1,9 @@
 """The configuration: one dataclass per group, one documented field per key.
 
 The text of a field is the comment in `conf/`, the line in `docs/configuration.md`, the answer of
-`fsdp-trainer config key=…` and a part of every error about it. This file imports nothing heavy: a
-mistake must be answered before torch is.
+`fsdp-trainer config key=…` and a part of every error about it. The docstring of a group's class is
+in `docs/configuration.md` too. This file imports nothing heavy, so that mistakes are reported
+before torch is imported.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -20,10 +21,10 @@ def key(
     above: float | None = None,
     maximum: float | None = None,
 ) -> Any:
-    """A documented key.
+    """Return the dataclass field of a documented key.
 
-    `minimum` and `maximum` are inclusive, `above` is not; bounds and choices hold for every element
-    of a list.
+    `minimum` and `maximum` are inclusive, `above` is not. For a list, bounds and choices hold for
+    each element.
     """
     metadata = {
         "text": text,
@@ -43,12 +44,12 @@ FORMATS = (
     "unpaired",
 )  # fmt: skip
 CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
-"""Files that the folder in core_data must have."""
+"""Files that the folder of core_data must contain."""
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
 
 
 def default_of(f: Any) -> Any:
-    """The default of a dataclass field, whichever way it was given."""
+    """Return the default of a dataclass field, whether it is a value or a factory."""
     return f.default if f.default is not MISSING else f.default_factory()
 
 
@@ -624,19 +625,19 @@ COMPARED_GROUPS = (
     "optim",
     "schedule",
 )
-"""Groups of keys that say what is trained: they may change only where allow_changes names them."""
+"""Groups of keys that define the training; a resume may change only keys in allow_changes."""
 PAIRED = ("dpo", "ipo", "simpo", "orpo", "reward")
 """Objectives that compare the two answers of a preference pair."""
 SCORED = ("reward",)
-"""Those of them that train a model which scores an answer by one number."""
+"""Objectives among PAIRED that train a model which scores an answer with one number."""
 UNPAIRED = ("kto",)
-"""Objectives that learn from answers that are good or bad."""
+"""Objectives that train on single answers labelled good or bad."""
 REFERENCED = ("dpo", "ipo", "kto")
 """Objectives that compare the model with a reference."""
 PROMPTED = ("grpo",)
-"""Objectives that learn from the model's own answers to prompts."""
+"""Objectives that train on the model's own answers to prompts."""
 DISTIL = "distil"
-"""The objective that learns from a teacher."""
+"""The objective that trains a model to imitate a teacher."""
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The overrides of each job of a sweep, from a command line with several values.
 
-Hydra's sweeper makes them; nothing of Hydra runs a job.
+Hydra's sweeper generates them; Hydra runs no job.
 """
 
 import tempfile
@@ -42,21 +42,24 @@ ENDLESS = (
     "has no end of values: Hydra's own sweeper takes  a,b  choice(a,b)  range(start,stop,step)"
     "  glob(pattern*)"
 )
-EXTRAS = {  # sweeper or launcher → the package that it needs
+EXTRAS = {  # by sweeper or launcher: the package that it needs, and a message if that is missing
     "optuna": ("optuna", "optuna is not installed:  pip install 'fsdp_trainer[optuna]'"),
     "slurm": ("submitit", "submitit is not installed:  pip install 'fsdp_trainer[slurm]'"),
 }
 
 RunBatch = Callable[[Sequence[Sequence[str]]], list[float]]
-"""Runs one job for each list of overrides. Returns their objectives, NaN for a job without one."""
+"""A function that runs one job for each list of overrides and returns the jobs' objectives.
+
+The objective is NaN for a job without one.
+"""
 
 
 @dataclass
 class Space:
     """The values that a search may choose from.
 
-    varied: by key, as on the command line; whole: True for keys that take whole numbers only;
-    fixed: other overrides.
+    fixed: overrides of all jobs. varied: the varied overrides by key, as on the command line.
+    whole: by key, whether its values are integers.
     """
 
     fixed: list[str]
@@ -65,10 +68,10 @@ class Space:
 
 
 class SweepLine:
-    """A sweep's command line: its sweeper and launcher, what varies, and what all jobs share."""
+    """A sweep's command line: sweeper, launcher, varied overrides and overrides of all jobs."""
 
     def __init__(self, words: list[str], config_dir: str | None = None):
-        """Raise UserError for words that cannot be read, and for problems of the sweep itself."""
+        """Parse and check the words. Raises UserError for mistakes that concern all jobs."""
         self.config_dir, self.groups = config_dir, options("train", config_dir)
         self.config_flag = config_flag(config_dir)
         parsed = self._parse([as_override(word) for word in words])
@@ -86,7 +89,7 @@ class SweepLine:
         self.name = str(name or (label(recipes[-1]) if recipes else "sweep"))
 
     def run(self, run_batch: RunBatch) -> None:
-        """Let the sweeper hand its jobs' overrides to `run_batch`, in one batch or several."""
+        """Run the sweeper, which passes jobs' overrides to `run_batch` in one or more batches."""
         self._run_batch = run_batch
         try:
             self._hydras.sweep([word for _, word in self.settings])
@@ -97,7 +100,7 @@ class SweepLine:
             self._nowhere.cleanup()
 
     def _launch(self, batch: Any) -> list[float]:
-        return self._run_batch(batch)  # set by `run`, after Hydra asks for a function
+        return self._run_batch(batch)  # set by `run`; Hydra needs a function earlier
 
     def _parse(self, words: list[str]) -> list[Override]:
         parser, overrides, problems = OverridesParser.create(), [], []
@@ -130,17 +133,17 @@ class SweepLine:
     def _set_up(self, how: list[str]) -> tuple[str, str | None]:
         """Compose the sweep's settings.
 
-        Returns run.root and run.name of the configuration that all jobs start from.
+        Returns run.root and run.name of the configuration that all jobs have in common.
         """
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
         words = take_files([*fixed, *how], self.config_dir)
         groups = options("train", self.config_dir)
-        # each job reports the problems of its words itself
+        # problems in the jobs' words are reported by each job
         line = read_overrides(words, flatten(PRIMARY["train"]), groups, sweeping=True)
         report = Report(line.typed, [], set())
         own_recipes_compose("train", line.hydra, self.config_dir, report)
         report.close()
-        # a folder for the file that Hydra's sweepers write
+        # Hydra's sweepers write a file, which is not needed
         self._nowhere = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")
         line.hydra.append(f"hydra.sweep.dir={self._nowhere.name}")
         if not any("hydra/launcher=" in word for word in how):
@@ -157,12 +160,12 @@ class SweepLine:
                 self._hydras = Plugins.instance().instantiate_sweeper(
                     hydra_context=context, task_function=self._launch, config=cfg
                 )
-                # one bad value must not stop the others
+                # one wrong value must not stop the other jobs
                 self._hydras.validate_batch_is_legal = lambda batch: None  # type: ignore
             return cfg.run.root, cfg.run.name
 
     def _check_composed(self, settings: Any, report: Report) -> None:
-        """Check Hydra's composed settings, before objects are made of them: that runs code."""
+        """Check Hydra's composed settings before objects are created from them, which runs code."""
         chosen = settings.runtime.choices
         self.launcher, self.sweeper = chosen["hydra/launcher"], chosen["hydra/sweeper"]
         plain: dict[str, Any] = {
@@ -203,12 +206,12 @@ class SweepLine:
 
     @property
     def metric(self) -> str | None:
-        """The figure of metrics.jsonl by which jobs are judged; None: the default."""
+        """The figure of metrics.jsonl by which jobs are compared; None for the default."""
         return self.sweeper_settings.metric if self.sweeper in SWEEPERS else None
 
     @property
     def best(self) -> str:
-        """`lowest` or `highest`: the better end of the objectives."""
+        """`lowest` or `highest`, depending on which objective is best."""
         return (
             "highest"
             if self.sweeper in SWEEPERS and self.sweeper_settings.direction == "maximize"
@@ -216,7 +219,7 @@ class SweepLine:
         )
 
     def space(self) -> Space:
-        """The values to choose from, for sweepers of ours.
+        """Return the values to choose from, for our own sweepers.
 
         Raises UserError if nothing varies, or if values cannot be read.
         """
@@ -246,7 +249,7 @@ class SweepLine:
 
 
 def _word(override: Override) -> str:
-    """An override as it was typed, without the plus of keys that Hydra would add."""
+    """Return an override as it was typed, without the `+` with which Hydra would add a key."""
     word = str(override.input_line)
     return word if override.key_or_group == "recipe" else word.lstrip("+")
 
@@ -263,7 +266,7 @@ def _listed(value: Any) -> list[str]:
 
 
 def _read_settings(cls: Any, node: dict[str, Any], name: str, report: Report) -> Any:
-    """The dataclass `cls` from the composed hydra.NAME."""
+    """Build the dataclass `cls` from the composed hydra.NAME, adding problems to the report."""
     prefix = f"hydra.{name}."
     keys = flatten(cls, prefix)
     for leaf, value in node.items():

@@ -1,4 +1,7 @@
-"""The configurations of verbs: training's groups and a node of the verb's name, or a few keys."""
+"""The configurations of verbs: training's groups plus a node with the verb's name, or a few keys.
+
+The first line of a configuration's docstring is printed by --help.
+"""
 
 from dataclasses import dataclass, field
 

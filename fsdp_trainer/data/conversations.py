@@ -1,4 +1,4 @@
-"""Rows to conversations and documents, whatever the columns are called."""
+"""Rows to conversations and documents, for many names of columns."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -43,19 +43,17 @@ from fsdp_trainer.data.row_values import Values
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
-NOT_LEARNT = -100  # in labels, as torch's losses have it
-FORMS_REMEMBERED = 1000  # different sets of columns in one file
+NOT_LEARNT = -100  # label of unsupervised tokens, as in torch's losses
+FORMS_REMEMBERED = 1000  # limit on different sets of columns in one file
 
 
 @dataclass
 class Conversation:
-    """Turns of a chat:
+    """A chat as a list of turns.
 
-    `role` (system, user, assistant, tool) and `content`, perhaps `reasoning_content`, `tool_calls`
-    and `weight`.
-
-    A weight of 0 is not learnt. `text` of a turn is what its tool calls look like for a template
-    that knows none.
+    A turn has `role` (system, user, assistant, tool) and `content`, and optionally
+    `reasoning_content`, `tool_calls` and `weight`; one with weight 0 is not supervised. Its `text`
+    replaces tool calls for a template that does not support them.
     """
 
     messages: list[Message]
@@ -65,7 +63,7 @@ class Conversation:
 
 @dataclass
 class Document:
-    """Plain text, learnt from the first token to the last."""
+    """Plain text, supervised from the first token to the last."""
 
     text: str
     where: tuple[str, int]
@@ -73,7 +71,7 @@ class Document:
 
 @dataclass
 class Pretokenised:
-    """Tokens as they are to be trained on."""
+    """Tokens that are trained on unchanged, and which of them are supervised."""
 
     tokens: list[int]
     learnt: list[bool]
@@ -82,7 +80,7 @@ class Pretokenised:
 
 @dataclass
 class Segments:
-    """Texts that are tokenised one by one and joined; some are learnt."""
+    """Texts that are tokenised separately and then joined, and which of them are supervised."""
 
     texts: list[str]
     learnt: list[bool]
@@ -98,15 +96,15 @@ class Reader:
 
     format: str
     columns: dict[str, str]
-    """Which column has which meaning, e.g. {"prompt": "question", "completion": "answer"}."""
+    """The column of each meaning, e.g. {"prompt": "question", "completion": "answer"}."""
     first: frozenset[str] = frozenset()
     """The columns of the first row."""
     text_only: bool = True
-    """True: pictures and sound in columns that are not used are passed over."""
+    """True if pictures and sound in unused columns are ignored instead of refused."""
     form: str = ""
-    """A note for people on how its rows are read; empty: none."""
+    """A note for people on how its rows are read; may be empty."""
     unused: dict[str, None] = field(default_factory=dict)
-    """Columns of the rows read so far that no meaning was found for, in order."""
+    """Columns of the rows read so far that have no meaning, in order."""
     _by_columns: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -117,11 +115,11 @@ class Reader:
         return self.format + (f" ({', '.join(about)})" if about else "")
 
     def again(self) -> "Reader":
-        """Return one for other rows of the file, which has read none."""
+        """Return a new reader for other rows of the same file."""
         return replace(self, unused={}, _by_columns={})
 
     def columns_of(self, row: Row) -> dict[str, str]:
-        """Return the column of each meaning in this row: the same for all with these columns."""
+        """Return the column of each meaning in this row, cached for rows with equal columns."""
         key = tuple(row.columns)
         if key not in self._by_columns:
             if len(self._by_columns) >= FORMS_REMEMBERED:
@@ -132,7 +130,7 @@ class Reader:
         return self._by_columns[key]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """Return the values by meaning. RowError if a column is missing or holds no text."""
+        """Return the row's values by meaning. RowError if a required one is missing or null."""
         used = self.columns_of(row)
         if not self.text_only:
             others = {name: row.columns[name] for name in row.columns if name in self.unused}
@@ -154,7 +152,7 @@ class Reader:
         return values
 
     def read(self, row: Row) -> Readable:
-        """Return what the row holds. RowError if a column is missing or has the wrong type."""
+        """Return the row's content. RowError if a column is missing or has the wrong type."""
         values = self.values(row)
         return READERS[self.format](Values(values, self.columns_of(row), row.where))
 
@@ -201,8 +199,8 @@ def make_reader(
 ) -> Reader:
     """Return the reader for a file, from the columns of its first row.
 
-    kind: what is learnt from: SINGLE, PAIRS or UNPAIRED, which pairs may become; None: any of them.
-    UserError if its format cannot be found out, or is not what is wanted.
+    kind: expected kind of data: SINGLE, PAIRS or UNPAIRED (which accepts pairs too); None for any.
+    Raises UserError if the format cannot be detected or is of another kind.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
     automatic = format == "auto" and not fields
@@ -225,7 +223,7 @@ def make_reader(
 
 
 def _require_kind(format: str, matched: dict[str, str], file: str, kind: str | None) -> None:
-    """Raise UserError for a format that cannot be learnt from as `kind` says."""
+    """Raise UserError if the format cannot be trained on as `kind` requires."""
     if format == "preference" and kind == SINGLE:
         raise _unusable(file, _pairs_refused(matched))
     if format == UNPAIRED and kind in (SINGLE, PAIRS):
@@ -251,7 +249,7 @@ def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
 
 
 def _refuse_judged(columns: dict[str, Any], file: str) -> None:
-    """Raise UserError for answers with a verdict: not all of them are to be learnt."""
+    """Raise UserError for answers with a true/false label: not all of them should be trained on."""
     label = columns.get("label", columns.get("kto_tag"))
     if not isinstance(label, bool):
         return
@@ -269,7 +267,7 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
 
 
 def _refuse_single_turns(columns: dict[str, Any], file: str) -> None:
-    """Raise UserError for rows that are one turn each: documents of one turn teach no answers."""
+    """Raise UserError for rows with a single turn each: they would not teach answering."""
     if not is_turn(columns):
         return
     role = str(role_key(columns))
@@ -301,7 +299,7 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
 
 
 def _conversation(values: Values, messages: list[Message]) -> Conversation:
-    """Return the turns with the row's system text and tools."""
+    """Return the turns as a conversation with the row's system text and tools."""
     return Conversation(values.with_system(messages), values.tools(), values.where)
 
 
@@ -310,7 +308,7 @@ def _read_chat(values: Values, meaning: str) -> Conversation:
 
 
 def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
-    """Return history, prompt and answer; answers within a list of turns as prompt are context."""
+    """Return history, prompt and answer; assistant turns within the prompt are not supervised."""
     question = turns_or_text(values[prompt], "user", values.name(prompt))
     question = [
         turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in question
@@ -328,7 +326,7 @@ def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
 
 
 def _answer(values: Values, completion: str) -> list[Message]:
-    """Return the answer's turns: tool calls if it is nothing but calls of the row's tools."""
+    """Return the turns of the answer; tool calls if it is only calls of the row's tools."""
     value, tools = values[completion], values["tools"]
     calls = parsed(value)
     if tools and isinstance(calls, list) and calls and is_calls(calls):
@@ -345,7 +343,7 @@ def _read_document(values: Values) -> Document:
 
 
 def _read_tokens(values: Values) -> Pretokenised:
-    """Return tokens without padding; `labels` of -100 and a `loss_mask` of 0 are not learnt."""
+    """Return tokens without padding; those with label -100 or `loss_mask` 0 are not supervised."""
     lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
     tokens = lists["input_ids"] or []
     size = len(tokens)
@@ -387,7 +385,7 @@ def _numbers(values: Values, meaning: str) -> list[int] | None:
 
 
 def _read_segments(values: Values) -> Segments:
-    """Return axolotl's segments: a list of `text` and a `label` of true where it is learnt."""
+    """Return axolotl's segments: a list of `text` and `label`, which is true if supervised."""
     segments, name = parsed(values["segments"]), values.name("segments")
     if not isinstance(segments, list) or not segments:
         raise RowError(

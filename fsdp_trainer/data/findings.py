@@ -1,6 +1,6 @@
 """Findings about a data set before it is trained on.
 
-They are counted under short keys, and printed as sentences with their fix.
+They are counted under short keys and printed as sentences with advice.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ from fsdp_trainer.data.samples import (
 )
 
 DROPPED = ("unsupervised", "too_long", "empty", "same_answers")
-"""Keys of what is no sample of the store."""
+"""Keys of rows that are dropped, so the store does not count them."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """The sentence for a key of the counts.
 
-    text: `{n}` is the count, `{s}` the plural's s, `{seq_len}` batch.seq_len. warns_from: a warning
-    where more than this share of the samples has it, else a note; None: always a note.
+    text: `{n}` is the count, `{s}` the plural s, `{seq_len}` batch.seq_len. warns_from: share of
+    the samples above which it is a warning instead of a note; None for always a note.
     """
 
     text: str
@@ -148,13 +148,13 @@ KINDS = {
 
 @dataclass
 class Finding:
-    """One thing that was found, ready to be shown."""
+    """A finding, ready to be shown."""
 
     text: str
     fix: str = ""
     is_warning: bool = True
     places: list[str] = field(default_factory=list)
-    """The first FILE:LINE of it."""
+    """FILE:LINE of its first few occurrences."""
 
     def __str__(self) -> str:
         places = f" ({', '.join(self.places)})" if self.places else ""
@@ -170,9 +170,9 @@ def list_findings(
     tokens: int,
     seq_len: int,
 ) -> list[Finding]:
-    """The counts as sentences, with advice.
+    """Return the counts as sentences with advice.
 
-    samples, tokens: the numbers that are trained on.
+    samples, tokens: numbers of samples and tokens in the training data.
     """
     samples += sum(counts.get(key, 0) for key in DROPPED)
     fixes = dict.fromkeys(("too_long", "truncated"), _longer_rows(counts, samples, tokens, seq_len))
@@ -191,18 +191,18 @@ def list_findings(
 
 
 def _of_rewritten(counts: Mapping[str, int]) -> dict[str, str]:
-    """Return what a template that rewrites earlier turns makes of conversations."""
+    """Return values for the sentence on conversations whose template rewrites earlier turns."""
     times = counts.get(REWRITTEN_TOKENS, 0) / max(1, counts.get(LAST_TOKENS, 0))
     return {"samples": f"{counts.get(REWRITTEN_SAMPLES, 0):,}", "times": f"{times:.1f}"}
 
 
 def percent(share: float) -> str:
-    """A share that is not nothing does not look as if it were."""
+    """Return a share in percent; a tiny one as "less than 0.1%", never as 0.0%."""
     return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
 
 
 def _longer_rows(counts: Mapping[str, int], samples: int, tokens: int, seq_len: int) -> str:
-    """The cost of too long samples, and a batch.seq_len that would fit 99% of all samples."""
+    """Return the cost of samples that are too long, and a batch.seq_len that fits 99% of all."""
     longer_samples = sum(n for key, n in counts.items() if key.startswith(FITS))
     keeps = seq_len
     for longer in sorted(int(key.removeprefix(FITS)) for key in counts if key.startswith(FITS)):

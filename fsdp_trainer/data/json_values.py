@@ -1,4 +1,4 @@
-"""JSON to rows; a list a piece at a time, so that it need not fit into memory."""
+"""JSON to rows; lists are read piece by piece, so that they need not fit into memory."""
 
 import codecs
 import json
@@ -9,9 +9,9 @@ from typing import Any, BinaryIO
 from fsdp_trainer.data.row_formats import is_turn
 from fsdp_trainer.data.sources import Row, RowError
 
-CHUNK = 1 << 20  # bytes of a list that are read at a time
-LONGEST = 1 << 28  # bytes of one line or element: one without an end is not to fill the memory
-LOST = re.compile("[\udc80-\udcff]")  # what is left of bytes that are no UTF-8
+CHUNK = 1 << 20  # bytes of a list that are read at once
+LONGEST = 1 << 28  # limit on bytes of a line or element: one without an end cannot fill memory
+LOST = re.compile("[\udc80-\udcff]")  # decoded form of bytes that are not UTF-8
 SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -25,13 +25,13 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return columns
 
 
-# NaN and Infinity, which Python writes and JSON does not have, are what is missing: as in pandas,
-# which writes them
+# NaN and Infinity, which Python writes but JSON does not allow, are read as null: pandas writes
+# them for missing values
 DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lambda _: None)
 
 
 def parse_object(text: str, where: tuple[str, int]) -> Row:
-    """The row that a line of JSON is."""
+    """Return a line of JSON as a row, with an error if it cannot be used."""
     try:
         return _row(DECODER.decode(text), where)
     except RowError as e:
@@ -53,7 +53,7 @@ def _row(value: Any, where: tuple[str, int]) -> Row:
 
 
 def _beyond(error: Exception) -> str:
-    """JSON that Python does not read: a number of thousands of digits, or lists within lists."""
+    """Return an error text for JSON that Python cannot read: huge numbers or too deep nesting."""
     return (
         "is not JSON that can be read:"
         f" {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
@@ -61,9 +61,9 @@ def _beyond(error: Exception) -> str:
 
 
 def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
-    """Yield the elements of the file's array, or of the one list in its object, as rows.
+    """Yield the elements of the file's array, or of the only list in its object, as rows.
 
-    file: can seek.
+    file: must be seekable.
     """
     values = _Values(file)
     try:
@@ -98,7 +98,7 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
 
 
 def _list_of_object(file: BinaryIO) -> "_Values":
-    """Return the place where the only list of the file's object begins."""
+    """Return a position at the start of the only list in the file's object."""
     file.seek(0)
     values = _Values(file)
     next(key for key, is_list in values.members() if is_list)
@@ -106,24 +106,24 @@ def _list_of_object(file: BinaryIO) -> "_Values":
 
 
 def _is_one_conversation(file: BinaryIO) -> bool:
-    """Return True if the list of the file's object has turns, not rows; go back to its start."""
+    """Return True if the list in the file's object holds turns, not rows; rewind the file."""
     first = next(_list_of_object(file).elements(), None)
     file.seek(0)
     return isinstance(first, dict) and is_turn(first)
 
 
 class _Values:
-    """A place in a JSON text, of which only the piece around it is in memory."""
+    """A position in a JSON text of which only a piece is in memory."""
 
     def __init__(self, file: BinaryIO):
         self.file, self.text, self.position = file, "", 0
         self.line = 1
-        """The line of the element that `elements` gave last, from 1."""
+        """Line of the element that `elements` yielded last, from 1."""
         self._counted = self._column = (
-            0  # how far `line` has been counted; characters of that line that are gone from `text`
+            0  # position up to which `line` is counted; characters of that line before `text`
         )
-        # bytes that are no UTF-8 become lone surrogates, which are found in the element that holds
-        # them
+        # bytes that are not UTF-8 become lone surrogates, which are detected in the element that
+        # holds them
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
 
     def line_of(self, position: int) -> int:
@@ -137,9 +137,9 @@ class _Values:
         self.line, self._counted = self.line_of(self.position), self.position
 
     def _more(self) -> bool:
-        """Read on, as much again as there is: a long element is tried anew few times.
+        """Read the next piece, at least as long as the unparsed rest, so that retries stay few.
 
-        False at the end.
+        Return False at the end of the file.
         """
         self._count()
         self._column = self.column_of(self.position) - 1
@@ -154,16 +154,16 @@ class _Values:
         return bool(block)
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is not white space; "" at the end."""
         while True:
             self.position = SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
             if self.position < len(self.text) or not self._more():
                 return self.text[self.position : self.position + 1]
 
     def elements(self) -> Iterator[Any]:
-        """Yield the values of the list that begins here, a RowError for one that cannot be used.
+        """Yield the values of the list that begins here, or a RowError for an unusable one.
 
-        Ends on the list's bracket.
+        Ends at the closing bracket.
         """
         self._expect("[")
         while self.peek() != "]":
@@ -176,9 +176,9 @@ class _Values:
                 self._expect(",")
 
     def members(self) -> Iterator[tuple[str, bool]]:
-        """Yield (key, True if its value is a list) of the object that begins here.
+        """Yield (key, True if its value is a list) for the object that begins here.
 
-        The place is at the value while its key is given.
+        While a key is yielded, the position is at its value.
         """
         self._expect("{")
         while self.peek() != "}":
@@ -210,7 +210,7 @@ class _Values:
                 if self._is_cut(e) and self._more():
                     continue
                 raise
-            if end < len(self.text) or not self._more():  # else a number may go on
+            if end < len(self.text) or not self._more():  # otherwise a number may continue
                 break
         text, self.position = self.text[self.position : end], end
         if isinstance(value, RowError):
@@ -220,14 +220,14 @@ class _Values:
         return value
 
     def _parse(self) -> tuple[Any, int]:
-        """Return a value, or the RowError in place of one, and where it ends."""
+        """Return the next value, or a RowError instead, and the position of its end."""
         try:
             return DECODER.raw_decode(self.text, self.position)
         except RowError as error:  # raised before the end was known
             return error, json.JSONDecoder().raw_decode(self.text, self.position)[1]
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
-        """Return True if the error may come from the end of the piece that is in memory."""
+        """Return True if the error may be caused by the end of the piece in memory."""
         return error.msg.startswith("Unterminated string") or error.pos + len("-Infinity") >= len(
             self.text.rstrip()
         )

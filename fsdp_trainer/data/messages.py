@@ -1,4 +1,4 @@
-"""Turns of a conversation as templates read them, from what data of any origin says of a turn."""
+"""Turns of a conversation in the form that templates read, from data in many formats."""
 
 import json
 from itertools import cycle
@@ -22,16 +22,17 @@ TOOL_CALL_ROLES = ("function_call", "tool_call")
 PLAIN_KEYS, PLAIN_ROLES = {"role", "content"}, ("system", "user", "assistant")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 FLAGS = {"train": False, "training": False, "loss": False, "loss_scale": False, "masked": True}
-"""Keys of a turn that is not learnt, in data of Axolotl, ms-swift and torchtune: true or false."""
+"""Boolean keys of a turn, in data of Axolotl, ms-swift and torchtune, and the value that means that
+the turn is not supervised."""
 WEIGHTS = ("weight", "loss_weight", "loss_scale")
-"""Keys of the number with which a turn is learnt; the last one is ms-swift's."""
+"""Keys of a turn's loss weight; the last one is ms-swift's."""
 PARTS = {
     "text": "text", "output_text": "text", "input_text": "text",
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
     "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call",
     "tool_use": "tool_call",
 }  # fmt: skip
-"""Types of content parts, and what they are; any other (an image, say) is refused."""
+"""Types of content parts and their meanings; any other (an image, for example) is refused."""
 
 
 def read_turns(value: Any, column: str = "messages") -> list[Message]:
@@ -48,7 +49,7 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
 
 
 def _as_object(turn: Any, column: str) -> dict:
-    """Return a turn, or a pair of a question and an answer, as an object."""
+    """Return a turn, or a pair of question and answer, as an object."""
     if isinstance(turn, list) and len(turn) == 2:
         return {"user": turn[0], "assistant": turn[1]}
     if not isinstance(turn, dict):
@@ -57,8 +58,8 @@ def _as_object(turn: Any, column: str) -> dict:
 
 
 def _turn(turn: Any, column: str) -> list[Message]:
-    """Return the message that an element of a list of turns is; two if it is a pair."""
-    if _is_plain(turn):  # most are: what follows takes ten times as long
+    """Return the message of an element in a list of turns, or two messages if it is a pair."""
+    if _is_plain(turn):  # most are, and the code below takes ten times as long
         return [{"role": turn["role"], "content": turn["content"]}]
     turn = _as_object(turn, column)
     pair = pair_keys(turn)
@@ -84,7 +85,7 @@ def _turn(turn: Any, column: str) -> list[Message]:
 
 
 def _is_plain(turn: Any) -> bool:
-    """Return True for a turn in the form of templates that holds nothing but a text."""
+    """Return True for a turn in template form that holds nothing but text."""
     return (
         isinstance(turn, dict)
         and turn.keys() == PLAIN_KEYS
@@ -94,7 +95,7 @@ def _is_plain(turn: Any) -> bool:
 
 
 def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
-    """Return turns, of which one alone may stand without a list, or a text as a turn of `role`."""
+    """Return a list of turns, also from a single turn; or a text as one turn of `role`."""
     if isinstance(value, dict | list):
         return read_turns(value, name)
     return [{"role": role, "content": text_of(value, name)}]
@@ -125,7 +126,7 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
 
 
 def _others(turn: dict) -> Message:
-    """Return what a turn holds that is not read here: a template may read it."""
+    """Return the keys of a turn that are not read here, since a template may read them."""
     flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
     read = {*ROLE_KEYS, *TEXT_KEYS, *WEIGHTS, *REASONING, *flags}
     read |= {"tool_calls", "function_call", "train_detail"}
@@ -133,7 +134,7 @@ def _others(turn: dict) -> Message:
 
 
 def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
-    """Return the [start, stop) of axolotl's `train_detail`, whose ends count, with train: false."""
+    """Return [start, stop) of `train_detail` parts with train: false; its ends are inclusive."""
     details = parsed(details)
     parts = []
     for detail in details if isinstance(details, list) else [details]:
@@ -162,7 +163,7 @@ def _named_calls(turn: dict) -> list:
 
 
 def _turn_weight(turn: dict) -> float | None:
-    """Return the weight with which a turn is learnt, None where it says nothing."""
+    """Return the loss weight of a turn; None if the turn does not specify it."""
     flags = [name for name in FLAGS if isinstance(turn.get(name), bool)]
     for name in WEIGHTS:
         if turn.get(name) is not None and name not in flags:
@@ -173,7 +174,7 @@ def _turn_weight(turn: dict) -> float | None:
 def content_of(
     content: Any, turn: dict, what: str = "the content of a turn"
 ) -> tuple[str, str, list]:
-    """Return (text, reasoning, tool calls) of a turn, whose content is text or a list of parts."""
+    """Return (text, reasoning, tool calls) of a turn; its content is text or a list of parts."""
     parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
     if content is None and (
@@ -189,7 +190,7 @@ def content_of(
 
 
 def _joined(texts: list, what: str) -> str:
-    """Return the texts as one. RowError if one is none; what: names it."""
+    """Return the texts joined; RowError if one is not a string. what: name for the message."""
     for text in texts:
         if not isinstance(text, str):
             raise RowError(f"{what} should be text, it is {shown_value(text)}")
@@ -197,7 +198,7 @@ def _joined(texts: list, what: str) -> str:
 
 
 def _part(part: Any, what: str) -> tuple[str, Any]:
-    """Return the kind of a part of a turn's content, and its value."""
+    """Return the kind and value of one part of a turn's content."""
     if not isinstance(part, dict):
         raise RowError(f"{what} should be text, it is {shown_value(part)}")
     type = part.get("type", "text")
@@ -217,7 +218,7 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
 def _weight(weight: Any) -> float:
     if (
         isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38
-    ):  # what a float32 holds
+    ):  # the range of float32
         raise RowError(
             f"the weight of a turn should be a number of 0 or more, it is {shown_value(weight)}"
         )
@@ -225,7 +226,7 @@ def _weight(weight: Any) -> float:
 
 
 def tool_call(call: Any) -> dict:
-    """Return a call as templates read it, arguments as an object where they are JSON."""
+    """Return a call in the form that templates read, with arguments parsed if they are JSON."""
     call = parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -247,7 +248,7 @@ def tool_call(call: Any) -> dict:
 
 
 def _calls_in(text: str) -> list[dict] | None:
-    """Return the tool calls that a text holds as JSON, one or a list; None if it holds none."""
+    """Return the tool calls of a text that is JSON, one call or a list; None if it has none."""
     calls = parsed(text)
     calls = calls if isinstance(calls, list) else [calls]
     return (
@@ -258,7 +259,7 @@ def _calls_in(text: str) -> list[dict] | None:
 
 
 def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
-    """Return descriptions of the tools that the model may call, in OpenAI's form."""
+    """Return the descriptions of the available tools in OpenAI's format; None without tools."""
     tools = parsed(tools.strip() if isinstance(tools, str) else tools)
     if not tools:
         return None
@@ -272,7 +273,7 @@ def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
 
 
 def _plain(value: dict) -> dict:
-    """Return a value with texts in place of what JSON cannot hold (dates, decimals, bytes).
+    """Return a value with strings in place of types that JSON lacks (dates, decimals, bytes).
 
     Templates write it as JSON.
     """

@@ -1,6 +1,6 @@
-"""The rows of all components as one running index.
+"""The rows of all components, addressed by one running index.
 
-The component of row n, and its row there, are a pure function of n and the shares.
+The component of row n, and its row in that component, are a pure function of n and the shares.
 """
 
 import hashlib
@@ -27,23 +27,24 @@ OFTEN = (
     f"more than {REPEATED} passes over the same text teach less and less (Muennighoff et al."
     " 2023, Scaling Data-Constrained Language Models)"
 )
-# raise it when a row comes to hold other documents: runs that go on then begin their data anew, and
-# say so
+# increase it when rows change their documents: resumed runs then start their data anew, and report
+# it
 VERSION = 1
-PARTS = 1 << 40  # weights in whole numbers; 10⁹ rows are not off by a thousandth of one
-LEAST = 1e-6  # of all rows; what it takes to find a turn grows with the inverse
+PARTS = 1 << 40  # resolution of integer weights: 10⁹ rows are off by < 1/1000 of a row
+LEAST = 1e-6  # minimum share of the rows; the cost of finding a turn grows with its inverse
 
 
 class Turns:
-    """The order of turns, where component i has `parts[i]` of every Σ parts.
+    """The order of turns, in which component i has `parts[i]` of every Σ parts turns.
 
-    After any n turns each has had n · share of them to less than one: the j-th turn of a component
-    lies within [⌊j / share⌋, ⌈(j + 1) / share⌉), which the earliest deadline first keeps for all
-    (Baruah et al. 1996, Proportionate progress). That order would have to be followed from the
-    first turn on; so it begins anew in every block of turns. The counts at a block's edge follow
-    from those at the edge before: turns that may or may not have been taken by then go to those
-    with the earliest deadlines. From such counts all deadlines can be met, and if every component
-    has a turn in a block, any two edges can be joined (Hall's condition for intervals).
+    After any n turns the count of each component differs from n · share by less than one: the j-th
+    turn of a component lies within [⌊j / share⌋, ⌈(j + 1) / share⌉). Scheduling by earliest
+    deadline first satisfies this for all components (Baruah et al. 1996, Proportionate progress),
+    but has to be computed from the first turn on. Therefore the schedule restarts in every block of
+    turns. The counts at the edge of a block follow from the counts at the edge before, where turns
+    that may or may not have been used by then are given to the components with the earliest
+    deadlines. From such counts all deadlines can be met, and if every component has a turn in a
+    block, any two edges can be joined (Hall's condition for intervals).
     """
 
     def __init__(self, parts: Sequence[int]):
@@ -51,18 +52,19 @@ class Turns:
         self.span = max(1024, -(-self.whole // min(part for part in self.parts if part)))
         """Turns in a block.
 
-        Everybody has one in it, or counts at two edges could contradict each other.
+        Every component has at least one in it; otherwise the counts at two edges could contradict
+        each other.
         """
         self.edge, self.block = lru_cache(maxsize=8)(self._edge), lru_cache(maxsize=3)(self._block)
 
     def taken(self, n: int) -> np.ndarray:
-        """[components] int64: the turns of each among the first n."""
+        """Return the turns of each component among the first n: [components] int64."""
         block, within = divmod(n, self.span)
         had = np.bincount(self.block(block)[0][:within], minlength=len(self.parts)) if within else 0
         return self.edge(block) + had
 
     def at(self, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whose these turns are, and how many turns it has had before, both int64."""
+        """Return the component of each turn, and its earlier turns: [turns] int64 each."""
         who, ordinal = np.empty((2, len(turns)), np.int64)
         blocks, places = np.divmod(turns, self.span)
         for block in np.unique(blocks).tolist():
@@ -71,7 +73,7 @@ class Turns:
         return who, ordinal
 
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """[span] each: who has which turn, and its how manieth that is."""
+        """Return the component of each turn of a block, and its earlier turns: [span] each."""
         first = self.edge(block)
         who = self._deal(block * self.span, first, self.edge(block + 1))
         ordinal = np.empty_like(who)
@@ -80,7 +82,7 @@ class Turns:
         return who, ordinal
 
     def _edge(self, block: int) -> np.ndarray:
-        """Turns of each before a block."""
+        """Return the turns of each component before a block."""
         if block == 0:
             return np.zeros(len(self.parts), np.int64)
         first = (block - 1) * self.span
@@ -100,7 +102,7 @@ class Turns:
     ) -> np.ndarray:
         """Return the components that have the turns from `first` on: [span] int64.
 
-        before, until: how many turns each component has had, and may have had at the end.
+        before, until: number of turns each component has at the start, and may have at the end.
         """
         releases, deadlines, owners = [], [], []
         for i, part in enumerate(self.parts):
@@ -130,7 +132,7 @@ class Turns:
 class Component:
     """A part of the data that is packed and ordered by itself.
 
-    key: a hash of all that decides its rows; requested: its weight or repeat.
+    key: a hash of everything that decides its rows. requested: its weight or repeat.
     """
 
     name: str
@@ -143,19 +145,20 @@ class Component:
     """Tokens in those rows."""
 
     def tokens(self, rows: int) -> int:
-        """Tokens in its first `rows` rows."""
+        """Return the number of tokens in its first `rows` rows."""
         epochs, rest = divmod(rows, self.order.rows_per_epoch)
         first = epochs * self.order.rows_per_epoch
         return epochs * len(self.order.store.tokens) + self.order.totals(first, first + rest)[1]
 
 
 class Mixture:
-    """Rows of all components over all epochs, by one running index.
+    """Rows of all components over all epochs, addressed by one running index.
 
-    weighted: `requested` are shares of the tokens; rows are shared out so, as full as those of each
-    component are on average. An epoch has as many rows as all components have. Else they are
-    repeats: an epoch holds exactly so many times the rows of each. digests: of the files' content,
-    by path, for a checkpoint to keep.
+    weighted: if True, `requested` are shares of the tokens; they are converted to shares of the
+        rows by the average fill of each component's rows, and an epoch has as many rows as all
+        components. If False, they are repeats: an epoch holds the rows of each component that many
+        times.
+    digests: hashes of the files' content, by path, for the checkpoint.
     """
 
     def __init__(
@@ -197,9 +200,9 @@ class Mixture:
         self.key = self._hash(
             self.components[0].key, [component.key for component in self.components]
         )
-        """Hash of all that decides which row is which."""
+        """Hash of everything that decides the content of each row."""
         self.start = 0
-        """The running index of its first row: what came before was another mixture's."""
+        """The running index of its first row; earlier rows came from another mixture."""
 
     def _hash(self, alone: str, each: list[str]) -> str:
         if len(each) == 1 and self.components[0].requested == 1:
@@ -213,7 +216,7 @@ class Mixture:
     def started_at(self, row: int, starts: Sequence[tuple[int, int]]) -> "Mixture":
         """Return this mixture with `row` as the running index of its first row.
 
-        starts: of each component, the rows before that, and the tokens in them.
+        starts: for each component, the numbers of rows and tokens used before that row.
         """
         started = copy(self)
         started.start = row
@@ -224,7 +227,7 @@ class Mixture:
         return started
 
     def taken(self, index: int) -> list[int]:
-        """Rows of each component before row `index`, those before the mixture included."""
+        """Return each component's number of rows before row `index`, from the start of the run."""
         n = index - self.start
         turns = self.turns.taken(n).tolist() if len(self.orders) > 1 else [n]
         return [
@@ -232,7 +235,7 @@ class Mixture:
         ]
 
     def locate(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Two int64 arrays: the component of each row, and its index there."""
+        """Return the component of each row, and its index there, both [rows] int64."""
         turns = np.asarray(indices, np.int64) - self.start
         who, ordinal = (
             self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
@@ -240,11 +243,11 @@ class Mixture:
         return who, ordinal + np.array([component.start for component in self.components])[who]
 
     def read(self, index: int) -> RowData:
-        """Row `index` by itself."""
+        """Return row `index`."""
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """The rows of these indices, in their order."""
+        """Return the rows with these indices, in the given order."""
         who, index = self.locate(indices)
         if len(self.orders) == 1:
             return self.orders[0].read_rows(index)
@@ -257,7 +260,7 @@ class Mixture:
         return rows
 
     def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[rows] of what attention costs in each of these rows."""
+        """Return the attention cost of each of these rows: [rows] float64."""
         who, index = self.locate(indices)
         costs = np.zeros(len(index))
         for i in np.unique(who).tolist():
@@ -265,9 +268,9 @@ class Mixture:
         return costs
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """Return sums over rows [start, stop), without reading one.
+        """Return sums over rows [start, stop), without reading any row.
 
-        Weight, tokens, supervised tokens, and what attention costs.
+        The sums are: weight, tokens, supervised tokens, attention cost.
         """
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
         weight, tokens, supervised, attention_cost = zip(
@@ -276,16 +279,16 @@ class Mixture:
         return sum(weight), sum(tokens), sum(supervised), sum(attention_cost)
 
     def documents(self, start: int, stop: int) -> int:
-        """Return how many documents rows [start, stop) hold, without reading one."""
+        """Return the number of documents in rows [start, stop), without reading any row."""
         ranges = zip(self.orders, self.taken(start), self.taken(stop), strict=True)
         return sum(order.documents(first, end) for order, first, end in ranges)
 
     def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return what attention costs, as a share of what it would if every row were one document.
+        """Return the attention cost, relative to rows that are one document each.
 
-        cost: of documents' lengths, as the components were built with.
+        cost: function from document lengths to attention costs, as the components were built with.
         """
-        # of one epoch: small sources have thousands
+        # computed over one epoch: small sources have thousands of them
         per_row = [
             order.totals(0, order.rows_per_epoch)[3] / order.rows_per_epoch for order in self.orders
         ]
@@ -293,17 +296,17 @@ class Mixture:
         return of_rows / self.seq_len**2
 
     def where(self, index: int) -> list[str]:
-        """Return FILE:LINE of what is in row `index`."""
+        """Return FILE:LINE of each document in row `index`."""
         return [store.where(sample) for store, sample in self.samples_of(index)]
 
     def samples_of(self, index: int) -> list[tuple[TokenStore, int]]:
-        """Return the stores and places of the samples that are in row `index`."""
+        """Return the store and index of each sample in row `index`."""
         (component,), (row,) = (part.tolist() for part in self.locate([index]))
         order = self.orders[component]
         return [(order.store, sample) for sample, _, _ in order.row(row)]
 
     def state(self, index: int) -> dict[str, Any]:
-        """The position of each component before row `index`, as a checkpoint stores it."""
+        """Return the position of each component before row `index`, for a checkpoint."""
         sources = [
             {
                 "name": c.name,
@@ -328,7 +331,7 @@ class Mixture:
         }
 
     def plan(self, last: int) -> list[str]:
-        """Lines on how much of each component a run to row `last` reads; [] for one component."""
+        """Return lines on the use of each component up to row `last`; [] for one component."""
         if len(self.components) == 1:
             return []
         epoch = (
@@ -351,9 +354,9 @@ class Mixture:
         return lines
 
     def report(self, index: int) -> list[dict[str, Any]]:
-        """Figures of each component up to row `index`.
+        """Return statistics of each component up to row `index`.
 
-        The requested share of tokens, the actual one, its tokens and epochs so far.
+        They include the requested and the actual share of tokens, and its tokens and epochs so far.
         """
         rows = self.taken(index)
         got = [c.tokens(n) - c.start_tokens for c, n in zip(self.components, rows, strict=True)]
@@ -379,9 +382,9 @@ def build_order(
     prepared: Prepared,
     attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
 ) -> Mixture:
-    """The rows of training, in their order. attention_cost: see RowOrder.
+    """Return the rows of training, in order. attention_cost: see RowOrder.
 
-    Raises UserError for a mixture that cannot be.
+    Raises UserError for a mixture that is not possible.
     """
     named = entries(cfg.data.path)
     weighted = any(entry.weight is not None for entry in named)
@@ -418,7 +421,7 @@ def validation_order(
     store: TokenStore,
     attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
 ) -> Mixture:
-    """All rows of what is held out, unshuffled."""
+    """Return all rows of the held-out data, unshuffled."""
     return Mixture([_component(cfg, "validation", store, False, attention_cost)])
 
 
@@ -432,7 +435,7 @@ def _component(
 ) -> Component:
     packing, seq_len, seed = cfg.data.packing, cfg.batch.seq_len, cfg.run.seed
     if cfg.objective.name in PROMPTED:
-        packing = "none"  # a row is a prompt
+        packing = "none"  # a row is a single prompt
     order = RowOrder(store, seq_len, packing, shuffle, seed, attention_cost)
     parts = [store.fingerprint, packing, seq_len, seed, shuffle, VERSION]
     return Component(name, order, "/".join(map(str, parts)), requested)

@@ -21,45 +21,45 @@ from fsdp_trainer.errors import Problem, UserError
 
 @dataclass
 class RowData:
-    """A row as training sees it.
+    """A row in the form that training uses.
 
     Position i is trained to predict `labels[i]`, with weight `weights[i]`.
     """
 
-    tokens: np.ndarray  # [seq_len] int64, zero behind the last document
-    # [seq_len] int64: the next token of the same document, also where that is in another row; -100:
-    # none is learnt
+    tokens: np.ndarray  # [seq_len] int64, zero after the last document
+    # [seq_len] int64: the next token of the same document, even if that is in another row; -100 if
+    # it is not supervised
     labels: np.ndarray
-    weights: np.ndarray  # [seq_len] float32: 0 where none is learnt
+    weights: np.ndarray  # [seq_len] float32: 0 where no token is supervised
     documents: list[int]
-    """Lengths of the documents, in order; what remains of seq_len is padding."""
+    """Lengths of the documents, in order; the rest of seq_len is padding."""
     sources: list[int]
-    """The source of each document: its place in the store's source_names."""
+    """The source of each document, as an index into the store's source_names."""
 
 
 @dataclass
 class Rows:
-    """Several rows, one below the other: tokens, labels and weights as in RowData."""
+    """Several rows stacked; tokens, labels and weights as in RowData."""
 
     tokens: np.ndarray  # [rows, seq_len] int64
-    positions: np.ndarray  # [rows, seq_len] int64; each document's begin at 0
+    positions: np.ndarray  # [rows, seq_len] int64; start at 0 in each document
     labels: np.ndarray  # [rows, seq_len] int64
     weights: np.ndarray  # [rows, seq_len] float32
-    sources: np.ndarray  # [rows, seq_len] int64: which source a position's document comes from
+    sources: np.ndarray  # [rows, seq_len] int64: source of each position's document
     documents: list[list[int]]
     """Lengths of each row's documents, in order."""
     group_starts: list[list[bool]]
     """True for each document that starts a group of documents that belong together."""
     reference: list[list[float]] | None = None
-    """Σ log-probability of each document under a reference model; None without one."""
+    """Σ log-probability of each document under the reference model; None if there is none."""
     kinds: list[list[int]] | None = None
-    """The kind of each document, as in samples.py; None: all are answers."""
+    """The kind of each document, as in samples.py; None if all are answers."""
     columns: dict[str, np.ndarray] | None = None
-    """Further numbers of each position, [rows, seq_len, ...] of any dtype, by name."""
+    """Additional values of each position, [rows, seq_len, ...] of any dtype, by name."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
-        """Nothing but padding."""
+        """Return rows with nothing but padding."""
         tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
         labels, weights = (
             np.full((rows, seq_len), -100, np.int64),
@@ -70,7 +70,7 @@ class Rows:
         return cls(tokens, positions, labels, weights, sources, documents, group_starts)
 
     def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
-        """Lay `rows` at these places."""
+        """Copy `rows` to these indices."""
         for name in ("tokens", "positions", "labels", "weights", "sources"):
             getattr(self, name)[places] = getattr(rows, name)
         for i, place in enumerate(places):
@@ -89,7 +89,7 @@ class Rows:
                     own[place] = values
 
     def row(self, i: int) -> RowData:
-        """The i-th by itself."""
+        """Return row i."""
         starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
         return RowData(
             self.tokens[i],
@@ -102,32 +102,30 @@ class Rows:
 
 @dataclass
 class Epoch:
-    """All documents of an epoch, row by row: unsigned numbers, as small as will do.
+    """All documents of an epoch, row by row, and the sums over all rows before each row.
 
-    And the sums over all rows before each one.
+    Integers have the smallest unsigned type that holds them.
     """
 
     samples: np.ndarray  # [documents]
-    starts: np.ndarray  # [documents]: the first of the sample's tokens that is in this row
+    starts: np.ndarray  # [documents]: index of the first of the sample's tokens in this row
     lengths: np.ndarray  # [documents]
     offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
-    # [rows + 1, 4] float64: weight, tokens, supervised tokens, what attention costs (Σ length²,
-    # less what windows leave out)
+    # [rows + 1, 4] float64: weight, tokens, supervised tokens, attention cost (Σ length², minus
+    # what windows leave out)
     sums: np.ndarray
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
-"""An epoch's pieces, their places row by row, the offsets of the rows."""
+"""Pieces of an epoch, their indices row by row, and the offsets of the rows."""
 
 
 class RowOrder:
-    """Rows over all epochs, by one running index.
+    """Rows over all epochs, addressed by one running index, which is the only state of a loader.
 
-    The state of a loader is that index and nothing else.
-
-    What is where in an epoch is made once on a node and mapped from files beside the store by all
-    its ranks and by later runs, so that a rank's memory does not grow with the data; the next
-    epoch's in the background, from the middle of this one.
+    The plan of an epoch (which tokens are in which row) is made once per node and mapped from files
+    next to the store, by all ranks and by later runs, so that a rank's memory does not grow with
+    the data. The plan of the next epoch is made in the background from the middle of this epoch on.
     """
 
     def __init__(
@@ -139,14 +137,14 @@ class RowOrder:
         seed: int,
         attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
     ):
-        """attention_cost: what attention costs a model, of documents' lengths."""
+        """attention_cost: function from document lengths to the attention costs of the model."""
         self.attention_cost = attention_cost
         self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
         tokens = len(store.tokens)
         rows = -(-tokens // seq_len)
         self.shared: SharedArrays | None = None
-        """None: so little data that every rank makes its own."""
+        """None if there is so little data that every rank makes its own plans."""
         if max(len(store.lengths), rows) >= SHARED_FROM:
             self.shared = SharedArrays(store.folder / "plans" / self._plan_key())
         self._groups = self._checked_groups()
@@ -154,20 +152,20 @@ class RowOrder:
             self._packing = self._once("packing", self._pack)
             rows = len(self._packing["offsets"]) - 1
         self.rows_per_epoch: int = rows
-        """The same for every epoch: it depends on the lengths only."""
+        """The number of rows, equal in every epoch since it depends only on the lengths."""
         self.fill: float = tokens / (self.rows_per_epoch * seq_len)
         """Share of positions that hold a token."""
         self.reference: np.ndarray | None = None
-        """[samples] float64, Σ log-probability of each under a reference model; None: without."""
+        """[samples] float64, Σ log-probability of each under the reference model; None without."""
         self.of_learnt: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-        """Returns further numbers of tokens that are learnt, [tokens, ...] by name, of their
-        places among all that are learnt in the store; None: there are none."""
+        """Returns additional values of supervised tokens, [tokens, ...] by name, given their
+        indices among all supervised tokens of the store; None if there are no such values."""
         self._epochs: dict[int, Epoch] = {}
-        self._ahead = 0  # the last epoch that was asked for
+        self._ahead = 0  # the last epoch that was requested
 
     @property
     def note(self) -> str | None:
-        """A message about the place of the plans; None if there is nothing to say."""
+        """A message about a problem with the plans' files; None if there is none."""
         if self.shared is None or self.shared.problem is None:
             return None
         return (
@@ -184,13 +182,13 @@ class RowOrder:
         return list(zip(*(part.tolist() for part in parts), strict=True))
 
     def read(self, index: int) -> RowData:
-        """Row `index` by itself."""
+        """Return row `index`."""
         return self.read_rows([index]).row(0)
 
     def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
-        """The rows of these indices, in their order.
+        """Return the rows with these indices, in the given order.
 
-        All of it is done to whole arrays: the step waits for this.
+        All operations are on whole arrays, since the training step waits for this.
         """
         rows = Rows.empty(len(indices), self.seq_len)
         if not len(indices):
@@ -246,13 +244,14 @@ class RowOrder:
         starts: np.ndarray,
         lengths: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Return `of_learnt` of what these rows learn, at its positions, elsewhere 0.
+        """Return the values of `of_learnt`, each at the position that predicts its token.
 
-        places: of all tokens in the flat rows; is_learnt: of each, the one that follows it.
-        samples, starts, lengths: of the documents.
+        Other positions hold 0. places: positions of all tokens in the flattened rows. is_learnt:
+        for each token, whether the next one is supervised. samples, starts, lengths: of the
+        documents.
         """
         assert self.of_learnt is not None
-        # only texts are cut: of their tokens all but the first are learnt
+        # only texts are cut, and all their tokens but the first are supervised
         firsts = self._first_learnt[samples] + starts
         before = np.cumsum(is_learnt) - is_learnt
         of_documents = np.cumsum(lengths) - lengths
@@ -266,22 +265,22 @@ class RowOrder:
 
     @cached_property
     def _first_learnt(self) -> np.ndarray:
-        """The place of each sample's first learnt token among all of the store, [samples]."""
+        """Index of each sample's first supervised token among those of the store: [samples]."""
         supervised = np.asarray(self.store.supervised)
         return np.cumsum(supervised) - supervised
 
     def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[rows] float64 of what attention costs in each of these rows."""
+        """Return the attention cost of each of these rows: [rows] float64."""
         parts = [
             plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)
         ]
         return np.concatenate([np.zeros(0), *parts])
 
     def epoch(self, epoch: int) -> Epoch:
-        """Return the plan of an epoch; the last two that were asked for first stay open.
+        """Return the plan of an epoch; the two most recently opened plans stay open.
 
-        Not an lru_cache of the method: that is a circle of references, and until the garbage
-        collector comes by, an order that nobody uses would hold the files of its plans open.
+        An lru_cache of the method would be a circle of references, so that an unused order would
+        keep the files of its plans open until the garbage collector runs.
         """
         plan = self._epochs.get(epoch)
         if plan is None:
@@ -292,9 +291,9 @@ class RowOrder:
         return plan
 
     def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
-        """Return sums over rows [start, stop), without reading one.
+        """Return sums over rows [start, stop), without reading any row.
 
-        Weight, tokens, supervised tokens, and what attention costs.
+        The sums are: weight, tokens, supervised tokens, attention cost.
         """
         sums = np.zeros(4)
         while start < stop:
@@ -307,7 +306,7 @@ class RowOrder:
         return weight, int(tokens), int(supervised), int(attention_cost)
 
     def documents(self, start: int, stop: int) -> int:
-        """Return how many documents rows [start, stop) hold, without reading one."""
+        """Return the number of documents in rows [start, stop), without reading any row."""
         count = 0
         while start < stop:
             epoch, i = divmod(start, self.rows_per_epoch)
@@ -318,7 +317,7 @@ class RowOrder:
         return count
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
-        """Yield the plan of each epoch that these rows are in, and their places in it."""
+        """Yield the plan of each epoch with some of these rows, and the rows' indices in it."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
         for part in (
             np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1)
@@ -341,9 +340,10 @@ class RowOrder:
     def _documents(
         self, indices: Sequence[int] | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Four int64 arrays about the documents of these rows.
+        """Return four int64 arrays about the documents of these rows.
 
-        Sample, first token and number of tokens of each; and the number of documents of each row.
+        They are sample, first token and number of tokens of each document, and the number of
+        documents in each row.
         """
         parts = []
         for plan, rows in self._by_epoch(indices):
@@ -357,7 +357,7 @@ class RowOrder:
         return samples, starts, lengths, counts
 
     def _plan_key(self) -> str:
-        """Return a hash of all that decides the files of this order, its code included."""
+        """Return a hash of everything that decides the plans of this order, including its code."""
         costs = np.asarray(self.attention_cost(np.arange(1, self.seq_len + 1)), np.float64)
         code = b"".join(Path(file).read_bytes() for file in (__file__, packing_module.__file__))
         parts = (self._key.encode(), b"shuffled" if self.shuffle else b"", costs.tobytes(), code)
@@ -374,7 +374,7 @@ class RowOrder:
         return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
 
     def _plan(self, epoch: int) -> Arrays:
-        """The arrays of an `Epoch`."""
+        """Return the arrays of an `Epoch`."""
         arrange = (
             self._streamed
             if self.packing == "stream"
@@ -389,7 +389,8 @@ class RowOrder:
             part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths)
         )
         of_sample = np.asarray(self.store.lengths)[samples]
-        # only texts are cut: all their tokens but the first are learnt, also the one behind the cut
+        # only texts are cut, and all their tokens but the first are supervised, also the one after
+        # a cut
         whole = lengths == of_sample
         learnt = np.minimum(starts + lengths, of_sample - 1) - starts
 
@@ -410,9 +411,9 @@ class RowOrder:
         }
 
     def _checked_groups(self) -> Groups | None:
-        """Return the store's groups; None where every sample is one.
+        """Return the store's groups; None if every sample is a group by itself.
 
-        UserError if one can't be kept together.
+        Raises UserError if a group cannot be kept in one row.
         """
         if self.store.group_starts is None:
             return None
@@ -437,22 +438,22 @@ class RowOrder:
         return groups
 
     def _packed_lengths(self) -> np.ndarray:
-        """Return the tokens of what is placed as a whole: a group, or a piece of a sample."""
+        """Return the token counts of what packing places as a unit: groups or pieces of samples."""
         return self._pieces().lengths if self._groups is None else self._groups.lengths
 
     def _pieces(self) -> Pieces:
         return pieces_of(np.asarray(self.store.lengths), self.seq_len)
 
     def _shuffled(self, epoch: int) -> Arranged:
-        """Return an epoch in which samples of one length change places, and then the rows do.
+        """Return an epoch in which samples of equal length swap places, then the rows are shuffled.
 
         Every row is as full as before.
         """
         packed = self._packing["documents"]
         shortness = narrow(self.seq_len - self._packed_lengths())
         documents = np.empty(len(packed), np.int64)
-        # The i-th longest sample gives its place to the i-th longest in an order that is random
-        # among equals.
+        # the place of the i-th longest sample goes to the i-th longest of an order that is random
+        # among samples of equal length
         order = self._random_order("samples", epoch, len(packed))
         documents[np.argsort(shortness[packed], kind="stable")] = order[
             np.argsort(shortness[order], kind="stable")
@@ -461,7 +462,7 @@ class RowOrder:
         return self._pieces(), *_take_rows(documents, self._packing["offsets"], rows)
 
     def _in_order(self, epoch: int) -> Arranged:
-        """Samples of a row by index, rows by their first sample."""
+        """Return an epoch with the samples of a row sorted by index, and rows by first sample."""
         offsets = self._packing["offsets"].astype(np.int64)
         row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
         documents = self._packing["documents"][np.lexsort((self._packing["documents"], row_of))]
@@ -470,9 +471,9 @@ class RowOrder:
         )
 
     def _streamed(self, epoch: int) -> Arranged:
-        """Return an epoch of texts in a new order, which cuts them at other places.
+        """Return an epoch of texts in a new order, so that rows cut them at other positions.
 
-        Then the rows change places, so that a book is not read in one go.
+        Then the rows are shuffled, so that a book is not read in one go.
         """
         lengths = np.asarray(self.store.lengths)
         order = (
@@ -497,9 +498,10 @@ class RowOrder:
 
 
 def random_bits(key: str, n: int) -> np.ndarray:
-    """[n] uint64.
+    """Return n random uint64.
 
-    Raw bits: numpy promises their stream for every version, but not that of `permutation`.
+    These are raw bits: numpy guarantees the same stream in all versions for them, but not for
+    `permutation`.
     """
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
@@ -508,18 +510,18 @@ def random_bits(key: str, n: int) -> np.ndarray:
 def _take_rows(
     documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Documents and offsets with the rows in the order `rows`."""
+    """Return documents and offsets with the rows in the order `rows`."""
     offsets = offsets.astype(np.int64)
     sizes = np.diff(offsets)[rows]
     return documents[ranges(offsets[:-1][rows], sizes)], np.concatenate([[0], np.cumsum(sizes)])
 
 
 def narrow(numbers: np.ndarray) -> np.ndarray:
-    """The numbers in the smallest unsigned type that holds them."""
+    """Return the numbers in the smallest unsigned type that holds them."""
     return numbers.astype(np.min_scalar_type(int(numbers.max())))
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[Σ counts] int64: the `counts[i]` numbers from `starts[i]` on, for every i."""
+    """Return the `counts[i]` integers from `starts[i]` on, for every i: [Σ counts] int64."""
     ends = np.cumsum(counts)
     return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

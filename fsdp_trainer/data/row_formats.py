@@ -1,7 +1,8 @@
 """Formats of rows: which column of a file has which meaning.
 
-A meaning is a line in `FORMATS`: the usual names of its columns, and a check of the first row's
-value, so that a column that only shares the name is not read. `conversations.py` reads the values.
+`FORMATS` defines each meaning: the usual names of its columns, and a check of the value in the
+first row, so that an unrelated column of the same name is not used. `conversations.py` reads the
+values.
 """
 
 import json
@@ -22,10 +23,10 @@ ROLES = {
 }  # fmt: skip
 ROLE_KEYS = ("role", "from", "speaker", "author")
 TEXT_KEYS = ("content", "value", "text", "parts", "message")
-"""Keys of a turn: who says it, and what."""
+"""Keys for the speaker (ROLE_KEYS) and the content (TEXT_KEYS) of a turn."""
 ASK_ROLES = ("user", "human")
 REPLY_ROLES = ("assistant", "gpt", "bot", "ai")
-"""Columns, or keys of a pair of turns, that are named after the roles."""
+"""Columns, or keys of a pair of turns, that are named after roles."""
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "inputs", "input")
 COMPLETIONS = (
     "completion", "output", "response", "solution", "generated_solution", "answer",
@@ -39,14 +40,14 @@ MEDIA = {
     "image": "pictures", "img": "pictures", "picture": "pictures", "pixel_value": "pictures",
     "video": "videos", "audio": "sound",
 }  # fmt: skip
-"""Names of columns without a plural's s, and what they hold."""
+"""Column names without a plural s, and what such columns hold."""
 VARIANT = re.compile(r"(_?[0-9]+|_[A-Za-z])$")
-"""The end of a column's name that tells one of several answers from the others."""
+"""Suffix of a column name that distinguishes one of several answers."""
 MEDIA_ENDS = ("_path", "_url", "_file", "_byte")
 
 
 def parsed(value: Any) -> Any:
-    """Return what JSON text stands for, anything else as it is."""
+    """Return the value of JSON text; anything else unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -56,7 +57,7 @@ def parsed(value: Any) -> Any:
 
 
 def column_value(columns: Mapping[str, Any], name: str) -> Any:
-    """Return a column's value, or what it holds under a dotted name: conversation.messages."""
+    """Return a column's value, or a nested one for a dotted name: conversation.messages."""
     if name in columns or "." not in name:
         return columns.get(name)
     outer, _, inner = name.partition(".")
@@ -65,18 +66,18 @@ def column_value(columns: Mapping[str, Any], name: str) -> Any:
 
 
 def role_key(turn: Mapping[str, Any]) -> str | None:
-    """Return the key under which a turn says whose it is."""
+    """Return the key that holds the speaker of a turn."""
     return next((key for key in ROLE_KEYS if isinstance(turn.get(key), str)), None)
 
 
 def is_turn(columns: Mapping[str, Any]) -> bool:
-    """Return True for a role that is known beside a text: a turn, not a row of turns."""
+    """Return True if the columns are a single turn: a known role and a text."""
     role = str(columns.get(role_key(columns) or "")).strip().lower()
     return role in ROLES and any(isinstance(columns.get(key), str) for key in TEXT_KEYS)
 
 
 def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the keys of a question and its answer in one object; None where it lacks one."""
+    """Return the keys of a question and its answer in one object; None if either is missing."""
     for asks, replies in ((PROMPTS, COMPLETIONS), (ASK_ROLES, REPLY_ROLES)):
         ask = next((key for key in asks if key in turn), None)
         reply = next((key for key in replies if key in turn), None)
@@ -86,7 +87,7 @@ def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def said_by(turn: Mapping[str, Any]) -> str | None:
-    """Return the only key of a turn like {"user": "…"}, which is a role."""
+    """Return the only key of a turn like {"user": "…"} if it is a known role."""
     key = str(next(iter(turn), ""))
     return key if len(turn) == 1 and key.strip().lower() in ROLES else None
 
@@ -95,27 +96,27 @@ def said_by(turn: Mapping[str, Any]) -> str | None:
 
 
 def is_anything(value: Any) -> bool:
-    """Return True: the name alone decides."""
+    """Return True for any value, so that the column name alone decides."""
     return True
 
 
 def is_text(value: Any) -> bool:
-    """Return True for a text."""
+    """Return True for a string."""
     return isinstance(value, str)
 
 
 def is_text_or_parts(value: Any) -> bool:
-    """Return True for a text or a list or object of content parts."""
+    """Return True for a string, a content part, or a list of them."""
     return isinstance(value, str | dict) or _every(value, (str, dict))
 
 
 def is_text_or_texts(value: Any) -> bool:
-    """Return True for a text or a list of texts."""
+    """Return True for a string or a list of strings."""
     return isinstance(value, str) or _every(value, (str,))
 
 
 def turn_list(value: Any) -> Any:
-    """Return a list of turns, also where they are kept by key: {"from": […], "value": […]}."""
+    """Return a list of turns, also from an object of lists: {"from": […], "value": […]}."""
     value = parsed(value)
     if not isinstance(value, dict) or not _every([*value.values()], (list,)):
         return value
@@ -126,7 +127,7 @@ def turn_list(value: Any) -> Any:
 
 
 def is_turns(value: Any) -> bool:
-    """Return True for a list of turns in any of the forms that are read."""
+    """Return True for a list of turns in any supported form."""
     value = turn_list(value)
     if isinstance(value, dict):
         return _is_turn(value) and not pair_keys(value)
@@ -136,7 +137,7 @@ def is_turns(value: Any) -> bool:
 
 
 def is_chat(value: Any) -> bool:
-    """Return True for a list of turns with roles that are known, the assistant's among them."""
+    """Return True for a list of turns with known roles, one of them the assistant's."""
     value = turn_list(value)
     if not _every(value, (dict,)):
         return False
@@ -145,44 +146,44 @@ def is_chat(value: Any) -> bool:
 
 
 def is_text_or_turns(value: Any) -> bool:
-    """Return True for what a prompt or a completion may be."""
+    """Return True for a possible prompt or completion."""
     return isinstance(value, str) or is_turns(value)
 
 
 def is_calls(value: Any) -> bool:
-    """Return True for a list of tool calls, or such a list as JSON text."""
+    """Return True for a list of tool calls, also as JSON text."""
     value = parsed(value)
     return bool(_every(value, (dict,))) and all("name" in call for call in value)
 
 
 def is_answer(value: Any) -> bool:
-    """Return True for a completion, or tool calls in its place."""
+    """Return True for a possible completion, or for tool calls."""
     return is_text_or_turns(value) or is_calls(value)
 
 
 def is_list(value: Any) -> bool:
-    """Return True for a list, or a list as JSON text."""
+    """Return True for a list, also as JSON text."""
     return isinstance(parsed(value), list)
 
 
 def is_tools(value: Any) -> bool:
-    """Return True for what may describe tools: a list or object, perhaps as JSON text."""
+    """Return True for possible tool descriptions: a list or object, also as JSON text."""
     return isinstance(parsed(value), list | dict)
 
 
 def is_numbers(value: Any) -> bool:
-    """Return True for a list of whole numbers."""
+    """Return True for a list of integers, also as JSON text."""
     value = parsed(value)
     return isinstance(value, list) and all(isinstance(number, int) for number in value)
 
 
 def is_label(value: Any) -> bool:
-    """Return True for what says that an answer is good or bad."""
+    """Return True for a label that an answer is good or bad."""
     return isinstance(value, bool)
 
 
 def is_segments(value: Any) -> bool:
-    """Return True for axolotl's list of texts that say if they are learnt."""
+    """Return True for axolotl's list of texts with labels."""
     value = parsed(value)
     return bool(_every(value, (dict,))) and all("text" in s and "label" in s for s in value)
 
@@ -203,16 +204,16 @@ def _is_turn(turn: Any) -> bool:
 
 @dataclass(frozen=True)
 class Meaning:
-    """One thing that a row may hold."""
+    """A kind of value that a row may hold."""
 
     names: tuple[str, ...]
-    """Columns that have it, best first, in small letters. A dot leads into a column."""
+    """Lower-case names of columns with this meaning, best first; a dot leads into an object."""
     fits: Callable[[Any], bool] = is_text
-    """True for a value that can have this meaning; null always can."""
+    """Returns True for a value that can have this meaning; null always can."""
     required: bool = False
     certain: tuple[str, ...] | None = None
-    """Names that are enough, whatever the value. Of a required meaning: where no format fits the
-    values, and None stands for all names."""
+    """Names that are sufficient whatever the value is. For a required meaning they only count if no
+    format fits the values, and None means all of `names`."""
 
 
 SYSTEM = Meaning(
@@ -226,7 +227,8 @@ CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
 TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
 ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
 REASONING = Meaning(())
-"""Only through data.fields: columns of such names often hold something else (`on`, a score)."""
+"""Set through data.fields only: columns with such names often hold something else (`on`, a
+score)."""
 ALTERNATIVES = {
     "chosen": ("chosen", "chosen_messages", "chosen_response", "preferred_output"),
     "rejected": ("rejected", "rejected_messages", "rejected_response", "non_preferred_output"),
@@ -280,7 +282,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
     },
     "text": {"text": Meaning(("text", "content"), is_text, required=True)},
 }
-"""Of each format its meanings; in the order in which a file's columns are compared with them."""
+"""Meanings of each format; a file's columns are compared with the formats in this order."""
 FIELDS = {name: tuple(meanings) for name, meanings in FORMATS.items()}
 REQUIRED = {
     name: tuple(key for key, meaning in meanings.items() if meaning.required)
@@ -292,12 +294,12 @@ REQUIRED = {
 
 
 def usual_name(name: str) -> str:
-    """Return a column's name as the table writes it: small letters, an underscore for a space."""
+    """Return a column name as in the table: lower case, with underscores."""
     return name.strip().lower().replace(" ", "_").replace("-", "_")
 
 
 def columns_by_name(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns by their usual names, those of objects within them by dotted ones."""
+    """Return the columns by their usual names, and columns of nested objects by dotted names."""
     names: dict[str, str] = {}
     for column, value in columns.items():
         names.setdefault(usual_name(column), column)
@@ -312,8 +314,8 @@ def match(
 ) -> dict[str, str]:
     """Return the column of each meaning of the format that the row has.
 
-    fields: columns that are given, whatever they hold. by_value: others must fit their meaning;
-    else the name of a required one is enough.
+    fields: columns that are set by the user, not checked. by_value: if True, the values of other
+    columns must fit the meaning; if False, the name of a required column is sufficient.
     """
     matched = {key: column for key, column in fields.items() if key in FORMATS[format]}
     names = columns_by_name(columns)
@@ -341,28 +343,28 @@ def _fitting(
 
 
 def is_complete(format: str, matched: Mapping[str, str]) -> bool:
-    """Return True if every meaning that the format needs has a column."""
+    """Return True if every required meaning of the format has a column."""
     return all(key in matched for key in REQUIRED[format])
 
 
 def _with_inner(candidates: tuple[str, ...], names: Mapping[str, str]) -> Iterator[str]:
-    """Yield the candidates that are there, then the chats that are within another column."""
+    """Yield the candidates that exist, then chats that are nested in another column."""
     yield from (name for name in candidates if name in names)
     if candidates and candidates[0] in CHATS:
         yield from (name for name in names if "." in name and name.partition(".")[2] in candidates)
 
 
 def _overlap(column: str, other: str) -> bool:
-    """Return True if one of the columns is, or holds, the other."""
+    """Return True if the columns are equal or one is nested in the other."""
     return column == other or column.startswith(f"{other}.") or other.startswith(f"{column}.")
 
 
 def find_format(
     columns: Mapping[str, Any], fields: Mapping[str, str]
 ) -> tuple[str, dict[str, str]] | None:
-    """Return the format of a row and the columns of its meanings; None if it has none.
+    """Return the format of a row and the columns of its meanings; None if no format matches.
 
-    fields: columns that are given. First the values decide, then the names of the columns alone.
+    fields: columns that are set by the user. Values decide first, column names alone second.
     """
     for by_value in (True, False):
         for format in FORMATS:
@@ -381,18 +383,18 @@ def _can_be(
     if not set(fields) <= set(FORMATS[format]):
         return False
     if format == "unpaired" and (not by_value or (fields and "label" not in fields)):
-        return False  # many a column is called label
+        return False  # many unrelated columns are called label
     matched = match(format, columns, fields, by_value)
     if not is_complete(format, matched):
         return False
-    # null is a value of any format: a row of nulls alone says nothing
+    # null fits any format, so a row with only null values decides nothing
     required = [matched[key] for key in REQUIRED[format] if key not in fields]
     has_value = any(column_value(columns, column) is not None for column in required)
     return has_value or not by_value or not required
 
 
 def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]) -> str:
-    """Return which of the two formats that are a list of turns: ShareGPT's turns have `from`."""
+    """Return "sharegpt" for a list of turns with a key `from`, otherwise "messages"."""
     if format not in ("messages", "sharegpt") or set(fields) & {"messages", "conversations"}:
         return format
     matched = match(format, columns, fields) or match(format, columns, fields, by_value=False)
@@ -404,9 +406,9 @@ def _by_turns(format: str, columns: Mapping[str, Any], fields: Mapping[str, str]
 
 
 def only_chat(columns: Mapping[str, Any]) -> str | None:
-    """Return the only column, whatever its name, that is a list of turns with known roles.
+    """Return the only column, of any name, that is a list of turns with known roles.
 
-    None where it may be what several other columns answer.
+    None if it may be the prompt of several answers in other columns.
     """
     if _alike([column for column, value in columns.items() if isinstance(value, str)]):
         return None
@@ -417,9 +419,9 @@ def only_chat(columns: Mapping[str, Any]) -> str | None:
 def later_columns(
     format: str, columns: Mapping[str, Any], matched: Mapping[str, str], first: frozenset[str]
 ) -> dict[str, str]:
-    """Return columns of meanings that the file's first row lacked, by name alone.
+    """Return `matched` plus columns, found by name alone, that the file's first row lacked.
 
-    first: the columns of that row, which mean what they meant there, or nothing.
+    first: columns of the first row; their meaning, or lack of one, stays the same.
     """
     names = columns_by_name({c: value for c, value in columns.items() if c not in first})
     later = dict(matched)
@@ -431,7 +433,7 @@ def later_columns(
 
 
 def unused_columns(columns: Mapping[str, Any], used: Iterable[str]) -> Iterator[str]:
-    """Yield the columns that no format reads, within objects by dotted names."""
+    """Yield the columns that are not used, with dotted names within objects."""
     used = list(used)
     for column, value in columns.items():
         if column in used:
@@ -445,7 +447,7 @@ def unused_columns(columns: Mapping[str, Any], used: Iterable[str]) -> Iterator[
 
 
 def media_of(columns: Mapping[str, Any]) -> str | None:
-    """Return what a row or turn holds that is no text, with its column: pictures ('images')."""
+    """Return the first media content of a row or turn with its column: pictures ('images')."""
     for column, value in columns.items():
         kind = media_kind(column, value)
         if kind:
@@ -454,7 +456,7 @@ def media_of(columns: Mapping[str, Any]) -> str | None:
 
 
 def media_kind(column: str, value: Any) -> str | None:
-    """Return what a column holds if that is pictures, videos or sound; None if not, or nothing."""
+    """Return the kind of media in a column: pictures, videos or sound; None if there is none."""
     name = usual_name(column).removesuffix("s")
     for end in MEDIA_ENDS:
         name = name.removesuffix(end).removesuffix("s")
@@ -476,7 +478,7 @@ def _has_content(value: Any) -> bool:
 
 
 def field_hints(columns: Mapping[str, Any]) -> list[str]:
-    """Return what data.fields could be for a row that has no known format, likeliest first."""
+    """Return suggestions for data.fields if a row's format is unknown, likeliest first."""
     chats = [column for column, value in columns.items() if is_turns(value)]
     texts = [column for column, value in columns.items() if isinstance(value, str)]
     hints = [f"messages: {column}" for column in chats]
@@ -493,7 +495,7 @@ def field_hints(columns: Mapping[str, Any]) -> list[str]:
 
 
 def _alike(names: list[str]) -> tuple[str, str] | None:
-    """Return two columns that differ in a number or a letter at the end: answer_a, answer_b."""
+    """Return two columns that differ only in a final number or letter: answer_a, answer_b."""
     by_stem: dict[str, str] = {}
     for name in names:
         stem = VARIANT.sub("", name)

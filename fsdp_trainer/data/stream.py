@@ -1,9 +1,9 @@
 """Rows of data that is not stored: read, tokenised and packed on the fly.
 
-There are as many streams as a step has rows; stream s gives row s of every step. Its content
-depends on the data, the seed and batch.rows, not on the reader: the units of the files, in a new
-order every epoch, are dealt to the streams like cards, without end. So any world continues any run,
-from a cursor of each stream.
+There are as many streams as a step has rows; stream s provides row s of every step. The content of
+a stream depends on the data, the seed and batch.rows, not on the process that reads it: in every
+epoch the units of the files are shuffled and dealt to the streams in turn, endlessly. So a run can
+be resumed with any number of ranks, from one cursor per stream.
 """
 
 import hashlib
@@ -42,29 +42,29 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.data.units import Unit, lines_before, open_raw, read_unit, split_units
 from fsdp_trainer.errors import Problem, UserError
 
-VERSION = 1  # raise it when a cursor means another place, or a window other rows
+VERSION = 1  # increase it when the meaning of a cursor or the rows of a window change
 WINDOW = 32  # rows' worth of samples that are packed together
-CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # at most, of a call of the tokenizer
-UNIT_BYTES = 1 << 12, 1 << 22
-MAX_UNITS = 100_000  # of very large data the units are larger: each process has a list of them
-UNITS_PER_STREAM = 8  # in an epoch, where files can be cut
-MAX_BARREN_UNITS = 64  # in a row without a sample, after which there are none
-LOOKED_AT = 64  # samples
-AT_ONCE = 16  # files that are looked at, which may lie elsewhere
-LONGEST_PAUSE = 60.0  # seconds until a file that cannot be reached is tried again
+CHUNK_TEXTS, CHUNK_CHARACTERS = 64, 1 << 18  # limits for one call of the tokenizer
+UNIT_BYTES = 1 << 12, 1 << 22  # minimum and maximum, unless MAX_UNITS requires larger units
+MAX_UNITS = 100_000  # each process has a list of them: units of very large data are larger
+UNITS_PER_STREAM = 8  # in an epoch, if the files can be split
+MAX_BARREN_UNITS = 64  # consecutive units without a sample, after which the data counts as empty
+LOOKED_AT = 64  # samples that are read in advance to describe the data
+AT_ONCE = 16  # files that are inspected concurrently, since they may be remote
+LONGEST_PAUSE = 60.0  # maximum seconds before a file that cannot be reached is tried again
 PERMANENT_ERRORS = FileNotFoundError, PermissionError, ImportError
-ENDS = 1 << 16  # bytes at either end of a file by which it is known
+ENDS = 1 << 16  # bytes at the beginning and end of a file that identify it
 
 Cursor = tuple[int, int, int, int]
-"""Where a stream stands: (units that it has finished, rows of the next unit, samples of the next
-row, rest). The rest is the tokens of the next sample with packing=stream, else the rows of the
-window that begins there."""
+"""Position of a stream: (finished units, finished rows of the next unit, finished samples of the
+next row, rest). With packing=stream the rest is the number of tokens already used of the next
+sample, otherwise the number of rows already returned of the window that begins there."""
 
 START: Cursor = (0, 0, 0, 0)
 Place = tuple[int, int, int]
 """A cursor without its rest."""
 FilePlace = tuple[str, int, int]
-"""The place of a document: file, begin of its unit, and its line counted from there."""
+"""Position of a document: file, start of its unit in bytes, and line counted from there."""
 Piece = tuple["StreamSample", int, int]
 """Tokens [start, start + length) of a sample."""
 
@@ -73,10 +73,14 @@ Piece = tuple["StreamSample", int, int]
 class StreamedRow:
     """A row without its padding.
 
-    tokens: [length] int32. labels: [length] int32, the next token of the same document, also where
-    that is in another row; -100 where none is supervised. weights: [length] float32, 0 where none
-    is supervised. documents: their lengths; sources, where: of each document. cursor: of its
-    stream, behind the row. skipped: rows of the data before it that could not be read.
+    tokens: [length] int32.
+    labels: [length] int32, the next token of the same document, even if that is in another row;
+        -100 if it is not supervised.
+    weights: [length] float32, 0 where no token is supervised.
+    documents: their lengths.
+    sources, where: of each document.
+    cursor: position of its stream after the row.
+    skipped: unreadable rows of the data before it.
     """
 
     tokens: np.ndarray
@@ -90,24 +94,24 @@ class StreamedRow:
 
     @property
     def places(self) -> list[str]:
-        """FILE:LINE of each document. Counts the lines before."""
+        """FILE:LINE of each document; reads the file to count the lines before its unit."""
         return [place_of(where) for where in self.where]
 
 
 def place_of(where: FilePlace) -> str:
-    """Return FILE:LINE."""
+    """Return FILE:LINE; reads the file to count the lines before the unit."""
     file, start, line = where
     return f"{named(file)}:{line + lines_before(Unit(file, start))}"
 
 
 def named(file: str) -> str:
-    """Return a file as people may see it: without the secrets of a URL."""
+    """Return a file name that may be shown: without the secrets of a URL."""
     return shown(file) if is_url(file) else file
 
 
 @dataclass
 class StreamSample:
-    """A sample, and where its stream stands before it."""
+    """A sample, and the position of its stream before it."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -117,17 +121,20 @@ class StreamSample:
 
     @property
     def after(self) -> Place:
-        """The place of its stream behind it."""
+        """The position of its stream after it."""
         return (*self.place[:2], self.place[2] + 1)
 
 
 @dataclass
 class StreamedData:
-    """Data that is streamed; the same on every rank. It travels to other processes.
+    """Streamed data, equal on every rank; it is also sent to other processes.
 
-    units: (source, unit). parts: with fewer units than streams, each unit is read by so many
-    streams; part p takes every parts-th row, from row p on. lengths: of some samples. findings: on
-    the way to them. start: the running index of its first row; other data gave those before.
+    units: (source, unit) of all files.
+    parts: number of streams that read each unit, if there are fewer units than streams; part p uses
+        every parts-th row from row p on.
+    lengths: token counts of the first samples.
+    findings: findings about the data of these samples.
+    start: running index of its first row; earlier rows came from other data.
     digests: hashes of the files' sizes and ends, by path.
     """
 
@@ -143,16 +150,16 @@ class StreamedData:
     findings: list[Finding] = field(default_factory=list)
     start: int = 0
     components: tuple = ()
-    """Empty: streams are not mixed."""
+    """Always empty, since streams are not mixed."""
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the sources, as a store has them."""
+        """The names of the sources, as in TokenStore."""
         return [source.name for source in self.sources]
 
     @property
     def seq_len(self) -> int:
-        """Tokens of a row, as a RowOrder has it."""
+        """Tokens per row, as in RowOrder."""
         return self.options.seq_len
 
     def first_rows(self, count: int) -> Iterator[StreamedRow]:
@@ -162,13 +169,13 @@ class StreamedData:
 
     @property
     def key(self) -> str:
-        """The fingerprint, as a Mixture has it."""
+        """The fingerprint, as in Mixture."""
         return self.fingerprint
 
     def attention_cost_share(self, cost: Callable[[np.ndarray], np.ndarray]) -> float:
-        """Return what attention costs in the samples looked at, as a share of that of whole rows.
+        """Return the attention cost of the inspected samples, relative to that of full rows.
 
-        cost: of documents' lengths.
+        cost: function from document lengths to attention costs.
         """
         return cost(self.lengths).sum() / (self.lengths.sum() * self.seq_len)
 
@@ -177,7 +184,7 @@ class StreamedData:
         return replace(self, start=row)
 
     def state(self, index: int) -> dict[str, Any]:
-        """Return a segment of the run, as a Mixture has it; the cursors hold the positions."""
+        """Return a segment of the run, as in Mixture; the positions are in the cursors instead."""
         segment = {"key": self.key, "start": self.start, "rows_per_epoch": 0, "sources": []}
         return segment | stored_files(self.digests)
 
@@ -186,14 +193,15 @@ class StreamedData:
     ) -> "StreamIterator":
         """Return the rows of a stream from a cursor on.
 
-        opens: called with each file before it is read; with it, a network that fails is waited for.
+        opens: called with the name of each file before it is read. If given, network errors are
+        retried.
         """
         return StreamIterator(self, number, cursor, opens)
 
     def reader(self, row: Row, source: int, unused: dict[str, None]) -> Reader:
-        """Return the reader of a unit that begins with this row; it adds columns to `unused`.
+        """Return a reader for a unit that begins with this row; it adds columns to `unused`.
 
-        UserError if its columns are of no format that is read.
+        Raises UserError if the columns fit no supported format.
         """
         data = self.options.data
         format, fields = self.sources[source].columns(data)
@@ -203,7 +211,7 @@ class StreamedData:
 
 
 class StreamIterator:
-    """An endless iterator over the rows of one stream. UserError for data that cannot be used."""
+    """Endless iterator over the rows of one stream. UserError for data that cannot be used."""
 
     def __init__(
         self,
@@ -231,9 +239,9 @@ class StreamIterator:
         return next(self._rows)
 
     def _cut_rows(self, offset: int) -> Iterator[StreamedRow]:
-        """Yield texts one after another, cut where a row is full.
+        """Yield rows of concatenated texts, cut where a row is full.
 
-        offset: tokens of the first that were in earlier rows.
+        offset: number of tokens of the first text that were in earlier rows.
         """
         pieces: list[Piece] = []
         room = self.data.seq_len
@@ -249,10 +257,11 @@ class StreamIterator:
                     pieces, room = [], self.data.seq_len
 
     def _window_rows(self, begin: Place, emitted: int) -> Iterator[StreamedRow]:
-        """Pack some rows' worth of samples at a time, as a small epoch of its own.
+        """Yield rows from one window of samples at a time, packed like a small epoch.
 
-        Windows of different streams do not end at once. begin: of the first window; emitted: its
-        rows that are not to be given again.
+        First windows differ in size between streams, so that their windows do not end
+        simultaneously. begin: position of the first window. emitted: number of its rows that were
+        already returned.
         """
         pending, tokens = list[StreamSample](), 0
         while True:
@@ -271,7 +280,7 @@ class StreamIterator:
     def _pack(self, samples: list[StreamSample]) -> tuple[int, list[list[tuple[int, int, int]]]]:
         """Pack samples into rows.
 
-        Returns the number of samples that make the fullest rows: all, or a few less; and for each
+        Returns the number of samples that give the fullest rows (all, or a few less), and for each
         row the (sample, start, length) of its pieces.
         """
         seq_len, data = self.data.seq_len, self.data.options.data
@@ -300,7 +309,7 @@ class StreamIterator:
     def _row(self, pieces: list[Piece], cursor: Cursor) -> StreamedRow:
         tokens, labels, weights = [], [], []
         for sample, start, n in pieces:
-            # a document that is cut here goes on with its next token
+            # a document that is cut here continues with its next token
             following = slice(start + 1, start + n + 1)
             targets, target_weights = np.zeros(n, np.int32), np.zeros(n, np.float32)
             count = len(sample.tokens[following])
@@ -322,7 +331,7 @@ class StreamIterator:
         )
 
     def _samples(self, turn: int, rows: int, sample: int) -> Iterator[StreamSample]:
-        """Yield samples from a position on, without end."""
+        """Yield samples from a position on, endlessly."""
         barren = 0
         while barren < MAX_BARREN_UNITS:
             barren += 1
@@ -336,7 +345,7 @@ class StreamIterator:
         raise UserError("the data cannot be used", [Problem(f"data.path={path}", reason)])
 
     def findings(self, samples: int = 0, tokens: int = 0) -> list[Finding]:
-        """Return findings on the way to so many samples of so many tokens."""
+        """Return findings about the data read so far. samples, tokens: number of each it gave."""
         counts = self._builder.counts | Counter(unreadable=len(self._skipped))
         examples = {"unreadable": self._skipped[:EXAMPLES]}
         return list_findings(counts, examples, samples, tokens, self.data.seq_len)
@@ -344,8 +353,9 @@ class StreamIterator:
     def _samples_of_unit(self, turn: int, rows: int, sample: int) -> Iterator[StreamSample]:
         """Yield the samples of the unit that is dealt in this turn.
 
-        rows, samples: how many rows, and samples of the row behind them, to leave out. If the
-        network fails, it is tried again and again: whoever waits for the row decides how long.
+        rows, sample: number of rows to skip, and of samples to skip in the row after them. Network
+        errors are retried without limit, since the caller that waits for the row decides how long
+        to wait.
         """
         source, unit, part = unit_at(self.data, turn * self.data.streams + self.number)
         first, pause = (rows, sample), 1.0
@@ -374,17 +384,17 @@ class StreamIterator:
         for chunk in tokenize_in_chunks(texts, self._builder, CHUNK_TEXTS, CHUNK_CHARACTERS):
             for (row, n, line), samples in chunk:
                 where, place = (unit.file, unit.start, line), (turn, row, n)
-                for one in samples:  # at most one of each text
+                for one in samples:  # at most one per text
                     yield StreamSample(one.tokens, one.weights, source, where, place)
 
     def _texts(
         self, source: int, unit: Unit, part: int, first: tuple[int, int]
     ) -> Iterator[tuple[tuple[int, int, int], Rendered]]:
-        """Yield ((row, which of its texts, line), text), from `first` on."""
+        """Yield ((row, index of the text in its row, line), text), from `first` on."""
         reader: Reader | None = None
 
         def reader_of(row: Row) -> Reader:
-            # chosen by the unit's first row, also where the stream goes on behind it
+            # chosen by the unit's first row, even if the stream resumes after it
             nonlocal reader
             reader = reader or self.data.reader(row, source, self.unused)
             return reader
@@ -406,7 +416,7 @@ class StreamIterator:
 
 
 def unit_at(data: StreamedData, place: int) -> tuple[int, Unit, int]:
-    """Return (source, unit, part) at a place in the endless sequence of epochs."""
+    """Return (source, unit, part) at an index of the endless sequence of epochs."""
     n = len(data.units) * data.parts
     epoch, i = divmod(place, n)
     if data.options.data.shuffle:
@@ -423,7 +433,7 @@ def _order(fingerprint: str, epoch: int, n: int) -> np.ndarray:
 def stream_data(
     data: Data, batch: Batch, seed: int, tokenizer: TextTokenizer, template: Template
 ) -> StreamedData:
-    """Return the streams over `data`; its files are listed, not read. Raises UserError."""
+    """Return the streams over `data`, after listing and inspecting its files. Raises UserError."""
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
     files = [file for source in sources for file in source.files]
@@ -462,9 +472,9 @@ def stream_data(
 
 
 def _look(streamed: StreamedData, size: int) -> dict[str, Any]:
-    """Return what the first samples show: the fields `lengths`, `findings` and `report`.
+    """Return what the first samples show: the fields `lengths`, `findings`, `report` and `tokens`.
 
-    tokens: a hash of their tokens, which a resume must meet again.
+    tokens: a hash of the samples' tokens and weights, which must be equal when a run is resumed.
     """
     _require_a_step(streamed)
     stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
@@ -502,7 +512,7 @@ def _look(streamed: StreamedData, size: int) -> dict[str, Any]:
 
 
 def _require_a_step(streamed: StreamedData) -> None:
-    """Raise UserError if there are fewer rows than streams."""
+    """Raise UserError if the data has fewer rows than there are streams."""
     rows = (row for _, unit in streamed.units for row in read_unit(unit) if not row.error)
     count = sum(1 for _ in islice(rows, streamed.streams))
     if count < streamed.streams:
@@ -515,9 +525,9 @@ def _require_a_step(streamed: StreamedData) -> None:
 
 
 def _identity(file: str) -> tuple[int, str]:
-    """Return the bytes of a file, and a hash of its kind and both its ends.
+    """Return a file's size in bytes and a hash of its kind and both its ends.
 
-    They are the same wherever the file lies.
+    Both are the same wherever the file is stored.
     """
     if file in demo.TASKS:
         return 0, content_hash(file)
@@ -529,7 +539,7 @@ def _identity(file: str) -> tuple[int, str]:
                 size = opened.seek(0, os.SEEK_END)
                 opened.seek(max(0, size - ENDS))
                 digest.update(opened.read(ENDS))
-            except ValueError:  # a web server that gives files only from their beginning on
+            except ValueError:  # a web server that only serves files from the beginning
                 size = sum(remote.size or 0 for remote in list_files(file, "data.path"))
     except OSError as error:
         reason = f"cannot be read: {error}"

@@ -1,4 +1,4 @@
-"""Figures of a data set: two lines above a run, tables in the preview."""
+"""Statistics of a data set: two lines at the start of a run, tables in the preview."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from fsdp_trainer.data.store import TokenStore
 
 @dataclass
 class SourceFigures:
-    """One source of the data."""
+    """Statistics of one source of the data."""
 
     name: str
     samples: int
@@ -23,7 +23,7 @@ class SourceFigures:
 
 
 def figures_by_source(store: TokenStore) -> list[SourceFigures]:
-    """Samples, tokens and supervised tokens of every source, those without a sample too."""
+    """Return the statistics of every source, including those without samples."""
     sources = np.asarray(store.sources)
     sums = [
         np.bincount(sources, weights, len(store.source_names))
@@ -36,7 +36,7 @@ def figures_by_source(store: TokenStore) -> list[SourceFigures]:
 
 
 def findings(store: TokenStore, seq_len: int) -> list[Finding]:
-    """Findings about a store."""
+    """Return the findings about a store and its sources."""
     known = list_findings(
         store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len
     )
@@ -62,9 +62,9 @@ def findings(store: TokenStore, seq_len: int) -> list[Finding]:
 
 
 def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
-    """Findings about all components of the training data, and about `data.validation`.
+    """Return findings about all components of the training data and about `data.validation`.
 
-    The most serious come first.
+    Warnings come before notes.
     """
     every = [*zip(prepared.train, prepared.names, strict=True)]
     if prepared.validation and prepared.validation.counts:
@@ -78,9 +78,9 @@ def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
 
 
 def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
-    """Return what there is to train on and what is not, the first warning, and columns not used.
+    """Return lines on what is and is not trained on, the first warning, and the unused columns.
 
-    order: the rows that it is packed into.
+    order: rows that the data is packed into; None to omit the row counts.
     """
     samples, tokens, supervised = amounts(prepared.train)
     longest = max(int(store.lengths.max()) for store in prepared.train)
@@ -104,7 +104,7 @@ def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) ->
 
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:
-    """Samples, tokens, supervised tokens of all stores."""
+    """Return the numbers of samples, tokens and supervised tokens in all stores."""
     return [
         sum(map(len, stores)),
         *(
@@ -115,14 +115,14 @@ def amounts(stores: Sequence[TokenStore]) -> list[int]:
 
 
 def lost_share(prepared: Prepared) -> float:
-    """Return the share of the training data's tokens that no row has: too long, or cut."""
+    """Return the share of training tokens that were dropped or cut off because of length."""
     lost = sum(store.counts.get(LOST, 0) for store in prepared.train)
     tokens = sum(int(store.lengths.sum()) for store in prepared.train)
     return lost / max(1, lost + tokens)
 
 
 def left_out(stores: Sequence[TokenStore]) -> str:
-    """Findings about data that is not trained on, or there more than once."""
+    """Return a line on data that is not trained on or is duplicated."""
     count = {
         key: sum(store.counts.get(key, 0) for store in stores)
         for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)

@@ -1,7 +1,7 @@
 """The assistant's turns in a rendered conversation: the text that the model writes.
 
-What it writes in a turn is what the finished text has beyond the prompt of inference. Nothing is
-searched for in the text, so that it holds for any template.
+A turn's text is the difference between the finished text and the prompt of inference. No markers
+are searched for, so this works for any template.
 """
 
 import re
@@ -12,14 +12,14 @@ from fsdp_trainer.data.sources import RowError
 from fsdp_trainer.data.templates import RowTemplate
 
 HALF_A_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
-"""The shared beginning of two different tags: the `<t` of `<think>` and `<tool_call>`."""
+"""Common beginning of two different tags: the `<t` of `<think>` and `<tool_call>`."""
 
 
 @dataclass
 class TurnText:
-    """A conversation's text up to one turn, and the characters [start, end) that are learnt.
+    """A conversation's text up to one turn, and the characters [start, end) that are supervised.
 
-    The end is behind the special token that ends the turn, if it `is_closed`.
+    If the turn `is_closed`, end is just after the special token that closes it.
     """
 
     text: str
@@ -27,13 +27,13 @@ class TurnText:
     end: int
     is_closed: bool
     begins_as_prompted: bool = True
-    """The text up to start is the prompt of inference."""
+    """True if the text before `start` is the prompt of inference."""
 
 
 class TurnFinder:
-    """Finds the turns of one conversation, in the forms of its template.
+    """Finds the assistant's turns in the rendered text of one conversation.
 
-    ends: special tokens.
+    ends: special tokens that may close a turn.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class TurnFinder:
         self.whole = template.finished(messages, tools)
 
     def turn(self, k: int) -> TurnText:
-        """Return the conversation up to turn k, as it stands when the model has just written it.
+        """Return the conversation up to turn k, as it is when the model has just written that turn.
 
-        RowError if the template refuses it.
+        Raises RowError if the template refuses it.
         """
         is_last = k == len(self.messages) - 1
         try:
             full = self.whole
             if not is_last:
                 full = self.template.finished(self.messages[: k + 1], self.tools)
-        except RowError:  # some want a question in every conversation, which may come later
+        except RowError:  # some templates require a user turn, which may come later
             return self._inside(k)
         full, start, as_prompted = self._start(k, full)
-        # what closes a conversation is no part of the turn, unless nothing else ends it
+        # the text that closes a conversation is not part of the turn, unless nothing else ends it
         for text in (full.removesuffix(self.template.closing), full):
             stripped = text.rstrip()
             if stripped.endswith(self.ends) and len(stripped) >= start:
@@ -68,14 +68,14 @@ class TurnFinder:
         return TurnText(full, start, len(full), False, as_prompted)
 
     def _start(self, k: int, full: str) -> tuple[str, int, bool]:
-        """Return the text, where the answer begins in it, and whether it begins as prompted.
+        """Return the text, the start of the answer in it, and whether it starts as prompted.
 
-        Some prompts hold what the finished turn does not (an opened `<think>`, say): then it begins
-        where prompt and finished text part, behind everything that came before the turn.
+        Some prompts contain text that the finished turn lacks (for example an opened `<think>`).
+        The answer then starts where prompt and finished text first differ after all earlier turns.
         """
         try:
             prompt = self.template.prompt(self.messages[:k], self.tools)
-        except RowError:  # no turn before it, say
+        except RowError:  # for example because no turn precedes it
             return full, self._start_of_plain_answers(k, full), False
         if full.startswith(prompt):
             return full, len(prompt) + self._header_beyond(k, prompt, full), True
@@ -84,20 +84,21 @@ class TurnFinder:
         if start >= behind > 0:
             rest = full[start:].lstrip()
             header = prompt[start:].lstrip()
-            if header and rest.startswith(header):  # only white space before it differs (Hermes)
+            if header and rest.startswith(header):  # white space before it differs (Hermes)
                 return full, len(full) - len(rest) + len(header), False
             half = HALF_A_TAG.search(full, behind, start)
             return full, half.start() if half else start, False
-        # turns before are written otherwise now that this one is there (their reasoning is dropped,
-        # say): the model saw the prompt
+        # earlier turns are rendered differently now that this turn exists (for example without
+        # their reasoning): use the prompt, which is what the model saw
         if behind and full.count(prompt[last:]) == 1:
             return prompt + full.partition(prompt[last:])[2], len(prompt), True
         return full, self._start_of_plain_answers(k, full), False
 
     def _header_beyond(self, k: int, prompt: str, full: str) -> int:
-        """Return the length of a header that no prompt of an empty conversation has.
+        """Return the length of a header before the first turn that the prompt lacks, else 0.
 
-        Some templates write it behind the last turn (OLMo's), and there is none before the first.
+        Some templates (OLMo's) write the header after the previous turn, and the first has none
+        before it.
         """
         header = self.template.generation_prompt
         if k or prompt.endswith(header) or not full.startswith(header, len(prompt)):
@@ -105,16 +106,15 @@ class TurnFinder:
         return len(header)
 
     def _last_said(self, k: int, prompt: str) -> tuple[int, int]:
-        """Return where in the prompt of turn k the text of the turn before begins and ends.
+        """Return where in the prompt of turn k the text of the previous turn begins and ends.
 
-        Where it cannot be found: where all text of the turns before ends, and (0, 0) if that
-        cannot be found either.
+        If it cannot be found, both are the end of all earlier turns, or 0 if that is unknown too.
         """
         content = self.messages[k - 1]["content"] if k else None
         if isinstance(content, list) and content:
             content = content[-1].get("text")
         content = content.strip() if isinstance(content, str) else ""
-        # the generation prompt may hold the same letters
+        # the generation prompt may contain the same text
         place = prompt.removesuffix(self.template.generation_prompt).rfind(content)
         if content and place >= 0:
             return place, place + len(content)
@@ -126,7 +126,7 @@ class TurnFinder:
         return (len(before), len(before)) if prompt.startswith(before) else (0, 0)
 
     def _start_of_plain_answers(self, k: int, full: str) -> int:
-        """Return where two plain answers in place of turn k part, if the turn begins as they do."""
+        """Return where turn k starts, found by rendering two different answers in its place."""
         one, other = (self._with_answer(k, answer, self.messages[:k]) for answer in "1A")
         start = common_start(one, other)
         if one == other or not full.startswith(one[:start]):
@@ -140,14 +140,14 @@ class TurnFinder:
     def _with_answer(
         self, k: int, answer: str, before: list[Message], after: tuple[Message, ...] = ()
     ) -> str:
-        """Return the text with a plain answer in place of turn k."""
+        """Return the rendered text with a plain answer in place of turn k."""
         content = self.messages[k]["content"]
         plain = answer if not isinstance(content, list) else [{"type": "text", "text": answer}]
         turn = {"role": "assistant", "content": plain}
         return self.template.finished([*before, turn, *after], self.tools)
 
     def _inside(self, k: int) -> TurnText:
-        """Return turn k where it stands in the whole conversation, found by other answers."""
+        """Return turn k within the complete conversation, found by rendering other answers."""
         before, after = self.messages[:k], tuple(self.messages[k + 1 :])
         one, other = (self._with_answer(k, answer, before, after) for answer in "1A")
         start = common_start(one, other)
@@ -168,7 +168,7 @@ class TurnFinder:
 
 
 def common_start(one: str, other: str) -> int:
-    """Return how many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -180,9 +180,9 @@ def common_start(one: str, other: str) -> int:
 
 
 def merged(turns: list[TurnText], whole: str) -> list[tuple[str, list[TurnText]]]:
-    """Return as few texts as can hold all turns, each with its turns: (text, turns) in order.
+    """Return the fewest texts that contain all turns, in order, each with its turns.
 
-    A text that is the beginning of another teaches nothing that the other does not.
+    A text that is a prefix of another one is redundant.
     """
     if all(whole.startswith(turn.text) for turn in turns):
         return [(whole, turns)]

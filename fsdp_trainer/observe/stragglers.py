@@ -22,7 +22,7 @@ from fsdp_trainer import phases
 
 SAMPLE_SECONDS = 0.05
 MIN_STEPS = 3  # steps in a comparison
-TIMED_EVERY = 20  # one in so many optimizer steps is timed on the device
+TIMED_EVERY = 20  # optimizer steps for each one that is timed on the device
 STEP_PHASES = ("data", "forward", "backward", "clip", "update", "log", "agree")
 # A straggler exceeds the median of the others by all of these: this factor, this share of a step,
 # and these seconds per step. Less is noise.
@@ -137,7 +137,7 @@ def comparing(
 
 @dataclass
 class Sampler:
-    """A sampler that checks 20 times a second what the thread that constructed it is doing.
+    """A sampler that checks the phase of the constructing thread 20 times a second.
 
     watched: id of that thread. ended: set at the end of training. reported: rank and phase of the
     straggler that was reported last.

@@ -1,1 +1,1 @@
-"""Reports of what happened in runs, read from their files: a page and a summary. No torch."""
+"""Reports on runs, read from their files: a page and a summary. Imports no torch."""

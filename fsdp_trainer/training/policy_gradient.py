@@ -1,5 +1,5 @@
-"""The objective of answers that were rewarded: each token by its own probability, and the advantage
-of its answer over the others to the same prompt."""
+"""The policy gradient objective: each token of a sampled answer is weighted by its probability
+ratio and by the advantage of its answer over the other answers to the same prompt."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.training.metrics import MicroBatchResult
 
 ADVANTAGE, SAMPLED, REFERENCE = "advantage", "sampled", "reference"
-"""Names of MicroBatch.columns: a token's advantage, and its log-probability where it was sampled
-and under the reference."""
+"""Names in MicroBatch.columns: a token's advantage, its log-probability at sampling, and its
+log-probability under the reference."""
 TINY = 1e-4
-"""What is added to a deviation of rewards before it divides, as trl has it."""
+"""Added to the standard deviation of rewards before dividing by it, as in trl."""
 
 
 @dataclass(frozen=True)
 class PolicyGradient:
     """Σ weight · loss of a micro-batch's tokens (Shao et al. 2024, eq. 3; Yu et al. 2025, §3).
 
-    The head calls it. weights: [tokens] float32, divided already by the whole step's. columns: see
-    ADVANTAGE. elsewhere: whether the sampler computes by other numerics.
+    The head calls it. weights: [tokens] float32, already divided by the step's Σ weight. columns:
+    see ADVANTAGE. elsewhere: True if the sampler is a server, whose numerics differ.
     """
 
     weights: Tensor
@@ -38,7 +38,7 @@ class PolicyGradient:
     needs_all_tokens = False
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over `tokens`, whose scores these are."""
+        """Return the sum over `tokens`. scores: those of these tokens."""
         log_probability, advantage = scores.log_probability, self.columns[ADVANTAGE][tokens]
         ratio = self.ratio(scores, tokens)
         clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
@@ -51,10 +51,10 @@ class PolicyGradient:
         return (loss * self.weights[tokens]).sum()
 
     def ratio(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return each token's probability over what it was when the answers were made.
+        """Return the ratio of each token's probability now to its probability at sampling.
 
-        The model is still the same in the only update that learns from them: the ratio is 1, and
-        only its derivative counts.
+        With a single update per set of answers the model has not changed since sampling: the ratio
+        is 1, and only its derivative matters.
         """
         if self.cfg.updates == 1:
             return (scores.log_probability - scores.log_probability.detach()).exp()
@@ -62,28 +62,31 @@ class PolicyGradient:
         return change.exp().clamp(max=self.cfg.importance_cap)
 
     def importance(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the truncated weights of tokens that were sampled by other numerics (Yao et al.
-        2025)."""
+        """Return truncated importance weights, which correct for the sampler's other numerics (Yao
+        et al. 2025)."""
         difference = scores.log_probability.detach() - self.columns[SAMPLED][tokens]
         return difference.exp().clamp(max=self.cfg.importance_cap)
 
 
 def token_weight(cfg: ObjectiveChoice, tokens: int) -> float:
-    """Return the weight of each token of an answer, which `step_weight` divides."""
+    """Return the weight of each token of an answer, before division by `step_weight`.
+
+    tokens: length of the answer.
+    """
     by_answer = {"dapo": 1.0, "grpo": 1.0 / tokens, "dr_grpo": 1.0 / cfg.max_new_tokens}
     return by_answer[cfg.weighting]
 
 
 def step_weight(cfg: ObjectiveChoice, tokens: int, answers: int) -> float:
-    """Return what divides the weights of a step's tokens. tokens: those that count."""
+    """Return the divisor of the weights of a step's tokens. tokens: number of supervised tokens."""
     return float(tokens if cfg.weighting == "dapo" else answers)
 
 
 def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
-    """Return by how much each answer is better than those to the same prompt, shaped as rewards.
+    """Return the advantage of each answer over those to the same prompt, [prompts, samples].
 
-    rewards: [prompts, samples] float64. In standard deviations, unless Dr. GRPO's (Liu et al. 2025)
-    is wanted.
+    rewards: [prompts, samples] float64. The difference from the mean is divided by the standard
+    deviation, except for Dr. GRPO (Liu et al. 2025).
     """
     centred = rewards - rewards.mean(1, keepdims=True)
     if cfg.weighting == "dr_grpo":
@@ -92,11 +95,12 @@ def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
 
 
 class RolloutFigures:
-    """Figures of the tokens of a step's answers, as means.
+    """Metrics of a step's answers, as means over their tokens.
 
-    Sums: tokens, Σ -log-probability (an estimate of the entropy), those whose clipping stops their
-    gradient, Σ KL estimates from sampling to training and from the model to its reference, and
-    Σ |difference of log-probabilities| between sampling and training.
+    Sums: number of tokens, Σ -log-probability (an estimate of the entropy), number of tokens whose
+    gradient is stopped by clipping, Σ estimates of the KL divergence between sampling and training,
+    Σ |difference of log-probabilities| between sampling and training, and Σ estimates of the KL
+    divergence between the model and its reference.
     """
 
     keys = ("entropy", "clip_share", "sampler_kl", "sampler_difference", "kl")
@@ -130,7 +134,7 @@ class RolloutFigures:
         return torch.stack([(value.double() * mask).sum() for value in values])
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means; `kl` where there is a reference."""
+        """Return the means, with `kl` only if there is a reference."""
         count, *totals = sums
         keys = self.keys if self.cfg.kl else self.keys[:-1]
         pairs = zip(keys, totals, strict=False)
@@ -138,14 +142,14 @@ class RolloutFigures:
 
 
 def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
-    """Return the columns of a micro-batch; 0 where it has none, as one without a token."""
+    """Return the columns of a micro-batch, zeros if missing (no tokens or no reference)."""
     given = batch.columns or {}
     zeros = torch.zeros_like(batch.weights)
     return {name: given.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
 
 
 def rollout_figures(cfg: ObjectiveChoice) -> RolloutFigures | None:
-    """Return the figures of an objective's answers; None for one that samples none."""
+    """Return the metrics of an objective's sampled answers; None if it samples none."""
     return RolloutFigures(cfg) if cfg.name in PROMPTED else None
 
 

@@ -1,6 +1,6 @@
-"""The client of a vLLM server that answers prompts: OpenAI's interface, and vLLM's own for weights.
+"""The client of a vLLM server that answers prompts.
 
-Imports no torch.
+It uses OpenAI's API for answers and vLLM's own API for weights. Imports no torch.
 """
 
 import json
@@ -13,12 +13,12 @@ from typing import Any
 from fsdp_trainer.web import RequestFailed, first_line, retried, send
 
 RETRIES = 5
-"""Of a request that failed for a reason that may pass: half a minute in all."""
-TIMEOUT = 600.0  # seconds of a request: answers may be long, and wait for others
+"""How often a request is repeated that failed for a temporary reason: half a minute in all."""
+TIMEOUT = 600.0  # seconds; a request may generate a long answer and wait for others
 KEY = "VLLM_API_KEY"
-"""Environment variable with the server's API key, as vLLM itself has it."""
+"""Environment variable with the server's API key, the same as vLLM's own."""
 TOKEN = "token_id:"
-"""Begins a token that is written as its number (return_tokens_as_token_ids)."""
+"""Prefix of a token that is given by its id (return_tokens_as_token_ids)."""
 UNCHANGED = {
     "top_p": 1.0,
     "top_k": -1,
@@ -27,14 +27,17 @@ UNCHANGED = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""Settings that leave the model's own probabilities, in place of the generation_config.json that
-the server reads."""
+"""Settings that keep the model's probabilities unchanged; they override the generation_config.json
+that the server reads."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that the server has. name: in requests; root: its folder or hub id; context: tokens
-    of prompt and answer, None if it does not say."""
+    """A model that the server serves.
+
+    name: its name in requests. root: its folder or hub id. context: maximum number of tokens of
+    prompt and answer together, None if the server does not report it.
+    """
 
     name: str
     root: str
@@ -43,7 +46,11 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer of the server. log_probabilities: of each token, where it was sampled."""
+    """An answer of the server.
+
+    log_probabilities: log-probability of each token when it was sampled. finished: True if the
+    answer ended with a stop token.
+    """
 
     tokens: list[int]
     log_probabilities: list[float]
@@ -57,7 +64,7 @@ class PolicyServer:
     url: str
 
     def base_models(self) -> list[ServedModel]:
-        """Return the models that it was started with, without adapters."""
+        """Return the models that the server was started with, without adapters."""
         content = self._ask("/v1/models")
         cards = content.get("data") if isinstance(content, dict) else None
         if not isinstance(cards, list):
@@ -69,16 +76,16 @@ class PolicyServer:
         ]
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Have it read an adapter, which requests name from then on."""
+        """Make the server load an adapter, which requests can then use by name."""
         body = {"lora_name": name, "lora_path": str(folder)}
         self._ask("/v1/load_lora_adapter", body)
 
     def unload_adapter(self, name: str) -> None:
-        """Have it forget an adapter."""
+        """Make the server unload an adapter."""
         self._ask("/v1/unload_lora_adapter", {"lora_name": name})
 
     def reload_weights(self) -> None:
-        """Have it read its own folder again, and forget what it computed with the old weights."""
+        """Make the server reload its folder, and drop its cache computed with the old weights."""
         self._ask("/collective_rpc", {"method": "reload_weights"})
         self._ask("/reset_prefix_cache", {})
 
@@ -91,7 +98,7 @@ class PolicyServer:
         seed: int,
         stop_ids: Sequence[int],
     ) -> Completion:
-        """Return an answer to a prompt of tokens."""
+        """Return an answer to a prompt, given as tokens."""
         body = {
             "model": model,
             "prompt": list(prompt),
@@ -107,7 +114,10 @@ class PolicyServer:
         return read_completion(self._ask("/v1/completions", body))
 
     def _ask(self, path: str, body: object = None) -> Any:
-        """Return the JSON that the server answers; text as it is."""
+        """Send a request; return the response's parsed JSON, or its first line if it is not JSON.
+
+        body: sent by POST as JSON; None: GET.
+        """
         token = os.environ.get(KEY, "")
         address = self.url.rstrip("/") + path
         content = retried(lambda: send(address, body, token, TIMEOUT), RETRIES)
@@ -118,7 +128,7 @@ class PolicyServer:
 
 
 def read_completion(content: Any) -> Completion:
-    """Return the answer in what /v1/completions gives. Raises RequestFailed without tokens."""
+    """Return the answer in a response of /v1/completions. Raises RequestFailed if it has none."""
     try:
         choice = content["choices"][0]
         given = choice["logprobs"]

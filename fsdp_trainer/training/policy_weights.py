@@ -1,4 +1,4 @@
-"""The weights in training on their way to a server that answers prompts."""
+"""Transfer of the weights in training to a server that answers prompts."""
 
 import shutil
 import time
@@ -28,11 +28,10 @@ from fsdp_trainer.web import RequestFailed
 
 @dataclass
 class PolicyWeights:
-    """Writes the weights where the server reads them, and has it read them.
+    """Writes the weights to a folder that the server reads, and makes it load them.
 
-    They go through a checkpoint without optimizer state, in which every rank writes its part, so
-    that any layout and any family can be sent, and through the export of rank 0, which alone talks
-    to the server once all is written.
+    All ranks first write a checkpoint without optimizer state. Rank 0 then exports it and sends the
+    requests to the server. This way weights of any sharding and any model family can be sent.
     base, dtypes: see `describe`.
     """
 
@@ -41,7 +40,7 @@ class PolicyWeights:
     server: PolicyServer
     store: CheckpointStore
     served: str
-    """The name of the model that the server was started with."""
+    """Name of the model that the server was started with."""
     base: Base | None = None
     dtypes: dict[str, str] = field(default_factory=dict)
     _adapter: str = ""
@@ -57,19 +56,20 @@ class PolicyWeights:
         timeout: float,
         write_assets: Callable[[Path, dict[str, Any]], None],
     ) -> "PolicyWeights":
-        """Return the sender of a run. Collective. write_assets, timeout: see CheckpointStore."""
+        """Return the object for a run. Collective. write_assets, timeout: see CheckpointStore."""
         kind = Checkpoint(mode="sync", best=False)
         store = CheckpointStore(run / "server", kind, timeout, write_assets, lambda _: None)
         return cls(cfg, model, server, store, served)
 
     def describe(self, base: Base | None, dtypes: dict[str, str]) -> None:
-        """Set where frozen weights are from, and the formats in which all of them came."""
+        """Set the origin of frozen weights and the number formats of all imported weights."""
         self.base, self.dtypes = base, dtypes
 
     def send(self, step: int) -> str:
-        """Send the weights after so many steps. Returns the name of the model that has them.
+        """Send the weights. Returns the name of the served model that has them. Collective.
 
-        Collective. Raises RunFailed or UserError on all ranks alike.
+        step: optimizer steps done by these weights. Raises the same RunFailed or UserError on all
+        ranks.
         """
         state = {
             "dtypes": self.dtypes,
@@ -90,7 +90,7 @@ class PolicyWeights:
         return name
 
     def _hand_over(self, checkpoint: Path, step: int) -> tuple[str, Exception | None]:
-        """Return the name of the model with these weights, or why the server has them not."""
+        """Export and send the weights; return the name of the served model, or else the error."""
         try:
             if sends_adapter(self.cfg):
                 return self._send_adapter(checkpoint, step), None
@@ -109,7 +109,8 @@ class PolicyWeights:
         target = folder / name
         shutil.rmtree(target, ignore_errors=True)
         export_adapter(checkpoint, target)
-        for old in {name, self._adapter} - {""}:  # of this name: from before a restart
+        # the server may have an adapter of the same name from before a restart of the run
+        for old in {name, self._adapter} - {""}:
             with suppress(RequestFailed):
                 self.server.unload_adapter(old)
         self.server.load_adapter(name, target.resolve())

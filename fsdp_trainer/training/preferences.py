@@ -1,8 +1,8 @@
-"""Objectives that compare the two answers of a preference pair, and what is reported of them.
+"""Objectives that compare the two answers of a preference pair, and their metrics.
 
-All of them are functions of six numbers a pair: the log-probability of each answer under the model
-and under the reference, and its tokens. Sums and formulas are in float64, so that neither packing
-nor chunks show.
+Each is a function of six numbers per pair: for both answers, the log-probability under the model,
+the log-probability under the reference, and the number of tokens. Sums and formulas are computed in
+float64, so that packing and chunks do not affect the results.
 """
 
 import math
@@ -24,19 +24,19 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.metrics import MicroBatchResult
 
 ANSWERS = ("chosen", "rejected")
-"""The documents of a pair, in the order of the data."""
+"""The documents of a pair, in their order in the data."""
 FIGURES = ("reward", "log_probability", "answer_tokens")
-"""Figures of each answer, as means over the pairs."""
+"""Metrics of each answer, as means over the pairs."""
 WINDOW = 20
-"""Steps over which the chosen answers' log-probability is averaged before anything is said."""
+"""Number of steps over which ChosenWatch averages before it compares."""
 
 
 @dataclass(frozen=True)
 class Pairs:
     """The pairs of a micro-batch.
 
-    policy, reference: [pairs, 2] float64, Σ log-probability of the chosen and the rejected answer;
-    reference is 0 without one. tokens: [pairs, 2] float64, those of each answer.
+    policy, reference: [pairs, 2] float64, Σ log-probability of the chosen and the rejected answer
+    under each model; zeros without a reference. tokens: [pairs, 2] float64, length of each answer.
     """
 
     policy: Tensor
@@ -45,7 +45,10 @@ class Pairs:
 
     @classmethod
     def of(cls, log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> "Pairs":
-        """log_probability: [supervised], of the batch's targets. Collective: see answer_sums."""
+        """Return the pairs of a micro-batch. Collective: see answer_sums.
+
+        log_probability: [supervised], one per target of the batch.
+        """
         ones = torch.ones_like(log_probability)
         policy, tokens = answer_sums(torch.stack([log_probability, ones]), batch, dims)
         reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
@@ -53,7 +56,7 @@ class Pairs:
 
     @property
     def means(self) -> Tensor:
-        """Return the mean log-probability of an answer's tokens, [pairs, 2]."""
+        """The mean log-probability of each answer's tokens, [pairs, 2]."""
         return self.policy / self.tokens
 
 
@@ -64,7 +67,7 @@ def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
     """
     assert batch.documents is not None
     assert batch.groups is not None
-    count = len(batch.groups)  # padding has this number
+    count = len(batch.groups)  # also the document number of padding
     zeros = torch.zeros(*values.shape[:-1], count + 1, dtype=torch.float64, device=values.device)
     return zeros.index_add(-1, batch.documents, values.double())[..., :count]
 
@@ -72,19 +75,20 @@ def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
 def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
     """Return the sum of each document's values, [..., documents] float64.
 
-    Collective over the ranks that share rows, each of which has some of the values; its gradient
-    is that of its own ones. dims: None where every rank has whole rows.
+    Collective over the ranks that share rows, each of which has a part of the values and gets the
+    gradient of its own part. dims: None if every rank has complete rows.
     """
     sums = sums_by_document(values, batch)
     if dims is None or dims.sizes["context"] == 1:
         return sums
-    # a rank that lacks its rows has no documents: all send as many numbers as rows have tokens
+    # a rank without data has no documents; to send equally many numbers, all pad to the number of
+    # tokens in the rows
     room = batch.tokens.numel() * dims.sizes["context"] - sums.shape[-1]
     return _SumOverContext.apply(F.pad(sums, (0, room)), dims)[..., : sums.shape[-1]]
 
 
 class _SumOverContext(torch.autograd.Function):
-    """The sum over the ranks that share rows, which each differentiates by its own part."""
+    """The sum over the ranks that share rows; each rank differentiates it by its own addend."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, dims: Dims) -> Tensor:
@@ -98,9 +102,9 @@ class _SumOverContext(torch.autograd.Function):
 
 
 def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
-    """Return a value that ranks which share rows have in common: 0 on all but the first of them.
+    """Return a value that ranks sharing rows have in common as 0 on all but the first of them.
 
-    Its gradient is the same on all.
+    A sum over ranks then counts it once. Its gradient is kept on all of them.
     """
     return value if dims is None or dims.is_first_of_context else value - value.detach()
 
@@ -109,49 +113,51 @@ def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
 
 
 def dpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Rafailov et al. 2023, eq. 7; with label_smoothing the conservative form of Mitchell 2023."""
+    """Return DPO's loss (Rafailov et al. 2023, eq. 7); with label_smoothing, the conservative form
+    of Mitchell 2023."""
     gain = advantage(pairs.policy - pairs.reference)
     return preferred(cfg.beta * gain, cfg.label_smoothing)
 
 
 def ipo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Azar et al. 2023, eq. 17, of means over an answer's tokens, as trl has it."""
+    """Return IPO's loss (Azar et al. 2023, eq. 17), with means over tokens as in trl."""
     gain = advantage((pairs.policy - pairs.reference) / pairs.tokens)
     return (gain - 1 / (2 * cfg.beta)).square()
 
 
 def simpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Meng et al. 2024, eq. 6."""
+    """Return SimPO's loss (Meng et al. 2024, eq. 6)."""
     return preferred(cfg.beta * advantage(pairs.means) - cfg.gamma, cfg.label_smoothing)
 
 
 def orpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Hong et al. 2024, eq. 7, without its first term, which is sft_weight's."""
+    """Return ORPO's loss (Hong et al. 2024, eq. 7), except its first term: see sft_weight."""
     log_odds = pairs.means - torch.log(-torch.expm1(pairs.means))
     return cfg.beta * preferred(advantage(log_odds), 0.0)
 
 
 def bradley_terry(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """The chosen answer's score is the higher one (Ouyang et al. 2022, eq. 1).
+    """Return the loss of a reward model (Ouyang et al. 2022, eq. 1).
 
-    With center_weight scores are drawn to 0 (Eisenstein et al. 2023, §2).
+    It is low if the chosen answer's score is the higher one. center_weight pulls the scores to 0
+    (Eisenstein et al. 2023, §2).
     """
     losses = preferred(advantage(pairs.policy), 0.0)
     return losses + cfg.center_weight * pairs.policy.sum(1).square()
 
 
 def score(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return the score of each answer, [pairs, 2]: the only number that a reward model gives."""
+    """Return the reward model's score of each answer, [pairs, 2], which `policy` holds."""
     return pairs.policy
 
 
 def advantage(values: Tensor) -> Tensor:
-    """Return by how much the chosen answer is ahead, [pairs]. values: [pairs, 2]."""
+    """Return the chosen answer's value minus the rejected one's, [pairs]. values: [pairs, 2]."""
     return values[:, 0] - values[:, 1]
 
 
 def preferred(logits: Tensor, smoothing: float) -> Tensor:
-    """Return -log sigmoid of the logits, where a share `smoothing` of the pairs is mislabelled."""
+    """Return -log sigmoid of the logits, assuming a share `smoothing` of pairs is mislabelled."""
     right, wrong = -F.logsigmoid(logits), -F.logsigmoid(-logits)
     return right * (1 - smoothing) + wrong * smoothing if smoothing else right
 
@@ -162,12 +168,12 @@ def against_reference(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
 
 
 def mean_against_reference(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return β · the mean over its tokens of log(policy / reference), [pairs, 2]."""
+    """Return β · the mean of log(policy / reference) over each answer's tokens, [pairs, 2]."""
     return cfg.beta * (pairs.policy - pairs.reference) / pairs.tokens
 
 
 def mean_alone(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return β · the mean log-probability of an answer's tokens, [pairs, 2]."""
+    """Return β · the mean log-probability of each answer's tokens, [pairs, 2]."""
     return cfg.beta * pairs.means
 
 
@@ -179,15 +185,16 @@ LOSSES: dict[str, tuple[Formula, Formula]] = {
     "orpo": (orpo, mean_alone),
     "reward": (bradley_terry, score),
 }
-"""The loss of each objective, [pairs], and the reward of an answer that it implies, [pairs, 2]."""
+"""For each objective: its loss, [pairs], and the implicit reward of each answer, [pairs, 2]."""
 
 
 @dataclass(frozen=True)
 class PairObjective:
-    """Σ loss of a micro-batch's pairs / count. The head calls it, once.
+    """Σ loss of a micro-batch's pairs / count. The head calls it once.
 
-    batch: with the sums of its reference, where there is one. count: the pairs of the whole step.
-    dims: of ranks that may share rows; the first of them has the value, all its gradient.
+    batch: micro-batch, with the reference's sums if there is a reference. count: number of pairs in
+    the step. dims: None if every rank has complete rows; of ranks that share rows, only the first
+    one has the value, and all have its gradient.
     """
 
     batch: MicroBatch
@@ -198,7 +205,7 @@ class PairObjective:
     needs_all_tokens = True
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all pairs. scores: of all tokens."""
+        """Return the sum over all pairs. scores: those of all tokens."""
         pairs = Pairs.of(scores.log_probability, self.batch, self.dims)
         losses = LOSSES[self.cfg.name][0](pairs, self.cfg)
         if self.cfg.sft_weight:
@@ -206,14 +213,14 @@ class PairObjective:
         return counted_once((losses.sum() / self.count).float(), self.dims)
 
 
-# --- what is reported -----------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 class PairFigures:
     """The rewards, log-probabilities and lengths of both answers, as means over the step's pairs.
 
-    Sums: pairs, pairs whose chosen answer has the higher reward, then of chosen and rejected
-    answers the reward, the log-probability and the tokens.
+    Sums: number of pairs, number of pairs whose chosen answer has the higher reward, then the
+    reward, the log-probability and the number of tokens, each for chosen and rejected answers.
     """
 
     means = tuple(f"{name}_{answer}" for name in FIGURES for answer in ANSWERS)
@@ -234,7 +241,7 @@ class PairFigures:
         return counted_once(sums, self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means, such as reward_chosen, and the margin and accuracy of the rewards."""
+        """Return the means, such as reward_chosen, and the rewards' margin and accuracy."""
         count, right, *totals = sums
         if not count:
             return {}
@@ -247,11 +254,12 @@ class PairFigures:
 
 
 class ChosenWatch:
-    """Says once when the chosen answers have become less likely than they were.
+    """Warns once if the chosen answers become less likely than they were.
 
-    That both answers lose, the rejected ones more, lowers the loss too. The first WINDOW steps are
-    compared with the newest: by the reward where there is a reference, which every pair brings with
-    it, else by the log-probability of a token, which differs from pair to pair.
+    The loss also falls if both answers become less likely, the rejected ones more so. With a
+    reference, the mean reward of the chosen answers over the newest WINDOW steps is compared with
+    0. Without one, their mean log-probability per token is compared with that of the first WINDOW
+    steps.
     """
 
     def __init__(self, has_reference: bool):
@@ -263,7 +271,7 @@ class ChosenWatch:
     def review(
         self, reports: Sequence[StepReport], figures: Sequence[dict[str, Any]], observer: Observer
     ) -> None:
-        """Take note of the steps' figures. figures: of each report, as PairFigures writes them."""
+        """Add steps and warn if needed. figures: for each report, the entries by PairFigures."""
         for report, written in zip(reports, figures, strict=True):
             value = self._value(written)
             if value is not None and math.isfinite(value):
@@ -295,6 +303,6 @@ class ChosenWatch:
 
 
 def chosen_watch(cfg: ObjectiveChoice) -> ChosenWatch | None:
-    """Return the watch over an objective's chosen answers; None for one without pairs."""
+    """Return the watch over an objective's chosen answers; None for an objective without one."""
     watched = cfg.name in PAIRED and cfg.name not in SCORED
     return ChosenWatch(has_reference(cfg)) if watched else None

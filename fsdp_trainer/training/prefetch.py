@@ -1,4 +1,4 @@
-"""Micro-batches made and copied ahead by a thread, so that the device never waits for them."""
+"""Prefetching of micro-batches by a thread, which also copies them to the device."""
 
 import threading
 from collections import deque
@@ -13,12 +13,12 @@ CLOSE_SECONDS = 2.0
 
 
 class Prefetcher:
-    """The items of an iterator, in its order, made ahead by a thread.
+    """The items of an iterator, in order, prefetched by a thread.
 
-    On a GPU they are made on a stream of their own; the computing stream waits for them, not the
-    host. An item that was handed out is held until the device is through with it: its memory
-    belongs to the other stream, which would use it again. An error of the iterator is raised where
-    its item is due.
+    On a GPU they are made on a separate stream, and the computing stream waits for them, not the
+    host. A returned item is referenced until the device has finished with it: otherwise its memory,
+    which belongs to the separate stream, could be reused too early. An error of the iterator is
+    raised by the `get` that would return the item.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class Prefetcher:
         device: torch.device,
         counted: type = object,
     ):
-        """depth: items to make ahead; 0: none, and no thread. counted: the type of those that
-        count."""
+        """depth: number of items to prefetch; 0: none, without a thread. counted: type of the items
+        that count towards `depth`."""
         self._items, self._device, self._counted = items, device, counted
         self._closed = False
         self._room = threading.Semaphore(depth)
@@ -44,14 +44,14 @@ class Prefetcher:
     def get(self, timeout: float | None = None) -> Any:
         """Return the next item. Raises StopIteration after the last one.
 
-        timeout: seconds, after which it raises queue.Empty.
+        timeout: seconds after which queue.Empty is raised; None, or without a thread: no limit.
         """
         if self._thread is None:
             return next(self._items)
         self._release_consumed()
         item, event, error = self._made.get(timeout=timeout)
         if error:
-            self._made.put((None, None, error))  # the next call raises it too
+            self._made.put((None, None, error))  # for the next call to raise it too
             raise error
         if isinstance(item, self._counted):
             self._room.release()
@@ -61,20 +61,20 @@ class Prefetcher:
         return item
 
     def stop(self) -> None:
-        """Have the thread end after the item that it is making."""
+        """Make the thread end after its current item."""
         self._closed = True
         self._room.release()
 
     def close(self) -> None:
-        """End the thread and drop the items that it has ready."""
+        """End the thread, waiting at most CLOSE_SECONDS; its finished items are dropped."""
         self.stop()
         if self._thread:
-            self._thread.join(CLOSE_SECONDS)  # not for ever: a read may hang
+            self._thread.join(CLOSE_SECONDS)  # a limit, since a read may hang
 
     def _release_consumed(self) -> None:
-        """Free the items that the device is through with.
+        """Free the items that the device has finished with.
 
-        The last item is held until the work launched so far is done.
+        The item returned last is kept until the work launched so far is done.
         """
         if self._current is not None:
             event = torch.cuda.current_stream(self._device).record_event()
@@ -86,20 +86,20 @@ class Prefetcher:
     def _work(self) -> None:
         stream = None
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # the current device is each thread's own
+            torch.cuda.set_device(self._device)  # each thread has its own current device
             stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream) if stream else nullcontext():
             while self._make_next(stream):
                 pass
 
     def _make_next(self, stream: torch.cuda.Stream | None) -> bool:
-        """Make an item as soon as there is room. Returns whether there may be another."""
+        """Make an item as soon as there is room. Returns False after the last one."""
         self._room.acquire()
         if self._closed:
             return False
         try:
             item = next(self._items)
-        except BaseException as error:  # the end of the items, too
+        except BaseException as error:  # includes StopIteration
             self._made.put((None, None, error))
             return False
         self._made.put((item, stream.record_event() if stream else None, None))

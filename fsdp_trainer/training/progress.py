@@ -1,4 +1,4 @@
-"""The progress of a run: what a checkpoint holds besides tensors."""
+"""The progress of a run: the part of a checkpoint that is not tensors."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -7,13 +7,13 @@ from typing import Any
 from fsdp_trainer.training.batches import StepPlan
 
 OLD_NAMES = {"skipped_row_ranges": "left_out"}
-"""Fields by the names that earlier versions stored them under."""
+"""Names of fields in checkpoints of earlier versions."""
 OLD_PENDING: dict[str | None, list[str]] = {
     None: [],
     "validation": ["validate", "sample"],
     "samples": ["sample"],
 }
-"""Pending work by what earlier versions stored as `cut_short`."""
+"""Pending work, by the value of `cut_short` in checkpoints of earlier versions."""
 
 
 @dataclass
@@ -22,19 +22,21 @@ class Progress:
 
     The order of the data is a function of `rows`, or when streaming of `streams`.
 
-    step, rows, tokens, supervised_tokens: done so far.
-    pending: work due after this step that a stop interrupted: `validate`, `sample`,
+    step, rows, tokens, supervised_tokens: numbers trained on so far.
+    pending: work that is due after this step and that a stop interrupted: `validate`, `sample`,
     `evaluate`.
-    first_validation, last_validation: losses before the first step, and the last one; None: there
-    was none, or it was not finite.
-    best_loss: the lowest validation loss, after best_step; best_before: the same before that one.
-    lower_loss: the last validation loss that counted as lower for train.early_stop; stale: how many
-    validations have not been lower since.
-    recent, spikes_in_a_row: the guard's window.
-    skipped_row_ranges: [first, stop) of rows that rewinds jump over.
-    segments: the mixtures that rows came from, one after another, see Mixture.state.
-    rollouts: answers that steps to come are to learn from, one text a step, see answers.py.
-    streams: a cursor of each stream, see data/stream.py; empty where they begin.
+    first_validation, last_validation: loss of the validation before the first step, and of the last
+    one; None: there was none, or it was not finite.
+    best_loss: the lowest validation loss, reached after best_step; best_before: step and loss of
+    the best one before it.
+    lower_loss: the last validation loss that counted as lower for train.early_stop; stale: number
+    of validations since then.
+    recent, spikes_in_a_row: state of the guard, see Guard.state.
+    skipped_row_ranges: ranges [first, stop) of rows that rewinds skip.
+    segments: the mixtures that rows came from, in order, see Mixture.state.
+    rewinds: number of rewinds so far.
+    rollouts: answers already made for future steps, one text per step, see answers.py.
+    streams: cursor of each stream, see data/stream.py; empty: all are at their beginning.
     """
 
     step: int = 0
@@ -59,14 +61,15 @@ class Progress:
 
     @classmethod
     def from_stored(cls, stored: dict[str, Any]) -> "Progress":
-        """Return what a checkpoint's trainer.json holds, also that of an earlier version."""
+        """Return the progress in a checkpoint's trainer.json, also of an earlier version."""
         stored = {"pending": OLD_PENDING[stored.get("cut_short")], **stored}
         stored |= {name: stored[old] for name, old in OLD_NAMES.items() if old in stored}
         return cls(**{f.name: stored[f.name] for f in fields(cls) if f.name in stored})
 
     @classmethod
     def for_data(cls, stored: dict[str, Any], data: str, validation: str | None) -> "Progress":
-        """Return the same, without what belongs to other data than that of these fingerprints."""
+        """Return the stored progress, without the parts that depend on data or a validation set
+        with another fingerprint."""
         progress = cls.from_stored(stored)
         if stored["data"] != data:
             progress.streams = []
@@ -82,10 +85,10 @@ class Progress:
         self.supervised_tokens += plan.supervised
 
     def validated(self, loss: float, delta: float) -> None:
-        """Take note of a validation loss.
+        """Record a validation loss.
 
-        It counts for train.early_stop if lower by more than `delta`; NaN is never lower. The one
-        before the first step is only compared with: it has no checkpoint.
+        It counts as lower for train.early_stop if it is lower by more than `delta`; NaN never is.
+        The validation before the first step is only kept for comparison: it has no checkpoint.
         """
         finite = loss if math.isfinite(loss) else None
         if self.step == 0:
@@ -102,18 +105,20 @@ class Progress:
             self.lower_loss, self.stale = loss, 0
 
     def checkpoint_failed(self, step: int) -> None:
-        """Go back to the best step before, if the checkpoint of the best one could not be
-        written. step: -1: none failed."""
+        """Restore the previous best step if the checkpoint of the best one could not be written.
+
+        step: step of the checkpoint that failed; -1: none.
+        """
         if self.best_step == step:
             self.best_step, self.best_loss = self.best_before
 
     def forget_missing_best(self, steps: list[int]) -> None:
-        """Forget the best step unless it has a checkpoint. steps: those that have one."""
+        """Forget the best step unless it has a checkpoint. steps: steps of all checkpoints."""
         if self.best_step not in steps:
             self.best_step = self.best_loss = None
 
     def forget_validation(self) -> None:
-        """Drop what another validation set gave, or what belongs to a checkpoint of another run."""
+        """Drop validation results and pending work: they are from another validation set or run."""
         self.best_step = self.best_loss = self.lower_loss = None
         self.first_validation = self.last_validation = None
         self.stale, self.pending = 0, []

@@ -1,6 +1,6 @@
-"""A reference in memory: the frozen model that one which learns from its own answers stays near to.
+"""A reference model in memory, for a model that is trained on its own answers.
 
-Those of preference pairs read rows that are known beforehand: see stored_reference.py.
+For preference pairs, whose rows are known before training, see stored_reference.py.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from fsdp_trainer.training.teacher import FrozenModel, frozen, share_frozen, wit
 
 @dataclass
 class ReferenceModel(FrozenModel):
-    """The weights that a run began with, or those of another model with the same vocabulary."""
+    """A frozen model with the run's initial weights, or another one with the same vocabulary."""
 
     name = "reference"
     advice = "Give  model.init_from  and  objective.reference  as they were"
@@ -47,11 +47,11 @@ def build_reference(
     dims: Dims,
     compiled: bool,
 ) -> ReferenceModel | None:
-    """Return a reference without weights, on the meta device; None: the run loads none.
+    """Return a reference without weights, on the meta device; None: the run loads none. Collective.
 
-    source: its folder; None: the weights that the run begins with, those of init_from with their
-    adapters. trained: the architecture of the model in training. Before that one's `parallelize`,
-    whose budget for activations holds. Collective.
+    source: folder of the reference; None: the weights that the run begins with, which are those of
+    init_from with their adapters. trained: architecture of the model in training. Must be called
+    before `parallelize` of that model, whose budget for activations must stay in force.
     """
     if not loads_reference(cfg):
         return None

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from, and what may have changed since."""
+"""The checkpoint that a run resumes from, and the changes allowed since then."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -22,7 +22,7 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.progress import Progress
 
 Order = Mixture | StreamedData
-"""The rows of training, in their order."""
+"""The rows of training data, in order."""
 FREE = {
     "adapter.init_from",
     "data.cache",
@@ -42,8 +42,9 @@ FREE = {
     "optim.implementation",
     "tokenizer.path",
 }
-"""Keys of these groups that say how something is read or computed, not what. The content of data
-and tokenizer is in data.fingerprint; a teacher is known by its weights."""
+"""Keys of the compared groups that may change, since they affect how something is read or computed
+and not its content. The content of data and tokenizer is compared by data.fingerprint, a teacher by
+its weights."""
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (
@@ -55,10 +56,11 @@ REORDERED = "the same sources are in another order, or mixed otherwise"
 
 
 def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
-    """Return the checkpoint to go on from; None: from the beginning. Collective.
+    """Return the checkpoint to resume from; None: start at the beginning. Collective.
 
-    It is the one that checkpoint.resume names, else the newest good one of the run. A path outside
-    this run says where the run began: it goes on from its own checkpoints once it has some.
+    It is the one that checkpoint.resume names, else the newest undamaged one of the run. A path
+    outside the run's folder is only used for the start: once the run has checkpoints of its own, it
+    resumes from those.
     """
     if cfg.checkpoint.resume == "never":
         return None
@@ -74,14 +76,14 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
 
 
 def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]) -> None:
-    """Record that a checkpoint is damaged and not used."""
+    """Record and print that a checkpoint is damaged and not used."""
     texts = [f"{problem.what} {problem.why}" for problem in problems]
     observer.event("damaged", path=str(checkpoint), problems=texts)
     observer.say(f"{checkpoint} is damaged and left aside: {texts[0]}")
 
 
 def named_checkpoint(path: str) -> Path:
-    """Return the checkpoint that checkpoint.resume=PATH names. Raises UserError without one."""
+    """Return the checkpoint that checkpoint.resume=PATH names. Raises UserError if it has none."""
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         problem = Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")
@@ -90,19 +92,20 @@ def named_checkpoint(path: str) -> Path:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Raise UserError naming a checkpoint's damaged files. Collective: each rank checks a part."""
+    """Raise UserError if files of a checkpoint are damaged. Collective: ranks share the work."""
     if problems := damage_anywhere(checkpoint):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
 def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[str, list[Any]]:
-    """Return every key that has changed since the checkpoint, with its value then and now.
+    """Return every key that has changed since the checkpoint, with its values then and now.
 
-    Raises UserError naming those that change what is trained and are not in allow_changes.
+    Raises UserError with the changed keys that affect the training result and are not in
+    allow_changes.
     """
     stored = read_progress(checkpoint)
     then = {
-        # a key that is younger than the checkpoint had its default
+        # a key added after the checkpoint was written had its default value
         **DEFAULTS,
         **flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())),
         "data.fingerprint": stored["data"],
@@ -140,7 +143,7 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
 
 
 def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
-    """Return lines about how the data differs from that of a checkpoint with these segments."""
+    """Return lines on the differences between the data and that of a checkpoint's segments."""
     if not segments:
         return [OLDER if order.components else NEW_STREAM]
     matches = match_components(order.components, segments)
@@ -153,41 +156,42 @@ def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) ->
 def changed_files(
     matches: Sequence["Match"], segments: list[dict[str, Any]], order: Order
 ) -> list[str]:
-    """Return lines that name the files that have changed since the last of these segments."""
-    # the digests of streamed files are of their ends alone
+    """Return lines with the names of files that have changed since the last of these segments."""
+    # digests of streamed files cover only their ends
     streamed = not order.components
     if not segments or bool(segments[-1]["sources"]) == streamed:
         return []
     content_changes = {OTHER_CONTENT, NEW, LEFT_OUT}
     if not streamed and all(match.change not in content_changes for match in matches):
-        return []  # other weights, or another order
+        return []  # only weights or the order have changed
     return describe_changed_files(segments[-1], order.digests)
 
 
 class Match(NamedTuple):
-    """A component of the data, and where it goes on after a resume."""
+    """A component of the data, and the point at which it continues after a resume."""
 
     name: str
     change: str
-    """The difference from the checkpoint's; empty: none."""
+    """Text on the difference from the checkpoint's component; empty: none."""
     continuation: str
+    """Text on the point at which it continues."""
     start: tuple[int, int] = (0, 0)
-    """Rows, and the tokens in them, of this component that were trained on before."""
+    """Number of rows of this component that were trained on before, and of tokens in them."""
 
     @property
     def note(self) -> str:
-        """Return a line about both."""
+        """A line with the difference and the continuation."""
         return f"{self.name} " + ": ".join(filter(None, (self.change, self.continuation)))
 
 
 def match_components(
     components: Sequence[Component], segments: list[dict[str, Any]]
 ) -> list[Match]:
-    """Return how each component goes on, then which sources of the last segment are left out.
+    """Return a match for each component, then for each source of the last segment that is left out.
 
-    A component with a source's key has the same rows, and goes on after those that were trained on,
-    in whichever segment that was. One that shares only the name begins anew.
-    segments: of the checkpoint, see Mixture.state.
+    A component with the key of a source has the same rows and continues after those trained on,
+    whichever segment the source is from. A component that shares only the name begins anew.
+    segments: those of the checkpoint, see Mixture.state.
     """
     sources = list(segments[-1]["sources"]) if segments else []
     older = {source["key"]: source for segment in segments[:-1] for source in segment["sources"]}
@@ -215,7 +219,7 @@ def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[st
 
 
 def continued(component: Component, source: dict[str, Any]) -> Match:
-    """Return the match of a component whose rows are those of a checkpoint's source."""
+    """Return the match of a component that has the same rows as a source in the checkpoint."""
     change = ""
     if source["asked"] != component.requested:
         change = f"was asked for {source['asked']:g}, is for {component.requested:g}"
@@ -226,7 +230,7 @@ def continued(component: Component, source: dict[str, Any]) -> Match:
 
 
 def replaced_content(component: Component, source: dict[str, Any]) -> Match:
-    """Return the match of a component that has the name of a checkpoint's source, not its rows."""
+    """Return the match of a component with the name, but not the rows, of a checkpoint's source."""
     same_content = source["key"].split("/")[0] == component.key.split("/")[0]
     return Match(
         component.name,
@@ -238,16 +242,16 @@ def replaced_content(component: Component, source: dict[str, Any]) -> Match:
 def resume_data(
     order: Order, progress: Progress, fingerprint: str
 ) -> tuple[Order, Progress, list[str]]:
-    """Return data and progress that go on from a checkpoint, and lines about what has changed.
+    """Return data and progress that continue from a checkpoint, and lines about what has changed.
 
-    progress, fingerprint: the checkpoint's, the latter of its data.
+    progress: that of the checkpoint. fingerprint: hash of the checkpoint's data.
     """
     segments = progress.segments
     if segments and segments[-1]["key"] == order.key:
         starts = [(source["start"], source["start_tokens"]) for source in segments[-1]["sources"]]
         return order.started_at(segments[-1]["start"], starts), progress, []
     if not segments and fingerprint == order.fingerprint:
-        return order, progress, []  # a checkpoint of a version without segments
+        return order, progress, []  # the checkpoint is from a version without segments
     matches = match_components(order.components, segments)
     notes = [match.note for match in matches] + changed_files(matches, segments, order)
     if not segments and progress.rows:
@@ -257,9 +261,9 @@ def resume_data(
         notes.append(STREAMS_BEGIN_ANEW)
     starts = [match.start for match in matches[: len(order.components)]]
     order = order.started_at(progress.rows, starts)
-    # only the last segment is compared with, see describe_data_change
+    # only files of the last segment are ever compared, see describe_data_change
     earlier = [segment | {"files": {}} for segment in segments]
-    # skipped ranges count rows of the data before
+    # skipped ranges refer to row numbers of the earlier data
     progress = replace(
         progress, skipped_row_ranges=[], segments=[*earlier, order.state(progress.rows)]
     )
@@ -267,7 +271,7 @@ def resume_data(
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {"group.key": value} of {"group": {"key": value}}."""
+    """Convert {"group": {"key": value}} to {"group.key": value}."""
     return {
         f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()
     }
@@ -276,4 +280,4 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
 DEFAULTS = flatten(asdict(TrainConfig()))
 COMPARED = {key for key in DEFAULTS if key.split(".")[0] in COMPARED_GROUPS} - FREE
 COMPARED |= {"data.fingerprint", "run.seed", "train.freeze"}
-"""Keys that say what is trained."""
+"""Keys that affect the training result: they may not change when a run resumes."""

@@ -1,4 +1,4 @@
-"""Scores of texts by a reward model: an export, or a run with objective=reward."""
+"""Scoring of texts by a reward model, which is an export or a run with objective=reward."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.training.batches import Assembler
 
 ROW_TOKENS = 4096
-"""Tokens of a packed row, unless a text is longer."""
+"""Length of a packed row in tokens, unless a text is longer."""
 
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A model that gives a text one number. Not collective: each process has a whole one."""
+    """A model that computes one number per text. Not collective: each process has all weights."""
 
     model: Decoder
     tokenizer: TextTokenizer
@@ -36,15 +36,15 @@ class RewardModel:
 
     @cached_property
     def template(self) -> Template:
-        """Return the model's own chat template, else `plain`."""
+        """The model's own chat template, or `plain` if it has none."""
         return load_template(None, self.tokenizer)
 
     def scores_of_answers(
         self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
     ) -> list[float]:
-        """Return the score of each answer, written by the model's own chat template.
+        """Return the score of each answer, rendered with its prompt by the model's chat template.
 
-        prompts: the turns before it.
+        prompts: for each answer, the turns before it.
         """
         pairs = zip(prompts, answers, strict=True)
         return self.scores([self._written(prompt, answer) for prompt, answer in pairs])
@@ -54,17 +54,17 @@ class RewardModel:
         return self.template.for_row(None).finished(self.template.adapt(turns, None))
 
     def scores(self, texts: Sequence[str]) -> list[float]:
-        """Return the score of each text, whose special tokens are read as such.
+        """Return the score of each text; special tokens in it are recognised as such.
 
-        texts: prompt and answer as the chat template writes them, the end of the turn included.
+        texts: prompt and answer as rendered by the chat template, including the end of the turn.
         """
         return self.scores_of_tokens([self.tokenizer.encode(text) for text in texts])
 
     @torch.no_grad()
     def scores_of_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each text of at least one token.
+        """Return the score of each text, given as one token or more.
 
-        Raises RunFailed for one that is longer than the model can read.
+        Raises RunFailed for a text longer than the model's context.
         """
         longest, positions = (
             max(map(len, texts), default=0),
@@ -91,7 +91,7 @@ def open_reward_model(
 ) -> RewardModel:
     """Return the reward model of a run, a checkpoint or a Hugging Face folder.
 
-    Raises UserError for a language model, and what `load_model` raises.
+    Raises UserError for a language model, and the errors of `load_model`.
     """
     path = Path(source).expanduser()
     model = load_model(path, device, dtype, scores=True)
@@ -100,7 +100,7 @@ def open_reward_model(
 
 
 def open_models(rewards: Sequence[Reward], device: torch.device) -> list[Reward]:
-    """Return the rewards, with the reward models among them in memory. Raises UserError."""
+    """Return the rewards after loading the reward models among them. Raises UserError."""
     return [_opened(one, device) if isinstance(one, ModelReward) else one for one in rewards]
 
 
@@ -110,7 +110,7 @@ def _opened(reward: ModelReward, device: torch.device) -> ModelReward:
 
 
 def packed_rows(texts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Rows]]:
-    """Yield rows of texts side by side, and the places of these among all."""
+    """Pack texts into rows; yield for each row the indices of its texts, and the row."""
     if not texts:
         return
     lengths = np.array([len(text) for text in texts])

@@ -1,5 +1,5 @@
-"""Back to the checkpoint before a spike, and on past the rows around it (PaLM; Chowdhery et al.
-2022, §5.1)."""
+"""Rewinding: resume from the checkpoint before a spike and skip the rows around it (PaLM; Chowdhery
+et al. 2022, §5.1)."""
 
 import time
 from functools import partial
@@ -20,11 +20,11 @@ from fsdp_trainer.training.weights import restore
 
 
 def rewind(trainer: Trainer, spike: StepPlan) -> None:
-    """Take the run back, in place, to before the spike that ended `fit`. Collective.
+    """Restore the trainer, in place, to the checkpoint before the spike that ended `fit`.
 
-    It then goes on as a run that is started again from that checkpoint, but without the rows around
-    the spike. Where there is no checkpoint it goes on from here. Raises RunFailed after
-    train.max_rewinds.
+    Training then continues like a run resumed from that checkpoint, but skips the rows around the
+    spike. If there is no such checkpoint, it continues from the current state. Collective. Raises
+    RunFailed after train.max_rewinds.
     """
     observer, store = trainer.observer, trainer.checkpoints.store
     trainer.profiler.close()
@@ -63,22 +63,25 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
 
 
 def checkpoint_before(trainer: Trainer, spike: StepPlan) -> Path | None:
-    """Return the checkpoint to go back to; None if there is none of the present data. Collective.
+    """Return the checkpoint to rewind to; None if there is none for the current data. Collective.
 
-    The cause may be some steps older than the spike, so one before train.rewind_margin is
-    preferred.
+    The cause may precede the spike by some steps, so a checkpoint at least train.rewind_margin
+    steps before it is preferred.
     """
     good = partial(trainer.checkpoints.store.newest_good, partial(report_damaged, trainer.observer))
     for before in (spike.step - trainer.cfg.train.rewind_margin, spike.step):
         checkpoint = good(before)
-        # before the data changed, its rows had other numbers
+        # a checkpoint from before a change of the data has other row numbers
         if checkpoint and read_progress(checkpoint)["rows"] >= trainer.data.first_row:
             return checkpoint
     return None
 
 
 def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Progress:
-    """Return the checkpoint's progress, with the rows around the spike skipped."""
+    """Return the checkpoint's progress, changed to skip the rows around the spike.
+
+    Raises RunFailed after train.max_rewinds.
+    """
     cfg, now = trainer.cfg.train, trainer.progress
     if now.rewinds >= cfg.max_rewinds:
         raise RunFailed(
@@ -91,7 +94,7 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
     around = [max(0, spike.start - margin), spike.stop + margin]
     validation = trainer.validation_fingerprint
     progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)
-    progress.segments = now.segments  # the checkpoint may be the last one of other data
+    progress.segments = now.segments  # the checkpoint may have been written with the earlier data
     progress.skipped_row_ranges = [*now.skipped_row_ranges, around]
     progress.rewinds = now.rewinds + 1
     return progress

@@ -32,9 +32,9 @@ class BaseTokens:
 
 @dataclass(kw_only=True)
 class RolloutForwardBackward(ForwardBackward):
-    """Runs micro-batches of answers. The loss is that of the objective.
+    """Runs micro-batches of answers. The reported loss is the objective's.
 
-    reference: None without objective.kl.
+    reference: function for the reference's log-probabilities of targets; None without objective.kl.
     """
 
     choice: ObjectiveChoice

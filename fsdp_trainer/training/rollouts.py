@@ -1,5 +1,5 @@
-"""Prompts as a source of steps: the model answers them, rewards judge the answers, and the step
-learns from both."""
+"""Prompts as a data source: the model answers them, rewards score the answers, and the step trains
+on both."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,22 +29,23 @@ from fsdp_trainer.training.sampler import AnswerSampler, Request, SampledAnswer
 from fsdp_trainer.training.stop import DataLost
 
 REMEMBERED_STEPS = 100
-"""Steps whose prompts can still be named."""
+"""Number of recent steps whose prompts are kept, so that they can be named for a bad step."""
 WINDOW, MOSTLY_EQUAL = 20, 0.9
-"""Steps over which groups of equal rewards are counted, and the share that a run is warned of."""
+"""Number of steps over which prompts whose answers have equal rewards are counted, and the share of
+them above which the run prints a warning."""
 SHOWN = 2
-"""Answers of a step that are recorded: the best and the worst to its first prompt."""
+"""Number of answers recorded per step: the best and the worst to its first prompt."""
 
 Questions = dict[int, dict[str, Any]]
-"""By the row of a prompt: what its answers are judged by."""
+"""The data for scoring answers, by the row of the prompt."""
 
 
 @dataclass
 class AnswerMaker:
-    """All that makes answers and judges them.
+    """Makes answers and scores them.
 
-    own_share, shares: which part of a step's answers this rank makes. counts_first: False for a
-    rank of a group that makes the same answers as its first one.
+    own_share, shares: index of this rank's part of a step's answers, and number of parts.
+    counts_first: False for a rank that makes the same answers as the first rank of its group.
     """
 
     sampler: AnswerSampler
@@ -61,9 +62,10 @@ class AnswerMaker:
         step: int,
         check: Callable[[], None],
     ) -> list[Rollout]:
-        """Return the answers to all ranks' requests, in their order, on every rank. Collective.
+        """Return the answers to all requests, in order, on every rank. Collective.
 
-        requests: the same on every rank. questions: of each row what its answers are judged by.
+        requests: the same on every rank; each rank makes a part of the answers. questions: see
+        Questions. step: optimizer steps done so far. check: see AnswerSampler.
         """
         count = len(requests)
         first, stop = (
@@ -74,7 +76,7 @@ class AnswerMaker:
             answers = self.sampler.sample(own, step, check)
             phases.enter("rewards")
             rollouts = self._judge(own, answers, questions)
-        except (RunFailed, UserError) as error:  # a server or a reward: on all ranks alike
+        except (RunFailed, UserError) as error:  # from a server or a reward, on all ranks
             raise DataLost(error) from None
         by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
         return [by_request[request.row, request.sample] for request in requests]
@@ -85,7 +87,10 @@ class AnswerMaker:
         answers: list[SampledAnswer],
         questions: Questions,
     ) -> list[Rollout]:
-        """Return this rank's rollouts; none where another rank has made the same. Collective."""
+        """Score answers; return this rank's rollouts, none if another rank makes the same ones.
+
+        Collective.
+        """
         pairs = list(zip(requests, answers, strict=True)) if self.counts_first else []
         attempts = [self._attempt(request, answer, questions) for request, answer in pairs]
         scores = score_on_ranks(self.rewards, attempts)
@@ -103,7 +108,7 @@ class AnswerMaker:
             self.tokenizer.decode(answer.tokens),
             question["row"],
             question["reference"],
-            len(answer.tokens) - answer.finished,  # without the one that ended it
+            len(answer.tokens) - answer.finished,  # without the stop token
             answer.finished,
             question["messages"],
         )
@@ -113,10 +118,10 @@ class AnswerBatches(Batches):
     """This rank's micro-batches of a step's packed answers."""
 
     order: Any
-    """PackedAnswers of the step that is read."""
+    """PackedAnswers of the current step."""
 
     def count(self, plan: StepPlan) -> int:
-        """Return the number of micro-batches per rank. plan: its rows are prompts."""
+        """Return the number of micro-batches per rank. plan: ignored, since its rows are prompts."""
         return -(-len(self.order) // (self.micro_rows * self.ranks))
 
     def packed_plan(self, plan: StepPlan) -> StepPlan:
@@ -125,7 +130,7 @@ class AnswerBatches(Batches):
 
 
 class RolloutSource:
-    """Stored prompts, of which each step takes the next ones and has them answered."""
+    """Stored prompts, of which each step uses the next ones and trains on answers to them."""
 
     def __init__(self, prompts: StoredRows, maker: AnswerMaker, context: SourceContext):
         self.prompts, self.maker, self.context = prompts, maker, context
@@ -134,7 +139,7 @@ class RolloutSource:
         self.source_names = [""]
         self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
         self._waiting: list[list[Rollout]] = []
-        """Answers that were made together with those of earlier steps, by step."""
+        """Answers for the next steps, made together with an earlier step's, one list per step."""
         self._steps: dict[int, tuple[PackedAnswers, np.ndarray]] = {}
         self._equal: deque[float] = deque(maxlen=WINDOW)
         self._has_warned = False
@@ -150,7 +155,7 @@ class RolloutSource:
         return self.prompts.total_steps(progress)
 
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
-        """Begin to read behind `progress`. Answers are made when a step asks for them."""
+        """Begin to read the rows after `progress`. Answers are made when a step needs them."""
         options = self.context.assembler
         batches = AnswerBatches(self.order, **options)
         batches.order = None
@@ -161,7 +166,7 @@ class RolloutSource:
     def _read(
         self, batches: AnswerBatches, progress: Progress, leave: LeaveTogether
     ) -> Iterator[StepPlan | MicroBatch]:
-        """Yield each plan, followed by this rank's micro-batches of it."""
+        """Yield each plan, followed by this rank's micro-batches of that step."""
         plans = self.prompts.plans(progress)
         self._waiting = self._stored(progress)
         while block := list(islice(plans, len(self._waiting) or self.cfg.objective.updates)):
@@ -177,7 +182,10 @@ class RolloutSource:
                 yield from batches.micro_batches(batches.packed_plan(plan))
 
     def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> list[list[Rollout]]:
-        """Return the rollouts of some steps, made together. Collective. Raises Stop."""
+        """Make the rollouts of some steps together; return one list per step.
+
+        Collective. Raises Stop.
+        """
 
         def check() -> None:
             leave()
@@ -197,7 +205,7 @@ class RolloutSource:
         return [rollouts[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
     def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the tokens of a prompt, and what answers to it are judged by."""
+        """Return the tokens of a prompt, and the data for scoring answers to it."""
         [(store, sample)] = self.order.samples_of(row)
         return store.read(sample)[0].tolist(), store.question(sample)
 
@@ -206,17 +214,17 @@ class RolloutSource:
         return PackedAnswers(self.cfg.objective, seq_len, rollouts, cost, self.order.where)
 
     def _stored(self, progress: Progress) -> list[list[Rollout]]:
-        """Return the answers that a checkpoint was left with, by step; none if others follow."""
+        """Return the answers in a checkpoint for the next steps; empty if those use other rows."""
         by_step = [unpacked(text) for text in progress.rollouts]
         rows = [sorted({rollout.row for rollout in step}) for step in by_step]
         plans = islice(self.prompts.plans(progress), len(rows))
         wanted = [list(range(plan.start, plan.stop)) for plan in plans]
         return by_step if rows == wanted else []
 
-    # --- what is reported
+    # --- metrics and records
 
     def _figures(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
-        """Return the figures of a step's answers for its line, and record some of them."""
+        """Return the metrics of a step's answers for its line; warn, and record some answers."""
         answers = [rollout.answer for rollout in packed.rollouts]
         scores = np.array([rollout.scores for rollout in packed.rollouts])
         titles = [reward.title for reward in self.maker.rewards]
@@ -235,7 +243,7 @@ class RolloutSource:
         }
 
     def _warn(self, equal: float, step: int) -> None:
-        """Say once where hardly any group of answers tells good from bad."""
+        """Warn once if almost all prompts have answers with equal rewards."""
         self._equal.append(equal)
         share = sum(self._equal) / WINDOW
         if self._has_warned or len(self._equal) < WINDOW or share <= MOSTLY_EQUAL:
@@ -250,7 +258,7 @@ class RolloutSource:
         )
 
     def _record(self, packed: PackedAnswers, step: int) -> None:
-        """Record the best and the worst answer to the step's first prompt."""
+        """Record the best and the worst answer to the step's first prompt, at logging steps."""
         every = self.cfg.logging.every or 1
         if step % every:
             return
@@ -282,7 +290,7 @@ class RolloutSource:
         return self.assembler.suspects_event(ranks, places)
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """Return the mixtures that prompts came from, and answers that no step has learnt from."""
+        """Return the mixtures that prompts were read from, and answers made for future steps."""
         stored = self.prompts.state(progress)
         return stored | {"rollouts": [packed_text(step) for step in self._waiting]}
 
@@ -291,7 +299,7 @@ class RolloutSource:
         return self.prompts.shares(progress)
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return lines on the prompts, and on what is done with them."""
+        """Return printed lines about the prompts, their answers and the rewards."""
         choice, rows = self.cfg.objective, self.cfg.batch.rows
         titles = ", ".join(reward.title for reward in self.maker.rewards)
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""

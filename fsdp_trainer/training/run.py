@@ -1,4 +1,4 @@
-"""One rank's life: join the world, prepare data, build, train, leave with the right exit code."""
+"""The run of one rank: join the other ranks, prepare data, build, train, and leave."""
 
 import os
 import socket
@@ -63,14 +63,14 @@ from fsdp_trainer.training.teacher_lists import digest_for_lists
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
 
 BEAT_SECONDS = 1.0
-"""Seconds between signs of life of a rank that prepares data while others wait."""
+"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
 
 
 def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
     """Train as one rank.
 
-    Returns the exit code; raises UserError and RunFailed for the front door to tell.
-    new_folders: those that were not there when the command began.
+    Returns the exit code; raises UserError and RunFailed, which the caller must print. new_folders:
+    folders that did not exist when the command began.
     """
     rank = Rank(cfg, new_folders)
     reason, code = "failed", 1
@@ -98,7 +98,7 @@ def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
 
 
 class Rank:
-    """This process's part of a run, from its start to its end."""
+    """This process's part of a run, from start to end."""
 
     def __init__(self, cfg: TrainConfig, new_folders: NewFolders):
         self.cfg, self.run_folder = cfg, run_folder(cfg)
@@ -110,23 +110,23 @@ class Rank:
         self.patience = parse_duration(cfg.launch.data_timeout)
         self.timeout = parse_duration(cfg.launch.timeout)
         self.open = ExitStack()
-        """Things that are closed when this rank leaves: the folder's lock, the watchdog."""
+        """Resources to close when this rank leaves: the folder's lock, the watchdog."""
         self.world: World | None = None
         self.lock: TextIO | None = None
         self.trainer: Trainer | None = None
 
     def run(self) -> Outcome:
-        """Join, claim the run's folder, prepare, build and train."""
+        """Join the other ranks, claim the run's folder, prepare data, build and train."""
         world = self.join()
         launchers = world.launchers(self.patience)
-        # rank 0 alone looks: it is about to claim the folder for this attempt
+        # rank 0 reads it for all ranks, since it then overwrites it when it claims the folder
         attempt, stopped_code = world.from_main(
             "earlier attempt", lambda: earlier_attempt(self.run_folder, launchers), self.patience
         )
         if stopped_code is not None:
             world.wait_until_heard("earlier attempt")
             return "stopped before", stopped_code
-        if attempt:  # restarted by the launcher: what is in the folder is our own
+        if attempt:  # restarted by the launcher: the folder holds this run's own files
             self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, resume="auto"))
         claim = RunLock(launchers, attempt)
         self.claim(world, claim)
@@ -151,15 +151,15 @@ class Rank:
         return train(self.trainer, start, world, attempt)
 
     def join(self) -> World:
-        """Meet the other ranks, and start to watch over them."""
-        with self.signals.waiting():  # for ranks that may never start
+        """Wait for the other ranks, and begin to exchange signals with them."""
+        with self.signals.waiting():  # some ranks may never start
             world = join(self.env, self.cfg.launch.device, self.timeout)
         self.world = world
         self.signals.connect(world.store, world.main)
         return world
 
     def claim(self, world: World, claim: RunLock) -> None:
-        """Have rank 0 claim the run's folder, which keeps other runs out."""
+        """Start the watchdog, then have rank 0 lock the run's folder against other runs."""
         watch = watched(self.cfg.launch, self.run_folder, world)
         if watch:
             self.open.callback(watch.close)
@@ -167,7 +167,8 @@ class Rank:
         def claim_on_main() -> TextIO | None:
             if not world.main:
                 return None
-            # a stop that came before is on record in the folder
+            # unlike `stoppable`, this claims the folder even if a signal has arrived already, so
+            # that the stop is recorded in it
             with self.signals.waiting():
                 return claim.acquire(self.cfg, self.run_folder)
 
@@ -180,8 +181,7 @@ class Rank:
                 self.signals.limits.watch_slurm()
 
     def prepare(self, world: World) -> RunInputs:
-        """Fetch the model and tokenise the data; what an earlier rank or run did is found on
-        disk."""
+        """Fetch the models and tokenise the data, unless an earlier rank or run has done so."""
         cfg = self.cfg
         wanted = cfg.model.init_from
         gone = wanted and not is_hub_id(wanted) and not Path(wanted).exists()
@@ -194,7 +194,8 @@ class Rank:
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
         frozen_model = fetch_frozen_model(cfg)
-        if world.local_rank == 0:  # all hear its answer; what is free changes from moment to moment
+        # only one rank per node checks: free memory changes, so that ranks could disagree
+        if world.local_rank == 0:
             check_room(cfg, init_from, world, frozen_model)
         report = Reporter(beating(self.console, world), self.console.say)
         inputs = RunInputs(*build_data(cfg, report), init_from, frozen_model)
@@ -207,7 +208,7 @@ class Rank:
     def preflight(
         self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock
     ) -> None:
-        """Compare the ranks and check the disk, before anything is built. Raises UserError."""
+        """Check that the ranks agree and the disk has room, before building. Raises UserError."""
         cfg = self.cfg
         checkpoint = checkpoint_bytes(model_to_train(config, cfg), cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
@@ -220,10 +221,10 @@ class Rank:
             self.console.say(f"note   {note}")
 
     def explain(self, error: BaseException) -> RunFailed | None:
-        """Return why the run really failed, where the error itself does not say it."""
+        """Return the actual cause of a failure if `error` is only its consequence, else None."""
         if self.world and is_out_of_memory(error):
             return report_out_of_memory(error, self.trainer, self.world, self.records, self.signals)
-        if not isinstance(error, RuntimeError):  # as collectives fail with
+        if not isinstance(error, RuntimeError):  # the type raised by failed collectives
             return None
         if reported := self.signals.reported_failure():
             return RunFailed(reported)
@@ -235,18 +236,18 @@ class Rank:
         return None
 
     def report(self, error: UserError | RunFailed) -> None:
-        """Print an error before leaving, which may take long where others failed too."""
+        """Print an error before leaving, which may take long if other ranks have failed too."""
         if self.world and self.world.size > 1:
             report(error)
 
     def leave(self, reason: str, code: int) -> None:
-        """Commit a checkpoint on its way, write the last event, leave the process group."""
+        """Finish a checkpoint in progress, write the last event, and leave the process group."""
         self.signals.leaving = True
         phases.enter("end")
         if self.trainer:
             self._close_trainer(self.trainer, code)
         refused = code == UserError.exit_code
-        # this process may write into the run's folder
+        # with the lock, this process is the one that writes into the run's folder
         if self.lock and not (refused and self._clear_new_folder()):
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
@@ -256,18 +257,19 @@ class Rank:
         self.open.close()
 
     def _clear_new_folder(self) -> bool:
-        """Empty the run's folder if this start made it and no run began. Returns True if so.
+        """Empty the run's folder if this command created it and no run began; return True if so.
 
-        Who made the folder deletes it when the lock's file is closed: NFS keeps the name of an open
-        file. Under torchrun it stays: attempts that follow read in it that there is nothing to do.
+        The folder itself is deleted later by the code that created it, after the lock file is
+        closed, since NFS keeps a file in the folder as long as it is open. Under torchrun the
+        folder is kept: further attempts read in it that there is nothing to do.
         """
         return self.is_new and ELASTIC not in os.environ and clear_unused(self.run_folder)
 
     def _close_trainer(self, trainer: Trainer, code: int) -> None:
-        if not self.signals.ended_ranks:  # else the checkpoint waits for a rank that has ended
+        if not self.signals.ended_ranks:  # otherwise this would wait for a rank that has ended
             try:
                 trainer.checkpoints.store.wait()
-            except BaseException as error:  # the front door tells what ended the run
+            except BaseException as error:  # the error that ended the run is reported elsewhere
                 self.console.say(f"the checkpoint on its way was lost: {error}")
         trainer.profiler.close(alone=True)
         if trainer.observer.trackers:
@@ -276,16 +278,16 @@ class Rank:
     def _leave_groups(self, in_order: bool) -> None:
         """Destroy the process groups, unless that could wait for a rank that failed.
 
-        NCCL's destroy waits for all collectives that were begun, and those of a failed run may
-        never end. The end of the process closes what is not destroyed. A rank without others has
-        nobody to wait for, and its process may go on: a notebook.
+        NCCL's destroy waits for all collectives that have begun, and those of a failed run may
+        never end; the groups are then closed when the process ends. A single rank has no others to
+        wait for, and its process may continue, such as a notebook, so it always destroys them.
         """
         if not dist.is_initialized():
             return
         if in_order:
             dist.destroy_process_group()
         elif dist.get_world_size() == 1:
-            with suppress(RuntimeError):  # after an error of the device, which is reported already
+            with suppress(RuntimeError):  # caused by a device error that was reported already
                 dist.destroy_process_group()
 
     def _record_forced_exit(self, reason: str, code: int) -> None:
@@ -301,11 +303,12 @@ def pids_of_node(world: World) -> dict[int, int]:
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
-    """Return how many attempts this launch made before, and the code of the last one if it is
-    final.
+    """Return the number of attempts made before by this launch, and the last one's exit code if the
+    run must not continue; else None.
 
-    torchrun restarts every exit that is not 0, those of runs that stopped in order too: they stay
-    stopped. But where a node has come or gone since, its ranks were stopped for that node.
+    torchrun restarts after every exit code except 0, also after a clean stop: such a run stays
+    stopped. However, if a node has joined or left since, the ranks were stopped because of that
+    node, and the run continues.
     """
     before = RunLock.read(run)
     if not set(before.launchers) & set(launchers):
@@ -317,8 +320,7 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
 
 
 def beating(console: Console, world: World) -> Callable[[str], None]:
-    """Return what shows how far the data is, and lets ranks that wait for it know that it
-    goes on."""
+    """Return a function that prints progress and sends heartbeats to the ranks that wait."""
     progress = console.paced()
     beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
 
@@ -333,7 +335,7 @@ def beating(console: Console, world: World) -> Callable[[str], None]:
 
 
 def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
-    """Open the records where the run stands, fit, and export at the end. Collective."""
+    """Open the records at the run's current step, train, and export at the end. Collective."""
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         say(already_finished(trainer))
@@ -360,7 +362,7 @@ def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome
 
 
 def fit_with_rewinds(trainer: Trainer) -> Outcome:
-    """Train to the end; after a spike that train.on_spike=rewind minds, from before it."""
+    """Train to the end; with train.on_spike=rewind, rewind after each spike and train on."""
     while True:
         try:
             return trainer.fit()
@@ -369,10 +371,7 @@ def fit_with_rewinds(trainer: Trainer) -> Outcome:
 
 
 def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
-    """Bring the run's files to where it stands, and record that it starts or goes on.
-
-    Collective.
-    """
+    """Cut the run's files to its current step, and record its start or resumption. Collective."""
     observer, progress = trainer.observer, trainer.progress
     before = run_on_rank_0("open the run's records", partial(open_records, trainer))
     event = {
@@ -393,9 +392,10 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
 
 
 def open_records(trainer: Trainer) -> dict[str, Any]:
-    """Cut the run's files to where it stands. Rank 0's task.
+    """Cut the run's files to its current step, and open them. Called on rank 0.
 
-    Returns how far the run had come before, which the report counts as lost.
+    Returns the step and time that the run had reached before; the report counts the difference as
+    lost.
     """
     cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
     store = trainer.checkpoints.store
@@ -406,14 +406,14 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     resolved, file = asdict(cfg), store.run / "config.yaml"
     try:
         file.write_text(dump_yaml(resolved))
-    except OSError as error:  # each checkpoint has its own
+    except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
         observer.say(f"{file} cannot be written: {error}; training goes on")
     observer.open_trackers(cfg.logging, store.run, resolved, step)
     return {name: last.get(name) for name in ("step", "time")}
 
 
 def comparing_ranks(trainer: Trainer, world: World):
-    """Return a context in which slow ranks are noticed, as logging.stragglers says."""
+    """Return a context manager that detects slow ranks if logging.stragglers is set."""
     every = trainer.cfg.logging.stragglers
     return comparing(
         parse_duration(every) if every else None,
@@ -428,7 +428,7 @@ def comparing_ranks(trainer: Trainer, world: World):
 
 
 def report_straggler(observer: Observer, straggler: Straggler, step: int) -> None:
-    """Record and tell of a rank that the others wait for."""
+    """Record and print that the others wait for a slow rank."""
     observer.event("straggler", step=step, **asdict(straggler))
     observer.say(
         f"rank {straggler.rank} on {straggler.host} is slow in {straggler.phase}: "
@@ -438,7 +438,7 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
 
 
 def already_finished(trainer: Trainer) -> str:
-    """Return what to say of a run that has nothing to do, and how there would be more."""
+    """Return the message for a run that has nothing left to do, with overrides to train on."""
     step, total = trainer.progress.step, trainer.total_steps
     reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
     if trainer.finished == "early_stop":
@@ -451,7 +451,7 @@ def already_finished(trainer: Trainer) -> str:
 
 
 def report_end(trainer: Trainer, reason: str) -> None:
-    """Tell what the run saw of each source, and its best validation."""
+    """Print the run's data by source, its last loss and its validation losses."""
     progress, say = trainer.progress, trainer.observer.say
     since = " since the data was changed" if len(progress.segments) > 1 else ""
     for source in trainer.data.shares(progress):
@@ -471,7 +471,7 @@ def report_end(trainer: Trainer, reason: str) -> None:
 def describe_validation(
     progress: Progress, keeps_best: bool, checkpoints: CheckpointManager
 ) -> list[str]:
-    """Return lines on the first, last and lowest validation loss, and where the best model is."""
+    """Return lines on the first, last and lowest validation loss and the best model's folder."""
     if progress.last_validation is None or progress.best_step is None:
         return []
     first = progress.first_validation
@@ -488,24 +488,24 @@ def describe_validation(
 
 
 def export_hf(trainer: Trainer, world: World) -> None:
-    """Write the finished run as a Hugging Face folder (checkpoint.export_hf), unless it is one
-    already."""
+    """Export the finished run as a Hugging Face folder if checkpoint.export_hf is set, unless that
+    was done before."""
     if not trainer.cfg.checkpoint.export_hf:
         return
     phases.enter("export")
-    # outside any collective: a large model takes longer than launch.timeout
+    # not in a collective, since exporting a large model takes longer than launch.timeout
     world.rank0_then_nodes_then_all(
         "exporting the model",
         lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world)),
         parse_duration(trainer.cfg.launch.data_timeout),
     )
-    dist.barrier()  # the store ends with rank 0: all must have heard
+    dist.barrier()  # rank 0 owns the store and must not leave before all have read from it
 
 
 def export_on_main(trainer: Trainer, world: World) -> None:
-    """Export the best checkpoint, else the last. Rank 0's task. Raises RunFailed.
+    """Export the best checkpoint, or the last one, on rank 0. Raises RunFailed.
 
-    Of a run with an adapter that is the adapter, and with checkpoint.merge the whole model too.
+    A run with an adapter exports the adapter, and with checkpoint.merge also the merged model.
     """
     cfg, store = trainer.cfg.checkpoint, trainer.checkpoints.store
     best = store.folder / BEST
@@ -523,7 +523,7 @@ def export_on_main(trainer: Trainer, world: World) -> None:
 def export_once(
     trainer: Trainer, out: Path, checkpoint: Path, write: Callable[[Path, Path, str | None], None]
 ) -> None:
-    """Write an export and record it, unless it is there already. Raises RunFailed."""
+    """Write an export and record it, unless it exists already. Raises RunFailed."""
     dtype = trainer.cfg.checkpoint.export_dtype
     if is_export_of(out, checkpoint, dtype):
         return

@@ -1,4 +1,4 @@
-"""The lock on a run's folder: one run at a time writes into it."""
+"""The lock on a run's folder, which lets only one run at a time write into it."""
 
 import fcntl
 import json
@@ -20,40 +20,42 @@ from fsdp_trainer.process import wait_until
 
 LOCK = ".lock"
 LOCK_SECONDS = 120.0
-"""How long a restarted run waits for the lock: rank 0 of the attempt before, on a host that was cut
-off, holds it until its torchrun gives up."""
+"""Seconds that a restarted run waits for the lock: rank 0 of the previous attempt, if its host lost
+its connection, holds the lock until its torchrun gives up."""
 NOT_OF_A_RUN = (LOCK, "jobs", "sweep.jsonl", "output.log")
-"""Files that a sweep or a launch script leaves in the folder before the run begins."""
+"""Files that a sweep or a launch script writes into the folder before the run begins."""
 
 
 @dataclass
 class RunLock:
-    """The run that trains in a folder, as the folder's lock file says."""
+    """The content of a folder's lock file: the attempt that trains in the folder."""
 
     launchers: list[str]
     """The launchers of all nodes, see World."""
     attempt: int = 0
-    """The number of earlier starts of the run by these launchers."""
+    """Number of earlier attempts by these launchers."""
 
     @classmethod
     def read(cls, run: Path) -> "RunLock":
-        """Return what the lock file of a run's folder says; no launchers if there is none."""
+        """Read the lock file of a run's folder; without one, the list of launchers is empty."""
         content = read_lock_file(run)
         return cls(content.get("launchers", []), content.get("attempt", 0))
 
     def is_visible_in(self, run: Path, timeout: float) -> bool:
-        """Return whether this node sees the lock, at most `timeout` seconds after it was taken.
+        """Wait for this lock to be visible on this node; return False if it is not.
 
-        Network file systems show late what another node has written.
+        Network file systems show with a delay what another node has written. Waits at most
+        LAG_SECONDS, or `timeout` seconds if that is less.
         """
         return wait_until(lambda: RunLock.read(run) == self, min(LAG_SECONDS, timeout))
 
     def acquire(self, cfg: TrainConfig, run: Path) -> TextIO:
-        """Make the run's folder and return its locked file. Rank 0 calls it, before anyone writes.
+        """Create the run's folder and return its lock file, locked.
 
-        The system releases the lock when the file is closed or the process ends, however it does.
-        Raises UserError if another process holds it, or, with checkpoint.resume=never, for a used
-        folder that run.overwrite does not allow to be emptied.
+        Rank 0 calls it before any rank writes into the folder. The system releases the lock when
+        the file is closed or the process ends in any way. Raises UserError if another process holds
+        it, or, with checkpoint.resume=never, if the folder holds a run that run.overwrite does not
+        allow to delete.
         """
         try:
             file = lock_folder(run, LOCK_SECONDS if self.attempt else 0)
@@ -63,7 +65,7 @@ class RunLock:
                 restore_replaced_checkpoints(run)
                 self._write(file)
             except BaseException:
-                file.close()  # a notebook's process lives on, and may try again
+                file.close()  # the process of a notebook continues, and may try again
                 raise
             return file
         except OSError as error:
@@ -76,18 +78,19 @@ class RunLock:
         file.truncate(0)
         file.write(json.dumps(asdict(self) | holder))
         file.flush()
-        os.fsync(file.fileno())  # for NFS to show it to the other nodes, see is_visible_in
+        os.fsync(file.fileno())  # makes it visible to other nodes on NFS, see is_visible_in
 
 
 def lock_folder(run: Path, patience: float) -> TextIO:
-    """Make the run's folder and return its file, locked; anew where a refused start has deleted it.
+    """Create the run's folder and return its lock file, locked.
 
-    Raises UserError if another process still holds it after `patience` seconds, and OSError.
+    Starts again if a start that was refused deletes the file meanwhile. Raises UserError if another
+    process still holds the lock after `patience` seconds, and OSError.
     """
     while True:
         run.mkdir(parents=True, exist_ok=True)
         try:
-            file = (run / LOCK).open("a")  # keeps the content, which is another run's until locked
+            file = (run / LOCK).open("a")  # does not truncate: another run may own it until locked
         except FileNotFoundError:
             if run.is_dir():
                 raise
@@ -103,7 +106,7 @@ def lock_folder(run: Path, patience: float) -> TextIO:
 
 
 def is_open_file(path: Path, file: TextIO) -> bool:
-    """Return True if a path is still that of an open file."""
+    """Return True if a path still refers to this open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -111,7 +114,10 @@ def is_open_file(path: Path, file: TextIO) -> bool:
 
 
 def clear_unused(run: Path) -> bool:
-    """Empty a folder that holds nothing but its lock, which the caller has. Returns True if so."""
+    """Delete the lock file if it is the only file in the folder; return True if it was deleted.
+
+    The caller must hold the lock.
+    """
     if [path.name for path in run.iterdir()] != [LOCK]:
         return False
     (run / LOCK).unlink()
@@ -119,7 +125,7 @@ def clear_unused(run: Path) -> bool:
 
 
 def try_lock(file: TextIO) -> bool:
-    """Lock an open file, unless another process holds the lock. Returns whether it is locked."""
+    """Lock an open file; return False if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -128,7 +134,7 @@ def try_lock(file: TextIO) -> bool:
 
 
 def read_lock_file(run: Path) -> dict[str, Any]:
-    """Return what the process that holds the lock wrote; empty if nobody has, or is about to."""
+    """Return the content of the lock file; empty if nothing is written in it, or not yet."""
     try:
         return json.loads((run / LOCK).read_text())
     except (OSError, ValueError):
@@ -136,7 +142,7 @@ def read_lock_file(run: Path) -> dict[str, Any]:
 
 
 def describe_holder(run: Path) -> str:
-    """Return a sentence about the process that holds the lock."""
+    """Return a text about the process that holds the lock."""
     holder = read_lock_file(run)
     if "pid" not in holder:
         return "another process trains in it"
@@ -144,7 +150,7 @@ def describe_holder(run: Path) -> str:
 
 
 def empty_folder(cfg: TrainConfig, run: Path) -> None:
-    """Delete an earlier run. Raises UserError unless run.overwrite allows it."""
+    """Delete an earlier run in the folder. Raises UserError unless run.overwrite allows it."""
     used = [path for path in run.iterdir() if path.name not in NOT_OF_A_RUN]
     if used and not cfg.run.overwrite:
         reason = (
@@ -157,6 +163,6 @@ def empty_folder(cfg: TrainConfig, run: Path) -> None:
 
 
 def restore_replaced_checkpoints(run: Path) -> None:
-    """Give a checkpoint its name back whose replacement was killed halfway."""
+    """Rename each checkpoint back to its name if a kill interrupted its replacement."""
     for older in (run / "checkpoints").glob(replaced(Path("step-*")).name):
         put_back(older.with_name(older.stem.removeprefix(".")))

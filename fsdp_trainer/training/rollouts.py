@@ -121,7 +121,7 @@ class AnswerBatches(Batches):
     """PackedAnswers of the current step."""
 
     def count(self, plan: StepPlan) -> int:
-        """Return the number of micro-batches per rank. plan: ignored, since its rows are prompts."""
+        """Return the number of micro-batches per rank. plan: ignored: its rows are prompts."""
         return -(-len(self.order) // (self.micro_rows * self.ranks))
 
     def packed_plan(self, plan: StepPlan) -> StepPlan:

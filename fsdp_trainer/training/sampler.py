@@ -1,5 +1,4 @@
-"""The makers of answers to prompts: a protocol, and the model in training as its first
-implementation."""
+"""The protocol for making answers to prompts, and its implementation by the model in training."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,10 +18,10 @@ from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
 
 @dataclass(frozen=True)
 class Request:
-    """An answer that is to be made.
+    """A request for one answer.
 
-    prompt: tokens. row: the number of the prompt in the running order, which no other prompt of
-    the run has. sample: which of the prompt's answers.
+    prompt: tokens. row: number of the prompt in the running order, unique in the run. sample: index
+    of the answer among those to the prompt.
     """
 
     prompt: Sequence[int]
@@ -34,9 +33,9 @@ class Request:
 class SampledAnswer:
     """An answer of the model.
 
-    tokens: with the stop token that ended it. log_probabilities: of each of them where it was
-    sampled, at objective.temperature. finished: False where it was cut. version: optimizer steps
-    done by the weights that made it.
+    tokens: including the stop token that ended it. log_probabilities: log-probability of each token
+    when it was sampled, at objective.temperature. finished: False if the answer was cut at the
+    maximum length. version: number of optimizer steps done by the weights that made it.
     """
 
     tokens: list[int]
@@ -46,22 +45,22 @@ class SampledAnswer:
 
 
 class AnswerSampler(Protocol):
-    """A maker of answers."""
+    """Makes answers to prompts."""
 
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
         """Return an answer to each request of this rank, which may have none. Collective.
 
-        step: optimizer steps done so far. check: called now and then, on all ranks alike; may
-        raise.
+        step: optimizer steps done so far. check: called from time to time, on all ranks together;
+        may raise.
         """
 
 
 class OwnSampler:
-    """The model in training, on the ranks that train it.
+    """Samples from the model in training, on the ranks that train it.
 
-    What is drawn depends on run.seed, the prompt and its row, and the sample: not on the ranks.
+    The random draws depend on run.seed, the prompt and its row, and the sample, not on the ranks.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class OwnSampler:
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
         continuations = [self._begin(request, i) for i, request in enumerate(requests)]
-        # a compiled model would be compiled again for every length
+        # a compiled model would be recompiled for every length
         eager: Any = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         try:
             with eager, stay_gathered(self.model, self.sharding, self.device):

@@ -1,4 +1,4 @@
-"""Answers of the model in training to a few fixed prompts."""
+"""Answers of the model in training to a few fixed prompts (train.sample_prompts)."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from fsdp_trainer.parallel.parallelize import stay_gathered
 
 
 class Samples:
-    """Greedy answers to train.sample_prompts, by all ranks together. Training does not notice."""
+    """Greedy answers to train.sample_prompts, by all ranks together, without effect on training."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Samples:
         device: torch.device,
         context: int,
     ):
-        """context: how many tokens the model can attend to.
+        """Tokenise the prompts. context: maximum number of tokens that the model can read.
 
         Raises UserError for a prompt that cannot be rendered or leaves no room for an answer.
         """
@@ -65,10 +65,10 @@ class Samples:
     ) -> list[tuple[str, str]]:
         """Return each prompt with its answer. Collective.
 
-        check: called before each batch of prompts; may raise, on all ranks alike. decoder: makes
-        the logits; None: the model.
+        check: called before each batch of prompts; may raise, on all ranks together. decoder: the
+        object that computes the logits; None: the model.
         """
-        # a compiled model would be compiled again for every length
+        # a compiled model would be recompiled for every length
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         with eager, stay_gathered(model, self.sharding, self.device):
             answers = generate_tokens(

@@ -1,6 +1,7 @@
-"""Checkpoints of a run that trains: one that fails costs only itself and is tried again.
+"""Saving of checkpoints during training.
 
-Only the last one must succeed.
+If a checkpoint fails, training continues until the next one. Only the last one must succeed: it is
+tried again.
 """
 
 import time
@@ -18,13 +19,14 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
 
 LONGEST_PAUSE = 30.0
-"""Seconds between two attempts to write the last checkpoint, at most."""
+"""Maximum number of seconds between two attempts to write the last checkpoint."""
 
 
 def pauses(patience: float) -> list[float]:
-    """Return the seconds before each attempt to write the last checkpoint again.
+    """Return the seconds to wait before each new attempt to write the last checkpoint.
 
-    1, 2, 4 and so on, `patience` in all: the same on every rank, whose attempts are collective.
+    They are 1, 2, 4 and so on, at most LONGEST_PAUSE, with the sum `patience`. They do not depend
+    on a clock, so all ranks make the same number of attempts, which are collective.
     """
     listed: list[float] = []
     while sum(listed) < patience:
@@ -34,15 +36,15 @@ def pauses(patience: float) -> list[float]:
 
 @dataclass
 class CheckpointManager:
-    """Saves, and tells of what could not be saved. Its methods are collective."""
+    """Saves checkpoints and records failures. Its methods are collective."""
 
     store: CheckpointStore
     observer: Observer
     clock: StepClock
     newest: int
-    """Step of the newest checkpoint, committed or on its way; -1: there is none."""
+    """Step of the newest checkpoint, committed or in progress; -1: there is none."""
     complete: bool
-    """True if that one has nothing pending."""
+    """True if no work is pending after the step of the newest checkpoint."""
     _before: int = -1
     _tries_again: bool = False
     _failure: str = ""
@@ -55,10 +57,10 @@ class CheckpointManager:
         started: float,
         next_due: int | None,
     ) -> int:
-        """Commit a checkpoint of `step`; with checkpoint.mode=async begin to.
+        """Commit a checkpoint of `step`; with checkpoint.mode=async, only begin it.
 
-        started: time.perf_counter() when it was decided on; next_due: the step of the next one.
-        Returns the step if it failed, which is recorded, else -1.
+        started: time.perf_counter() at the beginning of the save. next_due: step of the next
+        checkpoint, None: there is none. Returns -1, or the step after recording a failure.
         """
         try:
             with self.clock.excluded():
@@ -70,16 +72,15 @@ class CheckpointManager:
         return -1
 
     def has(self, step: int, complete: bool) -> bool:
-        """Return whether there is a checkpoint of `step`; complete: one that has nothing
-        pending."""
+        """Return True if there is a checkpoint of `step`. complete: require that no work is pending
+        in it."""
         return self.newest == step and (self.complete or not complete)
 
     def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int:
-        """Wait until no checkpoint is on its way.
+        """Wait for a checkpoint in progress.
 
-        Returns its step if it failed, which is recorded, else -1.
-
-        report_wait: tell that training had to wait for it.
+        Returns -1, or its step after recording a failure. report_wait: record and print that
+        training had to wait.
         """
         try:
             with self.clock.excluded():
@@ -97,10 +98,10 @@ class CheckpointManager:
         return -1
 
     def save_until_committed(self, step: int, save_and_settle: Callable[[], None]) -> None:
-        """Save the last checkpoint, also after failures.
+        """Save the last checkpoint, with new attempts after failures.
 
-        Tries again for as long as checkpoint.patience says, and with checkpoint.make_room deletes
-        the oldest one first. Raises RunFailed when it fails again and again.
+        Tries again for checkpoint.patience; with checkpoint.make_room, deletes the oldest
+        checkpoint first. Raises RunFailed if all attempts fail.
         """
         save_and_settle()
         for pause in pauses(parse_duration(self.store.cfg.patience)):
@@ -109,7 +110,7 @@ class CheckpointManager:
             if not self._tries_again:
                 self._tries_again = True
                 self._explain_patience()
-            phases.enter("staging")  # the watchdog counts each attempt by itself
+            phases.enter("staging")  # the watchdog measures each attempt separately
             time.sleep(pause)
             save_and_settle()
         if self.newest == step:
@@ -123,7 +124,7 @@ class CheckpointManager:
         )
 
     def _explain_patience(self) -> None:
-        """Make room where the configuration allows it, and show what the run waits for."""
+        """Delete the oldest checkpoint if that is allowed, else print how to make room."""
         patience = self.store.cfg.patience
         oldest = self.store.droppable()
         if oldest and self.store.cfg.make_room:

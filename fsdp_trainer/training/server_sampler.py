@@ -1,4 +1,4 @@
-"""Answers of a vLLM server that is sent the weights in training."""
+"""Answers of a vLLM server, to which the weights in training are sent."""
 
 import hashlib
 import threading
@@ -22,14 +22,14 @@ from fsdp_trainer.training.sampler import Request, SampledAnswer
 from fsdp_trainer.web import RequestFailed
 
 POLL_SECONDS = 0.5
-"""Wait between two looks of all ranks at how far they are."""
+"""Seconds between two exchanges among the ranks on whether their requests are done."""
 
 
 class ServerSampler:
-    """A server that answers the prompts of all ranks.
+    """Samples from a server, which answers the prompts of all ranks.
 
-    Its weights are at most objective.max_staleness optimizer steps behind. What is drawn depends on
-    run.seed, the prompt and the sample, as far as the server honours seeds.
+    Its weights are at most objective.max_staleness optimizer steps behind. The random draws depend
+    on run.seed, the row of the prompt and the sample, as far as the server respects seeds.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class ServerSampler:
         context: int,
         asks: bool = True,
     ):
-        """context: tokens that the model knows; asks: False for a rank whose requests another one
-        makes too."""
+        """context: maximum number of tokens that the model can read. asks: False for a rank whose
+        requests are the same as those of another rank, which sends them."""
         self.cfg, self.server, self.weights = cfg, server, weights
         self.stop_ids, self.asks = sorted(stop_ids), asks
         self.context = min(context, served.context or context)
@@ -52,7 +52,7 @@ class ServerSampler:
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
-        """See AnswerSampler. check: called while the server works."""
+        """See AnswerSampler. check: called every POLL_SECONDS while the server works."""
         check()
         behind = step - self.version
         if not self.model or behind < 0 or behind > self.cfg.objective.max_staleness:
@@ -93,9 +93,9 @@ class ServerSampler:
 
 
 class ParallelCalls:
-    """Calls in threads that do not outlive the process. threads: how many at the same time.
+    """Calls that run in daemon threads. threads: number of calls at the same time.
 
-    The first that fails ends the others.
+    After one call has failed, no further calls are started.
     """
 
     def __init__(self, calls: Sequence[Callable[[], Completion]], threads: int):
@@ -110,21 +110,21 @@ class ParallelCalls:
 
     @property
     def is_done(self) -> bool:
-        """True once every call has returned."""
+        """True if every call has succeeded."""
         return len(self._results) == len(self.calls)
 
     @property
     def results(self) -> list[Completion]:
-        """Answers of the calls, in the order of the calls."""
+        """Results of the calls, in the order of the calls."""
         return [self._results[place] for place in range(len(self.calls))]
 
     def wait(self, seconds: float) -> None:
-        """Wait until all is done or one has failed, for so long at most."""
+        """Wait until all calls are done or one has failed, at most `seconds`."""
         with self._lock:
             self._lock.wait_for(lambda: self.is_done or self.failure, seconds)
 
     def stop(self) -> None:
-        """Begin no further calls."""
+        """Start no further calls."""
         self._stopped = True
 
     def _run(self) -> None:
@@ -137,7 +137,7 @@ class ParallelCalls:
                 result, failure = self.calls[place](), ""
             except RequestFailed as error:
                 result, failure = None, str(error.args[0])
-            except Exception as error:  # a thread that ends without a word would be waited for
+            except Exception as error:  # if the thread just ended, the rank would wait forever
                 result, failure = None, f"{type(error).__name__}: {error}"
             with self._lock:
                 if result is None:
@@ -149,7 +149,7 @@ class ParallelCalls:
 
 
 def seed_of(*numbers: int) -> int:
-    """Return a seed of 31 bits, another for each list of numbers."""
+    """Return a 31-bit seed, computed as a hash of the numbers."""
     text = ",".join(map(str, numbers)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
@@ -162,8 +162,10 @@ def server_sampler(
     asks: bool,
     write_assets: Callable[[Path, dict[str, Any]], None],
 ) -> ServerSampler:
-    """Return the sampler of a run. Collective. asks: see ServerSampler; write_assets: see
-    CheckpointStore."""
+    """Return the sampler of a run. Collective.
+
+    asks: see ServerSampler. write_assets: see CheckpointStore. Raises UserError, see find_served.
+    """
     server = PolicyServer(str(cfg.objective.server))
     served = find_served(cfg, server)
     timeout = parse_duration(cfg.launch.timeout)
@@ -173,9 +175,9 @@ def server_sampler(
 
 
 def find_served(cfg: TrainConfig, server: PolicyServer) -> ServedModel:
-    """Return the model that the server has. Collective: rank 0 asks.
+    """Return the model that the server serves. Collective: rank 0 sends the request.
 
-    Raises UserError on all ranks if it cannot be reached, or has another model.
+    Raises UserError on all ranks if the server cannot be reached or serves another model.
     """
     outcome: tuple[ServedModel | None, str] = (None, "")
     if dist.get_rank() == 0:
@@ -202,17 +204,17 @@ def _ask_for_model(cfg: TrainConfig, server: PolicyServer) -> tuple[ServedModel 
 
 
 def model_to_serve(cfg: TrainConfig) -> str:
-    """Return the folder or hub id that the server is started with."""
+    """Return the folder or hub id with which the server must be started."""
     if sends_adapter(cfg) and cfg.model.init_from:
         return cfg.model.init_from
     return str(server_folder(cfg))
 
 
 def is_same_model(root: str, wanted: str, exactly: bool) -> bool:
-    """Return True if what a server has may be the model that is wanted.
+    """Return True if the model that a server serves may be the wanted one.
 
-    exactly: it must be this folder, which new weights are written to; else another copy of the same
-    name will do, and a folder within a run.
+    exactly: require the same folder, because new weights are written to it; otherwise a copy in a
+    folder of the same name, or a folder inside the wanted one, is accepted too.
     """
     there, here = Path(root).resolve(), Path(wanted).resolve()
     if root == wanted or there == here:

@@ -1,4 +1,4 @@
-"""Signals to this process, noticed also while its main thread is blocked in a collective."""
+"""Handling of signals to this process, also while its main thread is blocked in a collective."""
 
 import os
 import signal
@@ -14,27 +14,31 @@ from fsdp_trainer.errors import Stopped
 from fsdp_trainer.process import ECHO_SECONDS, SIGNALS
 
 WAKE_SIGNAL = signal.SIGURG
-"""Interrupts the main thread's wait. By default it is ignored, so it harms no process."""
+"""Signal that interrupts the main thread's wait; ignored by default, so it harms no process."""
 WAIT_SECONDS = 0.5
-"""The longest wait in seconds before a stop interrupts it."""
+"""Seconds that a wait must have lasted before a stop interrupts it."""
 NEVER = float("inf")
 
 
 class SignalListener:
-    """Notices the signals in SIGNALS from its construction until `close`.
+    """Handles the signals in SIGNALS from its construction until `close`.
 
-    Python runs signal handlers in the main thread, between two bytecodes: never while it is blocked
-    in a collective. So a thread reads the signals' numbers from a pipe (signal.set_wakeup_fd). The
-    first signal asks for a stop in order. The second ends the process at once.
+    Python runs signal handlers in the main thread between two bytecodes, so never while it is
+    blocked in a collective. Therefore a thread reads the signals' numbers from a pipe
+    (signal.set_wakeup_fd). The first signal requests a clean stop, the second one ends the process
+    at once.
     """
 
     def __init__(self, say: Callable[[str], None], on_forced_exit: Callable[[str, int], Any]):
-        """on_forced_exit: called with the reason and the exit code before the process ends."""
+        """Install the handlers.
+
+        on_forced_exit: called with the reason and the exit code before the process ends at once.
+        """
         self.say, self.on_forced_exit = say, on_forced_exit
         self.received = 0
-        """The number of the signal to stop for, which another rank may have got; 0: none."""
+        """Number of the signal to stop for, which another rank may have received; 0: none."""
         self.first_at: float | None = None
-        """time.monotonic() when this process got its first signal."""
+        """time.monotonic() when this process received its first signal."""
         self._waiting_since, self._interrupt_reason = NEVER, ""
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -60,7 +64,7 @@ class SignalListener:
         self._threads.append(thread)
 
     def close(self) -> None:
-        """Stop listening and restore the handlers from before. May be called twice."""
+        """Stop listening and restore the previous handlers. May be called twice."""
         if not self.active or self._closed.is_set():
             return
         self._closed.set()
@@ -76,14 +80,14 @@ class SignalListener:
 
     @property
     def reason(self) -> str:
-        """The name of the signal to stop for; empty if there is none."""
+        """Name of the signal to stop for; empty if there is none."""
         return name_of(self.received)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let the block, a wait of the main thread that may never end, be ended by Stopped.
+        """Allow a stop to interrupt the block, a wait of the main thread that may never end.
 
-        That is raised once it has lasted WAIT_SECONDS, if any rank is to stop.
+        If any rank must stop, Stopped is raised in the block once it has lasted WAIT_SECONDS.
         """
         self._waiting_since = time.monotonic()
         try:
@@ -92,16 +96,16 @@ class SignalListener:
             self._waiting_since = NEVER
 
     def waits_long(self) -> bool:
-        """Return whether the main thread has been in `waiting` for longer than WAIT_SECONDS."""
+        """Return True if the main thread has been in `waiting` for longer than WAIT_SECONDS."""
         return time.monotonic() - self._waiting_since > WAIT_SECONDS
 
     def interrupt(self, reason: str) -> None:
-        """Raise Stopped(reason) in the main thread, if it waits long when the signal arrives."""
+        """Raise Stopped(reason) in the main thread if `waits_long` when the wake signal arrives."""
         self._interrupt_reason = reason
         signal.pthread_kill(threading.main_thread().ident or 0, WAKE_SIGNAL)
 
     def _handle(self, number: int, _frame: object) -> None:
-        """Run in the main thread, when it runs Python again."""
+        """Handle a signal. Python calls this in the main thread as soon as it runs Python code."""
         if number in SIGNALS:
             self.received = self.received or number
         if number == WAKE_SIGNAL and self.waits_long():
@@ -119,7 +123,7 @@ class SignalListener:
                 if number in SIGNALS:
                     self._receive(number)
                 elif number not in (0, WAKE_SIGNAL) and self._pipe_before >= 0:
-                    with suppress(OSError):  # for an event loop that ran before, as asyncio's
+                    with suppress(OSError):  # passes it on to an earlier event loop, e.g. asyncio
                         os.write(self._pipe_before, bytes([number]))
 
     def _receive(self, number: int) -> None:
@@ -133,7 +137,7 @@ class SignalListener:
             self.exit_now(f"second signal ({name})", 128 + number)
 
     def exit_now(self, reason: str, code: int) -> None:
-        """End the process, whatever its threads do."""
+        """End the process at once, regardless of its other threads."""
         run_with_timeout(self.say, f"{reason}\nEnded at once; what is committed stays")
         run_with_timeout(self.on_forced_exit, reason.partition("\n")[0], code)
         slots.leave()
@@ -141,20 +145,21 @@ class SignalListener:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a signal; empty for 0, which is none."""
+    """Return the name of a signal; empty for 0, which stands for no signal."""
     return signal.Signals(number).name if number else ""
 
 
 def is_interactive() -> bool:
-    """Return whether this is a notebook or Python's prompt.
+    """Return True in a notebook or at Python's prompt.
 
-    There the second interrupt raises KeyboardInterrupt: the process is more than this run.
+    There a second interrupt raises KeyboardInterrupt instead of ending the process, which does more
+    than this run.
     """
     return hasattr(sys, "ps1")
 
 
 def run_with_timeout(work: Callable[..., Any], *args: object) -> None:
-    """Call `work` in a thread, and go on after a second if a disk or terminal hangs."""
+    """Call `work` in a thread, and wait for at most a second, since a disk or terminal may hang."""
 
     def attempt() -> None:
         with suppress(Exception):
@@ -166,9 +171,11 @@ def run_with_timeout(work: Callable[..., Any], *args: object) -> None:
 
 
 def reset_signals_in_child() -> None:
-    """Undo the listener in a forked child, which shares its pipe: a signal to a worker is its own.
+    """Undo the listener in a forked child, such as a data worker.
 
-    A worker ends at SIGTERM. It ignores what is sent to a whole process group: its rank ends it.
+    The child shares the pipe, so a signal to it would otherwise reach its parent's listener. It
+    ends at SIGTERM. It ignores the other signals, which may be sent to its whole process group: its
+    rank ends it.
     """
     if signal.getsignal(WAKE_SIGNAL) != signal.SIG_DFL:
         signal.set_wakeup_fd(-1)

@@ -1,4 +1,4 @@
-"""Forward and backward of a step's micro-batches, and what the ranks then know of it together."""
+"""Forward and backward of a step's micro-batches, and the reduction of its metrics over ranks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -27,10 +27,10 @@ from fsdp_trainer.training.objective import negative_log_likelihood
 
 
 class StepResult(NamedTuple):
-    """A step, on the device.
+    """The result of a step; its tensors are on the device.
 
-    sums, worst: see ForwardBackward.run. grad_norm: before clipping, a scalar where the gradients
-    lie. scale: of the loss in this step, 1 where it has none.
+    sums, worst: see ForwardBackward.run. grad_norm: gradient norm before clipping, a scalar on the
+    gradients' device. scale: loss scale used in this step, 1 if there is none.
     """
 
     lr: float
@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class ForwardBackward:
-    """Runs micro-batches one after another. A pipeline's schedule: see PipelineForwardBackward."""
+    """Runs micro-batches one after another. For a pipeline, see PipelineForwardBackward."""
 
     model: Decoder
     objective: Callable[[Tensor], Objective]
@@ -52,20 +52,20 @@ class ForwardBackward:
     dims: Dims
     probe: EmbeddingGradProbe
     gradient_sync: GradientSync | None = None
-    """None: a pipeline's stages see to it."""
+    """None: the pipeline synchronises the gradients."""
     loss_scale: LossScale | None = None
-    """None: the loss is minimised as it is."""
+    """None: the loss is not scaled."""
     pair_figures: AnswerFigures | None = None
-    """None: neither answers nor a teacher are compared."""
+    """Metrics of compared answers or of a teacher; None: the objective has neither."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Leave the step's gradients sharded and summed over ranks. Collective.
+        """Compute the step's gradients, sharded and summed over ranks. Collective.
 
-        Returns what all ranks know then, on the device. sums: float64, of the step's metrics;
-        worst: float64 [2, ranks], of each rank its highest mean loss of a micro-batch (inf: not
-        finite), and which micro-batch that was.
+        Returns (sums, worst), equal on all ranks and on the device. sums: float64, the sums of the
+        step's metrics. worst: float64 [2, ranks], for each rank the highest mean loss of a
+        micro-batch (inf: not finite) and the index of that micro-batch.
 
-        micro_batches: those of `step`. Where this rank lacked its rows the loss is NaN on every
+        micro_batches: those of `step`. If rows are missing on any rank, the loss is NaN on every
         rank, and none updates its weights.
         """
         sums = self.metrics.zeros()
@@ -76,14 +76,17 @@ class ForwardBackward:
             self.metrics.add(sums, result)
             losses.append(self._own_loss(step.plan, result) + self._own_check())
             phases.enter("data")
-        phases.enter("backward")  # it ends with what the ranks have in common
+        phases.enter("backward")  # the reduction over ranks counts as part of it
         return self._together(step, sums, torch.stack(losses))
 
     def _together(self, step: StepBatches, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what `run` does. Collective. losses: [micro-batches, 2], see `_own_loss`."""
+        """Reduce over ranks; return the result of `run`. Collective.
+
+        losses: [micro-batches, 2], see `_own_loss`.
+        """
         worst = sums.new_zeros(2, self.dims.batch_ranks)
         highest = self._mean_losses(losses).max(0)
-        if self.dims.reads_first:  # one of those that read the same rows
+        if self.dims.reads_first:  # only one of the ranks that read the same rows
             worst[:, self.dims.batch_rank] = torch.stack([x.double() for x in highest])
         if step.data_missing:
             sums[self.metrics.position("loss")] = torch.nan
@@ -96,7 +99,7 @@ class ForwardBackward:
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
-        weights = batch.weights / (plan.weight or 1.0)  # a step may have no target
+        weights = batch.weights / (plan.weight or 1.0)  # a step may have no targets
         batch = shared_out(batch, plan)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else None
         scaled = weights if scale is None else weights * scale
@@ -113,7 +116,7 @@ class ForwardBackward:
     ) -> Iterator[tuple[MicroBatch, Scores]]:
         """Yield the scores of the step's micro-batches, without a gradient. Collective.
 
-        before: called before each, on all ranks alike; may raise.
+        before: called before each, on all ranks together; may raise.
         """
         for batch in step:
             before()
@@ -125,16 +128,16 @@ class ForwardBackward:
 
     @property
     def decoder(self) -> Any:
-        """Return what continues prompts."""
+        """Return the object that computes logits for generation."""
         return self.model
 
     def compute_apart(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Compute a micro-batch before the step begins, for comparison, and leave no gradient
-        behind.
+        """Compute a micro-batch separately from the step, for comparison, and clear its gradients.
 
-        Returns the objective's value, the gradient of the embedding's output, and the parameters'.
+        Returns the objective's value, the gradient of the embedding's output, and the gradients of
+        the parameters.
         """
         self._before_backward(last=True)
         result = self.compute(plan, batch)
@@ -147,11 +150,11 @@ class ForwardBackward:
             self.gradient_sync.before(last)
 
     def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
-        """Return a micro-batch's share of the reported loss, not divided: a scalar."""
+        """Return a micro-batch's addend to the loss before division by `weight`, a scalar."""
         return negative_log_likelihood(scores, batch.weights)
 
     def weight(self, plan: StepPlan) -> float:
-        """Return what the reported loss of a step is divided by."""
+        """Return the divisor of the reported loss of a step."""
         return plan.weight
 
     def own_weight(self, batch: MicroBatch) -> Tensor:
@@ -159,19 +162,19 @@ class ForwardBackward:
         return batch.weights.sum()
 
     def _own_loss(self, plan: StepPlan, result: MicroBatchResult) -> Tensor:
-        """Return Σ weight · loss of the tokens on this rank, and Σ weight: float64."""
+        """Return [2] float64: Σ weight · loss of the tokens on this rank, and Σ weight."""
         loss = (result.loss * (self.weight(plan) or 1.0)).double()
         return torch.stack([loss, self.own_weight(result.batch).double()])
 
     def _own_check(self) -> Tensor | float:
-        """Return 0; not finite where the last gradient of the embedding's output is not."""
+        """Return 0, or NaN if the last gradient of the embedding's output is not finite."""
         gradient = self.probe.pop()
         return 0.0 if gradient is None else 0 * gradient.sum(dtype=torch.float32).double()
 
     def _mean_losses(self, sums: Tensor) -> Tensor:
-        """Return the mean loss of each micro-batch, over the ranks that share its rows.
+        """Return the mean loss of each micro-batch over the ranks that share its rows. Collective.
 
-        sums: [micro-batches, 2], see `_own_loss`. Infinite where it is not finite. Collective.
+        sums: [micro-batches, 2], see `_own_loss`. A mean that is not finite is returned as inf.
         """
         self.dims.sum_over_context(sums)
         self.dims.sum_over_stages(sums)
@@ -181,7 +184,7 @@ class ForwardBackward:
 
 
 def shared_out(batch: MicroBatch, plan: StepPlan) -> MicroBatch:
-    """Return a micro-batch whose tokens have their share of the step's, where they are counted."""
+    """Return a micro-batch whose token_share, if any, is divided by the step's number of tokens."""
     if batch.token_share is None:
         return batch
     return replace(batch, token_share=batch.token_share / max(plan.tokens, 1))

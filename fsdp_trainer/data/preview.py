@@ -1,4 +1,4 @@
-"""The verb `preview`: a data set's figures, faults, and first rows as the model sees them."""
+"""The command `preview`: statistics, faults and first rows of a data set as the model sees it."""
 
 import json
 import re
@@ -30,11 +30,11 @@ from fsdp_trainer.observe.console import Console
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that move a terminal's cursor or change the direction of text."""
-LONGEST_CHARACTER = 4  # tokens: a byte each
+LONGEST_CHARACTER = 4  # tokens, one per byte of UTF-8
 
 
 def preview(cfg: PreviewConfig) -> int:
-    """Print `preview.rows` rows in the order of training; returns the exit code."""
+    """Print `preview.rows` rows in the order of training; return the exit code."""
     html = cfg.preview.html
     if html and not Path(html).expanduser().parent.is_dir():
         raise _cannot_write(html, "there is no such folder")
@@ -65,7 +65,7 @@ def _cannot_write(html: str, reason: str) -> UserError:
 
 
 def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
-    """Print the first rows, one object a line."""
+    """Print the first rows as JSON, one object per line."""
     rows: Iterable[RowData | StreamedRow]
     if prepared.streamed:
         rows = prepared.streamed.first_rows(cfg.preview.rows)
@@ -76,7 +76,7 @@ def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
 
 
 def as_json(index: int, row: RowData | StreamedRow) -> dict:
-    """Return the row without its padding; `weights` if a learnt position has another than 1."""
+    """Return the row without padding; with `weights` if a supervised position's differs from 1."""
     n = sum(row.documents)
     labels, weights = row.labels[:n], row.weights[:n]
     shown = {
@@ -95,7 +95,7 @@ def look(
     prepared: Prepared,
     order: Mixture,
 ) -> Page:
-    """Gather what there is to see. Raises UserError for a tokenizer that does not fit the model."""
+    """Gather the content of the preview. Raises UserError if tokenizer and model do not match."""
     lengths = np.concatenate([store.lengths for store in prepared.train])
     store, pieces = prepared.train[0], TokenTexts(tokenizer)
     known = [
@@ -138,7 +138,7 @@ def look(
 
 
 def title_of(store: TokenStore, sample: int) -> str:
-    """Return FILE:LINE of a sample, and which one it is of those of its line, or of its pair."""
+    """Return FILE:LINE of a sample, with its kind, side or number if its line has several."""
     if store.kinds is not None:
         return f"{store.where(sample)} ({KIND_NAMES[store.kinds[sample]]})"
     if store.group_starts is not None:
@@ -154,7 +154,7 @@ def reference_of(store: TokenStore, sample: int) -> str | None:
 
 
 def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
-    """The same of data that is streamed: of its first rows. Raises UserError as `look` does."""
+    """Gather the content of a stream's preview from its first rows. UserError as in `look`."""
     pieces, names, seq_len = TokenTexts(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
@@ -174,7 +174,7 @@ def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: Strea
 
 
 KIND_NAMES = ("good", "bad", "mismatched")
-"""Of the kinds of samples.py."""
+"""Names of the kinds of samples.py."""
 QUANTILES = (("shortest", 0), ("median", 50), ("90%", 90), ("99%", 99), ("longest", 100))
 NO_MARKERS = (
     "the chat template does not mark what the assistant says by {% generation %}",
@@ -184,7 +184,7 @@ NO_MARKERS = (
 
 
 def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, str]]:
-    """(name, value) of each figure in the table."""
+    """Return (name, value) of each statistic in the table."""
     samples, tokens, supervised = amounts(prepared.train)
     documents = sum(
         share * len(one.epoch(0).samples) / one.rows_per_epoch
@@ -207,7 +207,7 @@ def figures(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
-    """(name, value) of figures of preference pairs; empty without any."""
+    """Return (name, value) of statistics about preference pairs; empty if there are no pairs."""
     unpaired = [store for store in stores if store.kinds is not None]
     paired = [store for store in stores if store.group_starts is not None]
     if unpaired:
@@ -215,7 +215,7 @@ def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
     if not paired:
         return []
     learnt = [np.asarray(store.supervised) for store in paired]
-    # a model that learns from pairs easily learns to be long
+    # models that learn from pairs easily learn to write long answers
     chosen, rejected = (
         np.concatenate([each[place::2] for each in learnt]).mean() for place in range(len(SIDES))
     )
@@ -226,7 +226,7 @@ def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
 
 
 def unpaired_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
-    """(name, value) of figures of answers that are good or bad."""
+    """Return (name, value) of statistics about answers labelled good or bad."""
     kinds = np.concatenate([np.asarray(store.kinds) for store in stores])
     learnt = np.concatenate([np.asarray(store.supervised) for store in stores])
     return [
@@ -241,7 +241,7 @@ def unpaired_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
 
 
 def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tuple[str, ...]]:
-    """A line for each source, if there are several."""
+    """Return a table row for each source, if there are several."""
     parts = [
         (source, n)
         for store, n in zip(prepared.train, epochs(cfg, order), strict=True)
@@ -262,7 +262,7 @@ def sources(cfg: PreviewConfig, prepared: Prepared, order: Mixture) -> list[tupl
 
 
 def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
-    """Return how often the run goes over each component."""
+    """Return the number of epochs of each component in the run."""
     rows = (cfg.train.epochs or 1) * order.rows_per_epoch
     if cfg.train.steps is not None:
         rows = cfg.train.steps * cfg.batch.rows
@@ -271,7 +271,7 @@ def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
 
 
 def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
-    """Findings about components that a mixture repeats too often."""
+    """Return findings about components that a mixture repeats too often."""
     repeats = zip(order.components, epochs(cfg, order), strict=True)
     return [
         Finding(f"{c.name} is seen {n:.1f} times in this run", OFTEN)
@@ -281,9 +281,9 @@ def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """Count samples by length, between 1, 2, 3, 4, 6, 8 … tokens.
+    """Count samples by length, in ranges with edges 1, 2, 3, 4, 6, 8 … tokens.
 
-    Where that gives more than 13 bars, between powers of two.
+    If that gives more than 13 bars, only powers of two are edges.
     """
     edges = sorted({*(2**n for n in range(40)), *(3 * 2**n for n in range(40))})
     low, high = np.searchsorted(edges, [lengths.min(), lengths.max()], side="right")
@@ -298,9 +298,9 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def vocabulary(cfg: PreviewConfig, tokenizer: TextTokenizer) -> list[Finding]:
-    """Check that the model has a row for every token. Raises UserError if it lacks one."""
+    """Compare the vocabularies of model and tokenizer. UserError if the model's is smaller."""
     if cfg.model.init_from and is_hub_id(cfg.model.init_from):
-        return []  # not fetched for this
+        return []  # not downloaded just for this
     config = resolve_with_tokenizer(cfg.model, tokenizer.vocab_size, bool(cfg.tokenizer.add_tokens))
     if config.vocab_size == tokenizer.vocab_size:
         return []
@@ -324,14 +324,17 @@ def shown_row(
     pieces: "TokenTexts",
     references: list[str | None] | None = None,
 ) -> ShownRow:
-    """A row, document by document. where: FILE:LINE of each; names: of the sources; references: of
-    prompts their answers."""
+    """Return a row for display, document by document.
+
+    where: FILE:LINE of each document. names: names of the sources. references: reference answer of
+    each document that is a prompt.
+    """
     documents, start = [], 0
     references = references or [None] * len(where)
     about = zip(row.documents, row.sources, where, references, strict=True)
     for length, source, place, reference in about:
         here = slice(start, start + length)
-        # A token is learnt where the position before it has a label.
+        # a token is supervised if the position before it has a label
         weights = np.concatenate(
             [[0], np.where(row.labels[here] != -100, row.weights[here], 0)[:-1]]
         )
@@ -349,10 +352,10 @@ def shown_row(
 
 
 class TokenTexts:
-    """Text of single tokens.
+    """Decodes single tokens to text.
 
-    Decoders look at neighbours (a space at the beginning, bytes of one character), so each is
-    decoded behind another one.
+    Decoders depend on neighbouring tokens (for a leading space, or the bytes of one character), so
+    each token is decoded after a fixed one.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -363,7 +366,7 @@ class TokenTexts:
         self.known: dict[tuple[int, ...], str] = {}
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
-        """tokens, weights: [length]."""
+        """Return tokens as pieces of text. tokens, weights: [length]."""
         return list(self._cut(tokens.tolist(), weights.tolist()))
 
     def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[TextPiece]:
@@ -391,7 +394,7 @@ class TokenTexts:
             start += n
 
     def text(self, ids: list[int]) -> str:
-        """The text of these tokens, with control characters made visible."""
+        """Return the text of these tokens, with control characters made visible."""
         key = tuple(ids)
         if key not in self.known:
             text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]

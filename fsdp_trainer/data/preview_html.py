@@ -1,6 +1,6 @@
-"""A preview as one HTML file that needs nothing else: no network, no program.
+"""A preview as a single HTML file, which needs no network and no other program.
 
-The data is text of strangers: it is escaped, and no script of its own could run.
+The data is untrusted text: it is escaped, and scripts in it cannot run.
 """
 
 from base64 import b64encode
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def write(page: Page, file: Path) -> None:
-    """Write it; UserError where that cannot be."""
+    """Write the page to a file. Raises UserError if that fails."""
     loader = jinja2.FileSystemLoader(HERE)
     environment = jinja2.Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -39,7 +39,7 @@ def write(page: Page, file: Path) -> None:
 
 
 def _hash(content: str) -> str:
-    """The hash by which a Content-Security-Policy allows a script or a style."""
+    """Return the hash by which a Content-Security-Policy allows a script or a style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 

@@ -1,4 +1,4 @@
-"""The content of a preview: rows for people, figures and findings."""
+"""The content of a preview: rows for display, statistics and findings."""
 
 from dataclasses import dataclass, field
 
@@ -10,30 +10,30 @@ SOURCE_COLUMNS = ("source", "samples", "tokens", "share", "supervised", "epochs"
 
 @dataclass
 class TextPiece:
-    """A token, or those that only together are a character."""
+    """A token, or several tokens that form one character only together."""
 
     text: str
     ids: list[int]
     weight: float
-    """Its weight as a target; 0: it is context only."""
+    """Its loss weight as a target; 0 if it is context only."""
     special: bool
 
     def visible(self) -> str:
-        """The text; line ends are made visible if it is learnt or special."""
+        """Return the text; line ends are marked if it is supervised or special."""
         return self.text.replace("\n", "↵\n") if self.weight or self.special else self.text
 
 
 @dataclass
 class ShownDocument:
-    """A document of a row, or a whole sample."""
+    """A document of a row, or a complete sample."""
 
     where: str
     source: str
     pieces: list[TextPiece]
     next_label: int = -100
-    """The target of the last position, where the document goes on in another row."""
+    """The target of the last position, if the document continues in another row."""
     reference: str | None = None
-    """Of a prompt: the answer that the model's own are compared with."""
+    """The reference answer of a prompt."""
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class ShownDocument:
 
     @property
     def supervised(self) -> int:
-        """The number of its tokens that are learnt."""
+        """The number of supervised tokens."""
         return sum(len(piece.ids) for piece in self.pieces if piece.weight)
 
 
@@ -56,7 +56,7 @@ class ShownRow:
 
     @property
     def title(self) -> str:
-        """Return a line on its content."""
+        """A line that summarises its content."""
         tokens, supervised = (
             sum(getattr(document, what) for document in self.documents)
             for what in ("tokens", "supervised")
@@ -70,9 +70,9 @@ class ShownRow:
 
 @dataclass
 class Page:
-    """Everything that a preview shows, but for how it looks.
+    """Everything that a preview shows, independent of its output format.
 
-    A stream is not known beyond its rows.
+    For a stream, only its first rows are known.
     """
 
     name: str
@@ -80,11 +80,11 @@ class Page:
     template: Template
     rows: list[ShownRow]
     first: ShownDocument | None = None
-    """A whole sample."""
+    """The first sample, complete."""
     figures: list[tuple[str, str]] = field(default_factory=list)
     lengths: list[tuple[str, int]] = field(default_factory=list)
     histogram: list[tuple[str, int]] = field(default_factory=list)
-    """Samples by their number of tokens."""
+    """Number of samples by range of token counts."""
     sources: list[tuple[str, ...]] = field(default_factory=list)
-    """A line of SOURCE_COLUMNS for each, if there are several."""
+    """Values of SOURCE_COLUMNS for each source, if there are several."""
     findings: list[Finding] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A preview in the terminal, by rich. Without colour (a pipe, NO_COLOR) [[ ]] marks learnt text."""
+"""A preview in the terminal. Without colour (pipe, NO_COLOR), [[ ]] marks supervised text."""
 
 from itertools import groupby
 
@@ -39,7 +39,7 @@ def show(page: Page, console: Console | None = None) -> None:
         heading(console, f"{title}: {page.first.where}")
         console.print(body(page.first, colour), soft_wrap=True)
     show_rows(page, console, colour)
-    if page.findings or page.figures:  # of a stream only some are known
+    if page.findings or page.figures:  # only some findings are known for a stream
         heading(console, "findings" if page.findings else "nothing to warn about")
     for finding in page.findings:
         console.print(finding_text(finding), soft_wrap=True)  # so that a place can be copied
@@ -69,20 +69,20 @@ def show_data(page: Page, console: Console) -> None:
 
 
 def heading(console: Console, title: str) -> None:
-    """A line that begins a part."""
+    """Print the heading of a section."""
     console.print()
     console.print(Text(title, "bold"), soft_wrap=True)
 
 
 def edge(document: ShownDocument, i: int, count: int) -> str:
-    """The line above a document of a row."""
+    """Return the line above a document of a row."""
     source = f", {document.source}" if document.source else ""
     tokens = f"{document.tokens:,} tokens, {document.supervised:,} supervised"
     return f"──── {i + 1} of {count}: {document.where}{source}, {tokens}"
 
 
 def bars(histogram: list[tuple[str, int]]) -> Table:
-    """A bar for each range of lengths."""
+    """Return a table with a bar for each range of lengths."""
     table, longest = Table.grid(padding=(0, 2)), max(n for _, n in histogram)
     table.add_column(justify="right")
     table.add_column(justify="right")
@@ -93,7 +93,7 @@ def bars(histogram: list[tuple[str, int]]) -> Table:
 
 
 def legend() -> Text:
-    """A line that explains the colours."""
+    """Return a line that explains the colours."""
     parts = [
         ("learnt", style(1, False)),
         ("learnt with another weight", style(0.5, False)),
@@ -105,13 +105,13 @@ def legend() -> Text:
 
 
 def style(weight: float, special: bool) -> str:
-    """The rich style of a token."""
+    """Return the rich style of a token."""
     learnt = "black on green" if weight == 1 else "black on yellow" if weight else ""
     return f"bold {learnt}" if special and learnt else "cyan" if special else learnt or "default"
 
 
 def body(document: ShownDocument, colour: bool) -> Text:
-    """The text of a document."""
+    """Return the text of a document with its tokens marked."""
 
     def kind(piece: TextPiece) -> tuple[float, bool]:
         return piece.weight, colour and piece.special
@@ -127,7 +127,7 @@ def body(document: ShownDocument, colour: bool) -> Text:
 
 
 def finding_text(finding: Finding) -> Text:
-    """A finding, its fix, and the first places of it."""
+    """Return a finding with its advice and first places."""
     mark = ("warning ", "bold yellow") if finding.is_warning else ("note    ", "dim")
     below = [(f"→ {finding.fix}", "")] * bool(finding.fix) + [
         (place, "dim") for place in finding.places

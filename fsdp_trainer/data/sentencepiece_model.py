@@ -1,8 +1,9 @@
-"""SentencePiece `.model` files, read into a `tokenizers.Tokenizer`: one backend, token offsets, and
-a tokenizer.json that loads anywhere.
+"""Reads SentencePiece `.model` files into a `tokenizers.Tokenizer`.
 
-The text gets its leading space only at the start, not after special tokens; with `legacy` also
-there, as transformers has it under that name.
+That gives a single backend, token offsets, and a tokenizer.json that loads anywhere.
+
+The leading space is added only at the start of a text. With `legacy` it is also added after special
+tokens, as with the option of that name in transformers.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokenizers import (
 )
 
 ModelProto = Any
-"""The class of the message in sentencepiece.sentencepiece_model_pb2, which is made at import."""
+"""The class of the message in sentencepiece.sentencepiece_model_pb2, which is created at import."""
 PROBES = (
     "The quick brown fox, 1984.",
     " one",
@@ -36,8 +37,9 @@ def read_sentencepiece(
 ) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer, and its special tokens by name (bos_token, eos_token …).
 
-    legacy: a text behind a special token begins with a space too; prefix: False leaves out the
-    space that the model puts before a text. ValueError if the file is no SentencePiece model.
+    legacy: if True, text after a special token also starts with a space. prefix: False omits the
+    space that the model adds before a text. Raises ValueError if the file is not a SentencePiece
+    model.
     """
     model = _parse(path)
     trainer, normalizer, Piece = model.trainer_spec, model.normalizer_spec, model.SentencePiece
@@ -76,7 +78,7 @@ def read_sentencepiece(
 
 
 def _parse(path: Path) -> ModelProto:
-    """Return the message in the file. ValueError if there is none, or no model that is read."""
+    """Return the file's message. Raises ValueError if it has none, or an unsupported model type."""
     from google.protobuf.message import DecodeError  # no other tokenizer needs it
     from sentencepiece import sentencepiece_model_pb2
 
@@ -94,7 +96,7 @@ def _parse(path: Path) -> ModelProto:
 
 
 def _check(tokenizer: Tokenizer, path: Path) -> None:
-    """Compare with SentencePiece itself. ValueError for a text that has other tokens."""
+    """Compare with SentencePiece itself. Raises ValueError if a text gets different tokens."""
     from sentencepiece import SentencePieceProcessor
 
     original = SentencePieceProcessor(model_file=str(path))
@@ -125,9 +127,9 @@ def _model(model: ModelProto) -> models.Model:
 
 
 def _merges(model: ModelProto) -> list[tuple[str, str]]:
-    """Return every way in which two pieces make a third, best score first.
+    """Return all pairs of pieces that form another piece, best score first.
 
-    SentencePiece stores no merges, only scores.
+    SentencePiece stores only scores, no merges.
     """
     rank = {
         piece.piece: (-piece.score, id)
@@ -146,9 +148,9 @@ def _merges(model: ModelProto) -> list[tuple[str, str]]:
 
 
 def _put_spaces(tokenizer: Tokenizer, spec: Any, prefix_space: bool, legacy: bool) -> None:
-    """Let the tokenizer normalise texts as the model says, and write ▁ for a space.
+    """Set the tokenizer's normalisation as in the model, with ▁ for a space.
 
-    prefix_space: a text gets a space before it; legacy: behind special tokens too.
+    prefix_space: a text gets a space before it. legacy: also after special tokens.
     """
     steps: list[normalizers.Normalizer] = []
     first = "first" if prefix_space and not legacy else "never"
@@ -156,13 +158,13 @@ def _put_spaces(tokenizer: Tokenizer, spec: Any, prefix_space: bool, legacy: boo
     if spec.precompiled_charsmap:
         steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
-        # a space at the beginning is the one that would be put there; without it a text would
-        # not begin where it did, and Metaspace would put none
+        # a leading space is kept as the one that would be added; if it were stripped, the offsets
+        # of the text would change, and Metaspace would add none
         steps.append(normalizers.Strip(left=first == "never", right=True))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     elif first == "first":
-        # Metaspace puts no space before a text that begins with its replacement: so all spaces
-        # are replaced before, and a space stands for the replacement until the last step
+        # Metaspace adds no space to a text that begins with its replacement character. So all
+        # spaces are replaced first, and until the last step a space is used as the replacement
         steps.append(normalizers.Replace(" ", "▁"))
         last = pre_tokenizers.Metaspace("▁", prepend_scheme="never", split=False)
         metaspaces = [pre_tokenizers.Metaspace(" ", prepend_scheme=first, split=False), last]

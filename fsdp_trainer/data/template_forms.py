@@ -1,4 +1,4 @@
-"""The forms in which a chat template reads what a turn holds, and turns handed over in them."""
+"""The forms in which chat templates read turns, and conversion of turns to them."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from typing import Any
 from fsdp_trainer.data.messages import Message
 
 INLINE, PART = "inline", "part"
-"""Reasoning as `<think>` in the content, or as a part of the content."""
+"""Reasoning in `<think>` tags within the content, or as a part of the content."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning", "tool_plan")
 THINK_END = "</think>"
 ID_FORMS: dict[str, tuple[str, re.Pattern[str]]] = {
@@ -17,37 +17,37 @@ ID_FORMS: dict[str, tuple[str, re.Pattern[str]]] = {
     "nine letters": ("call{number:05}", re.compile("[a-zA-Z0-9]{9}")),
     "name and number": ("functions.{name}:{number}", re.compile(r"functions\.[^:]+:\d+")),
 }
-"""Ids of tool calls that templates ask for: how a missing one is made, and which ones fit."""
+"""Formats of tool call ids that templates require: how to make one, and the pattern to match."""
 
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms in which one chat template reads what a turn holds."""
+    """The forms in which one chat template reads the content of turns."""
 
     parts: bool = False
-    """Content is a list of parts, not a text."""
+    """Content is a list of parts instead of a string."""
     system: str = "turn"
-    """`turn`: shown; `prompt`: shown while the last turn is the user's; `user`: not shown."""
+    """`turn`: shown; `prompt`: shown only if the last turn is the user's; `user`: not shown."""
     tools: bool = True
     """Descriptions of tools are shown."""
     arguments: str | None = "object"
-    """Arguments of tool calls: `object`, or `text` that holds JSON; None: no calls are shown."""
+    """Arguments of tool calls: `object`, or `text` with JSON; None: calls are not shown."""
     call_ids: str | None = None
-    """A name in ID_FORMS; None: calls need no id."""
+    """A key of ID_FORMS; None: calls need no id."""
     empty_content: str | None = ""
-    """Content of a turn that holds calls and no text."""
+    """Content of a turn with calls and no text."""
     results: str | None = "plain"
-    """Results of tools: `plain`; `ids`: with tool_call_id; `names`: with name also; None: none."""
+    """Tool results: `plain`; `ids`: with tool_call_id; `names`: with name too; None: not shown."""
     reasoning: str | None = "reasoning_content"
-    """Key of the reasoning of an answer, or INLINE, or PART; None: it is not shown."""
+    """Key of an answer's reasoning, or INLINE, or PART; None: it is not shown."""
     call_reasoning: str | None = "reasoning_content"
-    """The same of a turn with tool calls."""
+    """The same for a turn with tool calls."""
     inline_thinking: bool = True
     """`<think>` within the content is shown."""
 
     @property
     def needs_ids(self) -> bool:
-        """True where calls or results are shown with ids."""
+        """True if calls or results are shown with ids."""
         return bool(self.call_ids) or self.results in ("ids", "names")
 
 
@@ -56,8 +56,8 @@ def hand_over(
 ) -> list[Message]:
     """Return the conversation in the forms that a template reads.
 
-    What the template has no form for becomes text. note: called with a key of `findings.KINDS`
-    for each thing of that sort.
+    Content that the template has no form for becomes text. note: called with a key of
+    `findings.KINDS` for each such kind of content.
     """
     if forms.needs_ids:
         messages = list(_with_ids(messages, forms))
@@ -79,7 +79,7 @@ def hand_over(
 
 
 def _after_system(system: Message, message: Message, note: Callable[[str], Any]) -> Message:
-    """Return the user's turn with the system text before its own."""
+    """Return the user's turn with the system text prepended."""
     if not system["content"]:
         return message
     note("system_in_user")
@@ -87,7 +87,7 @@ def _after_system(system: Message, message: Message, note: Callable[[str], Any])
 
 
 def _with_empty_content(message: Message, forms: Forms) -> Message:
-    """Return a call with the content that the template wants where there is none."""
+    """Return a turn with calls; content that is empty gets the form that the template reads."""
     if message["content"] or forms.empty_content is not None:
         return message
     return {**message, "content": None}
@@ -112,7 +112,7 @@ def _answer(message: Message, forms: Forms, note: Callable[[str], Any]) -> Messa
 def _reasoning(
     message: Message, reasoning: str, key: str | None, forms: Forms, note: Callable[[str], Any]
 ) -> Message:
-    """Return the turn with its reasoning under the template's own key, or in its content."""
+    """Return the turn with its reasoning under the template's key, or within its content."""
     content = message["content"]
     message = {name: value for name, value in message.items() if name != "reasoning_content"}
     if key is None:
@@ -132,7 +132,7 @@ def _reasoning(
 
 
 def split_thinking(content: str) -> tuple[str, str]:
-    """Return the reasoning that a content begins with, in `<think>` tags, and what follows it."""
+    """Return the reasoning in `<think>` tags at the start of a content, and the text after it."""
     if THINK_END not in content:
         return "", content
     before, _, answer = content.partition(THINK_END)
@@ -140,9 +140,9 @@ def split_thinking(content: str) -> tuple[str, str]:
 
 
 def _without_inline_thinking(message: Message) -> Message:
-    """Return the turn with the reasoning of its content as `reasoning_content`.
+    """Return the turn with reasoning from its content moved to `reasoning_content`.
 
-    A template that cuts `<think>` out of the content leaves the line ends that followed it.
+    A template that cuts `<think>` out of the content would leave the line ends after it.
     """
     reasoning, answer = split_thinking(message["content"])
     message = {**message, "content": answer}
@@ -154,7 +154,7 @@ def _without_inline_thinking(message: Message) -> Message:
 def _calling(
     message: Message, calls: list[dict], forms: Forms, note: Callable[[str], Any]
 ) -> Message:
-    """Return the turn with arguments as the template reads them, or with its calls as text."""
+    """Return the turn with arguments in the template's form, or with its calls as text."""
     if forms.arguments is None:
         note("calls_as_text")
         message = {**message, "content": call_text(message)}
@@ -173,7 +173,7 @@ def _with_text_arguments(call: dict) -> dict:
 
 
 def call_text(message: Message) -> str:
-    """Return the text of a turn whose template knows no tool calls: they are JSON, one a line."""
+    """Return the text of a turn with calls as JSON, one per line, for templates without calls."""
     if "text" in message:
         return message["text"]
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
@@ -181,11 +181,11 @@ def call_text(message: Message) -> str:
 
 
 def _with_ids(messages: list[Message], forms: Forms) -> Iterator[Message]:
-    """Yield the turns with ids of calls and results that fit, and results with their names."""
+    """Yield the turns with valid ids of calls and results, and with the names of results."""
     id_form, fits = ID_FORMS[forms.call_ids or "any"]
     number = 0
-    given: dict[str, tuple[str, str]] = {}  # id in the data → id, name
-    waiting: list[tuple[str, str]] = []  # id, name of calls without a result yet
+    given: dict[str, tuple[str, str]] = {}  # id in the data → new id, name
+    waiting: list[tuple[str, str]] = []  # id and name of calls that have no result yet
     for message in messages:
         if message["role"] == "assistant" and message.get("tool_calls"):
             waiting, calls = [], []
@@ -211,7 +211,7 @@ def _answering(
     waiting: list[tuple[str, str]],
     forms: Forms,
 ) -> Message:
-    """Return the result with the id and the name of the call that it answers."""
+    """Return a tool result with the id and name of its call."""
     answered = given.get(str(message.get("tool_call_id")))
     if answered is None and waiting:
         answered = waiting[0]

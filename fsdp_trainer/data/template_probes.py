@@ -1,4 +1,4 @@
-"""Capabilities of a chat template, read off the small conversations that it renders."""
+"""Detects the capabilities of a chat template by rendering small conversations."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from fsdp_trainer.data.template_forms import (
 )
 
 Render = Callable[[list[Message], list[dict] | None, bool], str]
-"""(messages, tools, add_generation_prompt) to a text; RowError if the template refuses them."""
+"""(messages, tools, add_generation_prompt) to text; RowError if the template refuses them."""
 
 SYSTEM: Message = {"role": "system", "content": "probed system"}
 ASK: Message = {"role": "user", "content": "probed question"}
@@ -43,34 +43,34 @@ TOOL = {
     },
 }
 UNLIKE_JSON = ("{'probed_key'", '\\"probed_key')
-"""Arguments as Python prints an object, and a text of JSON written as JSON once more."""
+"""Signs of wrong arguments: an object printed by Python, or JSON text encoded as JSON again."""
 
 PRINTED_PARTS = ("'type': 'thinking'", '"type": "thinking"')
-"""Parts of a content that were written as if they were a text."""
+"""Signs of content parts that were printed as if they were text."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A conversation, the forms to hand it over in, and the texts that must appear."""
+    """A conversation, the forms to render it in, and texts that must and must not appear."""
 
     forms: dict[str, Any]
     messages: list[Message]
     shows: tuple[str, ...]
     hides: tuple[str, ...] = ()
     is_prompt: bool = False
-    """Rendered with the generation prompt."""
+    """True if it is rendered with the generation prompt."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question to a template: the first probe that succeeds answers it, else `otherwise`."""
+    """A question about a template: the first probe that succeeds answers it, else `otherwise`."""
 
     probes: tuple[Probe, ...]
     otherwise: dict[str, Any]
 
 
 def _call_probes() -> Iterator[Probe]:
-    """Yield those in which arguments are JSON first, then any that show a call."""
+    """Yield probes for tool calls: first those that require JSON arguments, then any."""
     shows = ("probed_call", "probed_key", "probed_value")
     ways = list(product((None, *ID_FORMS), ("", None), ("object", "text")))
     for hides in (UNLIKE_JSON, ()):
@@ -81,7 +81,7 @@ def _call_probes() -> Iterator[Probe]:
 
 
 def _result_probes() -> Iterator[Probe]:
-    """Yield those that end in an answer first, then those that end in the result."""
+    """Yield probes for tool results: first those that end in an answer, then in the result."""
     shows = ("probed result",)
     for messages, is_prompt in (([ASK, CALL, RESULT, ANSWER], False), ([ASK, CALL, RESULT], True)):
         for form in ("plain", "ids", "names"):
@@ -127,11 +127,11 @@ QUESTIONS = (
         {"inline_thinking": False},
     ),
 )
-"""Probes in the order in which they run: each uses the forms that earlier ones have shown."""
+"""Questions in the order in which they are asked; each uses the forms found by earlier ones."""
 
 
 def find_forms(render: Render, with_tools: bool) -> Forms:
-    """Return the forms that a template reads. with_tools: where tools are described to it."""
+    """Return the forms that a template reads. with_tools: whether tools are passed to it."""
     tools = [TOOL] if with_tools else None
     forms = Forms()
     for question in QUESTIONS:

@@ -1,12 +1,12 @@
-"""Chat templates rendered by joining texts, where a template was followed before.
+"""Faster rendering of chat templates, by joining texts along a recorded path of the template.
 
-Conversations of one shape (the same roles and keys, in the same order) differ in their texts alone.
-For a shape that occurs again the template is rendered once with texts that note what is done with
-them: the result is then known as pieces of the template and of these texts, together with every
-condition that the template looked at (`'</think>' in content`). Another conversation of the shape
-that meets the same conditions gets its text by joining its own pieces, which takes a small part of
-the time. Whatever else a template does with a text (its length, a loop over it, a filter that is
-not known here) is not followed: such conversations are rendered by the template itself.
+Conversations of one shape (the same roles and keys, in the same order) differ only in their texts.
+When a shape occurs again, the template is rendered once with texts that record what is done with
+them. The result is then known as pieces of the template and of these texts, together with every
+condition that the template tested (`'</think>' in content`). The text of another conversation of
+that shape that meets the same conditions is made by joining its own pieces, in a small part of the
+time. Other uses of a text (its length, a loop over it, an unknown filter) cannot be recorded; such
+conversations are rendered by the template itself.
 """
 
 from collections import Counter
@@ -26,26 +26,26 @@ from fsdp_trainer.data.template_language import ChatEnvironment, compile_templat
 from fsdp_trainer.data.traced_texts import METHODS, NotTraced, Trace, Traced, joined
 
 SHAPES = 2000
-"""Shapes that are remembered; a trace of 12 turns takes some 10 kB."""
+"""Maximum number of shapes that are remembered; a trace of 12 turns takes about 10 kB."""
 TRACES = 8
-"""The most traces of one shape, each another way through the template."""
+"""Maximum number of traces per shape, each a different path through the template."""
 CHECKS = 2
-"""First uses of a trace that are compared with what the template renders."""
+"""Number of first uses of a trace that are compared with the template's own text."""
 FAILURES = 20
-"""More failures than successes by this many end the tracing of a template."""
+"""Tracing of a template ends when failures exceed successes by this many."""
 ALTERATIONS: tuple[Callable[[str], str], ...] = (
     lambda text: text and text + "q7",
     lambda text: text and "q7" + text,
     lambda text: text[: len(text) // 2] + "q7" * bool(text) + text[len(text) // 2 :],
 )
-"""Other texts with which each trace is tried; empty ones stay empty."""
+"""Changes to the texts with which each trace is tested; empty texts stay empty."""
 CONSTANT = frozenset({"role", "type"})
-"""Keys whose text belongs to the shape: templates choose by it."""
+"""Keys whose text is part of the shape, since templates branch on it."""
 SCALARS = (str, int, float, bool, type(None))
 
 
 def holds_traced(value: Any) -> bool:
-    """Return whether a value may hold a traced text: true of what is not known."""
+    """Return whether a value may hold a traced text; True for unknown types."""
     if value is None or type(value) in (str, int, float, bool):
         return False
     if isinstance(value, list | tuple):
@@ -62,9 +62,9 @@ def _check(name: str, *values: Any) -> None:
 
 
 def _guarded(name: str, function: Any) -> Any:
-    """Return a filter or test that raises NotTraced where it is given a traced text."""
+    """Return a filter or test that raises NotTraced if it receives a traced text."""
 
-    @wraps(function)  # with the marks that Jinja puts on those that take a context
+    @wraps(function)  # keeps the marks of Jinja on functions that need a context
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _check(name, *args, *kwargs.values())
         return function(*args, **kwargs)
@@ -73,7 +73,7 @@ def _guarded(name: str, function: Any) -> Any:
 
 
 def _true_of_texts(test: Any) -> Any:
-    """Return a test that a text passes, whatever it is."""
+    """Return a test that every traced text passes."""
 
     def of_texts(value: Any) -> bool:
         return isinstance(value, Traced) or test(value)
@@ -91,31 +91,31 @@ def _join_filter(value: Iterable[Any], d: str = "", attribute: Any = None) -> st
 
 
 def contains(value: Any, container: Any) -> bool:
-    """Return `value in container`, noted where it can be."""
+    """Return `value in container`, recorded in the trace if possible."""
     if holds_traced(value) and not isinstance(container, list | tuple):
-        raise NotTraced("in")  # a text would look into the traced one unseen
+        raise NotTraced("in")  # the container would search for the traced text unrecorded
     return value in container
 
 
 SCOPES = ("_loop_vars", "_block_vars")
-"""Arguments that Jinja adds to calls, for functions that look into its context."""
+"""Arguments that Jinja adds to calls, for functions that read its context."""
 FILTERS = {
     "default", "d", "first", "last", "list", "length", "count", "items", "selectattr", "rejectattr",
     "select", "reject", "map", "string", "trim", "lower", "upper", "reverse",
 }  # fmt: skip
-"""Filters that use a text by its own methods alone."""
+"""Filters that access a text only through its own methods."""
 TESTS = {
     "defined", "undefined", "none", "string", "mapping", "number", "integer", "float", "boolean",
     "true", "false", "eq", "equalto", "==", "ne", "!=",
 }  # fmt: skip
-"""Tests of which the same holds."""
+"""Tests that access a text only through its own methods."""
 
 
 class TracingCode(CodeGenerator):
-    """Writes what would look into texts unseen as calls of the environment."""
+    """Compiles operations that would read texts unrecorded into calls of the environment."""
 
     def visit_Concat(self, node: Any, frame: Any) -> None:
-        """Write `a ~ b`."""
+        """Compile `a ~ b`."""
         self.write("environment.concat((")
         for inner in node.nodes:
             self.visit(inner, frame)
@@ -123,11 +123,11 @@ class TracingCode(CodeGenerator):
         self.write("))")
 
     def visit_ScopedEvalContextModifier(self, node: Any, frame: Any) -> None:
-        """Refuse `{% autoescape %}`: texts would be escaped unseen."""
+        """Refuse `{% autoescape %}`, since texts would be escaped unrecorded."""
         raise NotTraced("autoescape")
 
     def visit_Compare(self, node: Any, frame: Any) -> None:
-        """Write a comparison; `in` as a call."""
+        """Compile a comparison; `in` becomes a call."""
         if not any(operand.op in ("in", "notin") for operand in node.ops):
             return super().visit_Compare(node, frame)
         operand = node.ops[0]
@@ -142,7 +142,7 @@ class TracingCode(CodeGenerator):
 
 
 class TracingEnvironment(ChatEnvironment):
-    """The environment of chat templates, for a rendering with traced texts."""
+    """Environment of chat templates for rendering with traced texts."""
 
     code_generator_class = TracingCode
     concat = staticmethod(joined)
@@ -150,7 +150,7 @@ class TracingEnvironment(ChatEnvironment):
     intercepted_binops = frozenset(ChatEnvironment.default_binop_table) - {"+"}
 
     def from_string(self, *args: Any, **kwargs: Any) -> jinja2.Template:
-        """Compile a template, whose filters and tests see traced texts only in known ways."""
+        """Compile a template whose filters and tests use traced texts only in known ways."""
         self._guard()
         return super().from_string(*args, **kwargs)
 
@@ -170,12 +170,12 @@ class TracingEnvironment(ChatEnvironment):
             self.tests[name] = _true_of_texts(test)
 
     def call_binop(self, context: Context, operator: str, first: Any, second: Any) -> Any:
-        """Compute all operators but +, without traced texts."""
+        """Compute an operator other than +, which no traced text may take part in."""
         _check(operator, first, second)
         return super().call_binop(context, operator, first, second)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return what the sandbox returns; of a traced text, methods that it notes."""
+        """Return the sandbox's result, or for a traced text a method that records its use."""
         if isinstance(obj, Traced):
             if attribute not in METHODS:
                 raise NotTraced(attribute)
@@ -183,18 +183,18 @@ class TracingEnvironment(ChatEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Return an item; none is chosen by a traced text."""
+        """Return an item; raises NotTraced if a traced text is the key."""
         _check("item", argument)
         return super().getitem(obj, argument)
 
     def call(
-        __self,  # a template may give any names
+        __self,  # a template may use any argument names
         __context: Context,
         __obj: Any,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call a function that does nothing unseen with traced texts."""
+        """Call a function; raises NotTraced if it could use a traced text unrecorded."""
         is_known = isinstance(__obj, Macro | LoopContext) or __obj is Namespace
         owner = getattr(__obj, "__self__", None)
         if not is_known and not isinstance(owner, Traced | LoopContext):
@@ -204,9 +204,9 @@ class TracingEnvironment(ChatEnvironment):
 
 
 class Renderer:
-    """Renders conversations with one template, by traces where it can.
+    """Renders conversations with one template, by traces where possible.
 
-    values: variables that it is given besides.
+    values: further variables of the template.
     """
 
     def __init__(self, source: str, today: date, values: Mapping[str, Any]):
@@ -216,11 +216,11 @@ class Renderer:
         self._traces: dict[tuple, list[Trace]] = {}
         """Traces by shape."""
         self._missed: Counter[tuple] = Counter()
-        """The number of times that a shape was rendered by the template itself."""
+        """Number of times that the template itself rendered each shape."""
         self._tries = FAILURES
 
     def render(self, messages: list[Message], tools: list[dict] | None, is_prompt: bool) -> str:
-        """Return the text of turns in the template's forms. It may raise anything."""
+        """Return the text of turns in the template's forms. May raise any exception."""
         contents: list[str] = []
         shape = None
         if tools is None and (self._tries or self._traces):
@@ -240,14 +240,14 @@ class Renderer:
     def _note_miss(
         self, shape: Any, text: str, messages: list[Message], contents: list[str], is_prompt: bool
     ) -> None:
-        """Trace the template for a shape of conversation that comes again and has no trace."""
+        """Trace the template for a shape that occurred before and has no matching trace."""
         if self._tries and (shape in self._missed or len(self._missed) < SHAPES):
             self._missed[shape] += 1
             if 1 < self._missed[shape] <= 1 + TRACES:
                 self._follow(shape, text, messages, contents, is_prompt)
 
     def _checked(self, trace: Trace, text: str, messages: list[Message], is_prompt: bool) -> str:
-        """Return what the template renders. Traces are given up if theirs is another text."""
+        """Return the template's own text; drop all traces if the trace's text differs."""
         plain = self._plain(self._compiled, messages, None, is_prompt)
         trace.uses += 1
         if plain != text:
@@ -257,7 +257,7 @@ class Renderer:
     def _follow(
         self, shape: tuple, text: str, messages: list[Message], contents: list[str], is_prompt: bool
     ) -> None:
-        """Add a trace of this rendering to those of its shape, if it can be followed."""
+        """Add a trace of this rendering to those of its shape, if tracing succeeds."""
         try:
             if self._tracing is None:
                 tracing = environment(self._today, TracingEnvironment)
@@ -268,16 +268,16 @@ class Renderer:
             holds = trace.text(contents) == text and self._holds_for_others(
                 trace, messages, is_prompt
             )
-        except Exception:  # NotTraced, or whatever a template makes of texts that are not plain
+        except Exception:  # NotTraced, or any error of a template that gets unusual texts
             holds = False
         if holds:
             self._traces.setdefault(shape, []).append(trace)
         self._tries += 1 if holds else -1
 
     def _holds_for_others(self, trace: Trace, messages: list[Message], is_prompt: bool) -> bool:
-        """Return whether a trace gives what the template renders of altered texts.
+        """Return whether a trace gives the template's own text for altered contents.
 
-        False where no alteration meets the conditions.
+        False if no alteration meets the conditions of the trace.
         """
         outcomes = []
         for alter in ALTERATIONS:
@@ -306,15 +306,15 @@ class Renderer:
 
 
 def shape_of(messages: list[Message], is_prompt: bool, contents: list[str]) -> tuple | None:
-    """Return all of a conversation but its texts, which are added to `contents`.
+    """Return everything of a conversation except its texts, which are appended to `contents`.
 
-    None if it holds what no trace follows.
+    None if it holds a type of value that cannot be traced.
     """
     shape: list[Any] = [is_prompt]
     try:
         for message in messages:
             shape.append(len(message))
-            for name, value in message.items():  # as _add_shape does it, without calls for texts
+            for name, value in message.items():  # same as _add_shape, but without a call per text
                 shape.append(name)
                 if type(value) is str:
                     (shape if name in CONSTANT else contents).append(value)
@@ -345,7 +345,7 @@ def _add_shape(value: Any, name: str, shape: list[Any], contents: list[str]) -> 
 
 
 def _with_texts(value: Any, name: str, make: Callable[[str], str]) -> Any:
-    """Return a value with each text of it made into another, in the order of `shape_of`."""
+    """Return a value with each of its texts replaced by `make`, in the order of `shape_of`."""
     if type(value) is dict:
         return {key: _with_texts(inner, key, make) for key, inner in value.items()}
     if type(value) is list:

@@ -1,11 +1,14 @@
-"""LoRA beside what one would write with peft, accelerate's FSDP2 and transformers: speed, memory, bytes sent and stored.
+"""LoRA compared with peft under accelerate's FSDP2: speed, memory, bytes sent and stored.
 
     python -m benchmarks.adapters [--repeat 3] [--ranks 2] [--check]
-    python -m benchmarks.adapters --gpu llama3_8b          # on one GPU, beside torchtune's published figures; --gpu tiny tries it out
+    python -m benchmarks.adapters --gpu llama3_8b  # one GPU, against torchtune's published figures
+    python -m benchmarks.adapters --gpu tiny       # the same with a tiny model, to try it out
 
-Model, samples and the two ways of batching are those of benchmarks.train_step; adapters of rank 16 on all linear layers of the blocks, float32,
-begin with the same numbers, so that losses must agree. A checkpoint of the others is what transformers' Trainer stores of an adapter: its
-weights and the optimizer's state. Bytes sent are those of a rank's all-gathers and reduce-scatters, per step.
+Model, samples and the two ways of batching are those of benchmarks.train_step. Adapters of rank 16
+on all linear layers of the blocks, in float32, start from the same numbers, so losses must agree.
+The checkpoint of the peft script holds what transformers' Trainer stores of an adapter: its weights
+and the optimizer's state. Bytes sent are those of a rank's all-gathers and reduce-scatters, per
+step.
 """
 
 import contextlib
@@ -52,7 +55,7 @@ PUBLISHED = {
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's task."""
     given = arguments(__doc__, repeat=3, ranks=2, task="", gpu="")
     if given.task:
         task = json.loads(Path(given.task).read_text())
@@ -95,7 +98,7 @@ def main() -> None:
 
 
 def measure(folder: Path, who: str, way: str, task: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the figures of one training."""
+    """Train once and return the figures. who: a key of PROGRAMS; way: a key of ROWS."""
     out = folder / f"{who}-{way}-{time.monotonic_ns()}"
     shape = [f"batch.micro_rows={ROWS[way] // ranks}", f"train.steps={STEPS}", "precision=fp32"]
     adapter = ["adapter=lora", f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}"]
@@ -116,7 +119,7 @@ def measure(folder: Path, who: str, way: str, task: dict[str, Any], ranks: int) 
 
 
 def draw_adapter(folder: Path) -> None:
-    """Write the matrices A with which our training begins, by peft's names."""
+    """Write the initial A matrices of our training, by peft's names."""
     from safetensors.torch import save_file
 
     from fsdp_trainer.config.schema import Adapter
@@ -142,7 +145,7 @@ def draw_adapter(folder: Path) -> None:
 
 
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of this trainer."""
+    """Train as one rank of this trainer; return its figures."""
     from fsdp_trainer.cli import main as fsdp_trainer
 
     with counting_sent() as sent, contextlib.redirect_stdout(sys.stderr):
@@ -152,7 +155,7 @@ def train_ours(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_with_peft(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of peft's model under accelerate."""
+    """Train peft's model as one rank under accelerate; return its figures."""
     import peft
     import torch
     import transformers
@@ -185,7 +188,7 @@ def train_with_peft(task: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def counting_sent() -> Any:
-    """Yield a list that grows by the bytes that this rank sends in each all-gather and reduce-scatter."""
+    """Yield a list to which every all-gather and reduce-scatter appends this rank's sent bytes."""
     import torch.distributed as dist
 
     sent: list[float] = []
@@ -193,12 +196,12 @@ def counting_sent() -> Any:
     def counted(function: Any) -> Any:
         def call(*args: Any, **options: Any) -> Any:
             tensors = [arg for arg in (*args, *options.values()) if hasattr(arg, "nbytes")]
-            sent.append(abs(tensors[0].nbytes - tensors[1].nbytes))  # what is whole less its part
+            sent.append(abs(tensors[0].nbytes - tensors[1].nbytes))  # all ranks' bytes less its own
             return function(*args, **options)
 
         return call
 
-    # as torch 2.13 calls them in fully_shard, and those before
+    # the names that fully_shard calls in torch 2.13, and in earlier versions
     pairs = (
         ("all_gather_single", "all_gather_into_tensor"),
         ("reduce_scatter_single", "reduce_scatter_tensor"),
@@ -221,7 +224,10 @@ PROGRAMS = {"fsdp_trainer": train_ours, "peft": train_with_peft}
 
 
 def on_one_gpu(folder: Path, model: str, check: bool) -> None:
-    """Train a model of random weights with LoRA and QLoRA, as torchtune's published figures were measured: 2 packed rows of 2,048 tokens."""
+    """Train a model with random weights by LoRA and QLoRA, and compare with torchtune's figures.
+
+    The batch is that of torchtune's published figures: 2 packed rows of 2,048 tokens.
+    """
     data = [f"data.path={folder}/rows.jsonl", f"tokenizer.path={folder}/tokenizer.json"]
     shape = ["batch.seq_len=2048", "batch.rows=2", "batch.micro_rows=2", "train.steps=12"]
     how = ["data.template=plain", "activation_checkpoint=full", "checkpoint.every=null"]

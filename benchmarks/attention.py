@@ -1,10 +1,12 @@
-"""What attention over packed documents costs, by layout and kernel: it should go by Σ length², not by the row.
+"""Cost of attention over packed documents by layout and kernel: it should grow with Σ length².
 
     python -m benchmarks.attention [--repeat 5] [--row 4096] [--check]
 
-One row as 1, 4, 16, 64 documents of equal length, forward and backward without compilation, beside one causal call over the whole row and, on a
-CPU, beside one call per document cut out of the row. Where documents are few the ideal ratio is their number. On a GPU every layout runs with
-every kernel that takes it, with TFLOP/s of causal attention: 2 products forward and 5 backward, each 2 · heads · head_dim · Σ length² / 2.
+One row of 1, 4, 16 or 64 documents of equal length, forward and backward without compilation. It is
+compared with one causal call over the complete row and, on a CPU, with one call per document cut
+out of the row. With few documents the ideal ratio is their number. On a GPU every layout runs with
+every kernel that supports it, with TFLOP/s of causal attention: 2 products forward and 5 backward,
+each 2 · heads · head_dim · Σ length² / 2.
 """
 
 import time
@@ -28,7 +30,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.sdpa import Scoring, sdpa
 
 DOCUMENTS = (1, 4, 16, 64)
-MOST_COMPARED = 16  # of more documents the time is not the kernels', and varies
+MOST_COMPARED = 16  # with more documents, time outside of the kernels dominates and varies
 WINDOW_SHARE = 16  # the window is this part of the row
 CONFIGS = {
     "cpu": ModelConfig(vocab_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
@@ -39,13 +41,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def gradients(attention: Callable[[], Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    """The output, and what flows back."""
+    """Return the output of attention and the gradients of its inputs."""
     out = attention()
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
 def seconds(first: AttentionChoice, run: Callable[[], object], device: torch.device) -> float:
-    """Of one forward and backward with the kernel of that choice."""
+    """Return the seconds of one forward and backward. first: the choice whose kernel is used."""
     set_kernel_priority(first, CONFIGS[device.type], DTYPES[device.type], device, required=False)
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
@@ -56,13 +58,13 @@ def seconds(first: AttentionChoice, run: Callable[[], object], device: torch.dev
 
 
 def cut_out(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
-    """One call per document, each cut out of the row by its place: what documents cost before they shared calls."""
+    """Return attention by one call per document, each cut out of the row."""
     places = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
     return torch.cat([sdpa(q[:, at], k[:, at], v[:, at], None) for at in places], 1)
 
 
 def ways_of(device: torch.device, softcap: float | None) -> list[tuple[str, str | None]]:
-    """(layout, kernel) that run here."""
+    """Return the pairs (layout, kernel) that run on this device."""
     if device.type == "cpu":
         return [("documents", None), ("mask", None)]
     if softcap:
@@ -84,7 +86,10 @@ def measure(
     device: torch.device,
     repeat: int,
 ) -> dict:
-    """Milliseconds of each way, whose numbers are first checked against the mask's."""
+    """Check each way's output against MaskedAttention; return milliseconds, TFLOP/s and ratios.
+
+    parts: number of documents in the row. window: tokens that a token sees, or None.
+    """
     config, dtype = CONFIGS[device.type], DTYPES[device.type]
     heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
     inputs = [
@@ -145,7 +150,7 @@ def measure(
 
 
 def main() -> None:
-    """All cases; what is compared with is how much less documents cost than the row or mask."""
+    """Measure all cases; store the cost of the row or the mask relative to documents."""
     asked = arguments(__doc__, repeat=5, row=4096)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)

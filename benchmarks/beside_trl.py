@@ -1,4 +1,4 @@
-"""What the benchmarks beside trl have in common."""
+"""Common parts of the benchmarks that compare with trl."""
 
 import contextlib
 import importlib.util
@@ -21,7 +21,7 @@ OURS = "fsdp_trainer"
 
 
 def ways_to_measure(ways: tuple[str, ...], small: bool) -> list[str]:
-    """Return the ways that can be measured. Without trl that is ours alone, for which `small` is needed."""
+    """Return the ways that can be measured: without trl only ours, and only if `small`."""
     if importlib.util.find_spec("trl"):
         return list(ways)
     how = "trl is not installed:  pip install -c constraints.txt -e '.[bench]'"
@@ -35,7 +35,10 @@ def ways_to_measure(ways: tuple[str, ...], small: bool) -> list[str]:
 def in_rounds(
     measure: Callable[[str, int], dict[str, Any]], ways: list[str], ranks: str, repeat: int
 ) -> dict[int, dict[str, list[dict[str, Any]]]]:
-    """Return what `measure` gives for each number of ranks and each way, `repeat` times. ranks: as 1,2."""
+    """Return `repeat` results of `measure` for each number of ranks and each way.
+
+    ranks: numbers of ranks, such as "1,2".
+    """
     numbers = [int(number) for number in ranks.split(",")]
     each = {(number, way): partial(measure, way, number) for number in numbers for way in ways}
     measured = in_turn(each, repeat)
@@ -43,13 +46,13 @@ def in_rounds(
 
 
 def run_task(module: str, folder: Path, ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a task in processes of its own, on all cores; return what each rank said."""
+    """Run a task in new processes on all cores; return the result that each rank printed."""
     out = folder / f"out-{time.monotonic_ns()}"
     file = folder / "task.json"
     file.write_text(json.dumps({**task, "folder": str(folder), "out": str(out)}))
     if ranks > 1:
         return run_ranks(module, ranks, "--task", str(file))
-    # without torchrun, under which accelerate would wrap the model
+    # without torchrun, because under it accelerate would wrap the model
     line = [sys.executable, "-m", module, "--task", str(file)]
     done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
@@ -58,7 +61,7 @@ def run_task(module: str, folder: Path, ranks: int, task: dict[str, Any]) -> lis
 
 
 def answer_task(file: str, programs: dict[str, Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
-    """Run the program of a task's way in this process, print what it returns, and end the process."""
+    """Run the program of a task's way in this process, print its result, and end the process."""
     task = json.loads(Path(file).read_text())
     with contextlib.redirect_stdout(sys.stderr):
         said = programs[task["way"]](task)
@@ -79,7 +82,7 @@ def our_lines(task: dict[str, Any], keys: list[str]) -> list[dict[str, Any]]:
 
 
 def trl_options(task: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that every trainer of trl has here."""
+    """Return the options that all trainers of trl share in these benchmarks."""
     options = {"output_dir": task["out"], "logging_steps": 1, "lr_scheduler_type": "constant"}
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
     return {
@@ -93,7 +96,7 @@ def trl_options(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_clock() -> Any:
-    """Return a callback of transformers' Trainer, whose `seconds` has those of each step."""
+    """Return a callback of transformers' Trainer that appends each step's seconds to `seconds`."""
     import transformers
 
     class StepClock(transformers.TrainerCallback):
@@ -114,7 +117,7 @@ def step_clock() -> Any:
 
 @contextlib.contextmanager
 def timed_method(owner: Any, name: str) -> Iterator[list[float]]:
-    """Yield a list of the seconds of each call of a method, while the block runs."""
+    """Yield a list to which each call of a method in the block appends its seconds."""
     method, seconds = getattr(owner, name), []
 
     def call(*args: Any, **options: Any) -> Any:
@@ -131,13 +134,16 @@ def timed_method(owner: Any, name: str) -> Iterator[list[float]]:
 
 
 class Usage:
-    """Memory and processor time of this process from here on."""
+    """Memory and processor time that this process uses from the creation of this object."""
 
     def __init__(self) -> None:
         self.processor, self.resident = time.process_time(), resident()
 
     def figures(self, peak: float) -> dict[str, float]:
-        """Return the peak in MiB, what of it was not there before, and seconds of all threads."""
+        """Return the peak in MiB, its excess over the start, and processor seconds of all threads.
+
+        peak: peak memory in MiB.
+        """
         return {
             "memory_mib": peak,
             "memory_above_imports_mib": peak - self.resident,
@@ -146,7 +152,7 @@ class Usage:
 
 
 def resident() -> float:
-    """MiB that this process has now. 0 where the system does not say."""
+    """Return this process's resident memory in MiB, 0 if the system does not report it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -155,7 +161,7 @@ def resident() -> float:
 
 
 def shrink_model() -> None:
-    """Make the model of benchmarks.train_step a tiny one."""
+    """Replace the sizes of benchmarks.train_step's model by tiny ones."""
     tiny = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     train_step.SIZES.update(tiny, num_attention_heads=2, num_key_value_heads=1)
 
@@ -163,7 +169,7 @@ def shrink_model() -> None:
 def compare(
     runs: dict[str, list[dict[str, Any]]], figures: tuple[str, ...]
 ) -> dict[str, dict[str, Any]]:
-    """Return of each figure the spread of each way, and that of ours / each other's."""
+    """Return for each figure the spread of every way, and of the ratio of ours to every other."""
     compared = {}
     for figure in figures:
         values = {way: [run[figure] for run in each] for way, each in runs.items()}

@@ -1,11 +1,12 @@
-"""What a checkpoint costs training: how long it waits, and how much slower its steps are meanwhile; ours beside a plain `dcp.save`.
+"""Time that a checkpoint costs training, by waiting and by slower steps, compared with `dcp.save`.
 
     python -m benchmarks.checkpoint_stall [--repeat 3] [--ranks 2] [--width 896] [--check]
 
-One run whose checkpoints are written in turn by `torch.distributed.checkpoint.save`, as anyone would call it between two steps, by
-checkpoint=sync and by checkpoint=async. Lost seconds of one = how long training waited + what each of the first half of the steps until the next
-took longer than the median of the others near by: the second half, and the one before the checkpoint. On a machine that others use, too, a single
-figure means little: see the median, and whether steps were of one length.
+One run whose checkpoints are written in turn by a plain `torch.distributed.checkpoint.save` between
+two steps, by checkpoint=sync and by checkpoint=async. Lost seconds of a checkpoint = the time that
+training waited + the additional time of the steps in the first half of the interval to the next
+checkpoint, relative to the median of the nearby steps in the second halves before and after. On a
+shared machine a single figure means little: use the median, and check that step times are steady.
 """
 
 import json
@@ -31,7 +32,10 @@ WAYS = ("dcp.save", "sync", "async")
 
 
 class Stores:
-    """Writes each checkpoint another way. A first one of each, which makes plans and buffers, is not counted."""
+    """A replacement of CheckpointStore.save that uses the ways in turn.
+
+    The first checkpoint of each way, which makes plans and buffers, is not counted.
+    """
 
     def __init__(self) -> None:
         self.save, self.sync = CheckpointStore.save, None
@@ -63,19 +67,19 @@ class Stores:
 
 
 def way_of(step: int) -> str:
-    """Of the checkpoint after a step."""
+    """Return the way in which the checkpoint after a step is written."""
     return WAYS[(step // EVERY - 1) % len(WAYS)]
 
 
 def as_rank() -> None:
-    """One rank's training, as the command line has it."""
+    """Train as one rank with the arguments of the command line."""
     stores = Stores()
     with patch.object(CheckpointStore, "save", lambda *args: stores(*args)):
         run()
 
 
 def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]:
-    """Figures of every way, a list with one of each round, and of the run."""
+    """Return each way's figures, a list with one value per round, and figures of the run."""
     model = [
         f"model.hidden_size={width}",
         f"model.intermediate_size={width * 11 // 4}",
@@ -134,7 +138,7 @@ def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]
 
 
 def main() -> None:
-    """Measure, and write it down."""
+    """Measure, print and store the result."""
     given = arguments(__doc__, repeat=3, ranks=2, width=896)
     with tempfile.TemporaryDirectory() as folder:
         told = measure(Path(folder), given.repeat, given.ranks, given.width)

@@ -1,20 +1,28 @@
-"""The way of the data: tokenising beside `datasets.map`, packing ten million samples, delivering micro-batches, and the first one after a resume.
+"""Speed of tokenising compared with `datasets.map`, of packing, micro-batches and resuming.
 
-    python -m benchmarks.data [--repeat 3] [--check] [--text FILE.jsonl] [--chats FILE.jsonl] [--tokenizer FOLDER]
+    python -m benchmarks.data [--repeat 3] [--check] [--text FILE.jsonl] [--chats FILE.jsonl]
+                              [--tokenizer FOLDER]
 
-- texts: from a JSONL file to packed tokens on disk. The other side is what `run_clm.py` of transformers does: `datasets.map` in batches over the
-  same tokenizer, then `group_texts`; reading the JSONL into Arrow, which it does first, is not counted. Both must give the same tokens.
-- chats: tokens and the mask of what is learnt. The other side is `datasets.map` over `apply_chat_template(return_assistant_tokens_mask=True)`,
-  as TRL does it. Both must give the same tokens and the same mask.
-- chats, long template: the same with a template that has the habits of long ones (benchmarks/long_template.jinja).
+- texts: from a JSONL file to packed tokens on disk. It is compared with transformers' `run_clm.py`:
+  `datasets.map` in batches over the same tokenizer, then `group_texts`; its first step, reading the
+  JSONL into Arrow, is not counted. Both must give the same tokens.
+- chats: tokens and the mask of supervised tokens. It is compared with `datasets.map` over
+  `apply_chat_template(return_assistant_tokens_mask=True)`, as in TRL. Both must give the same
+  tokens and the same mask.
+- chats, long template: the same with a template of the kind that long templates are
+  (benchmarks/long_template.jinja).
 - chats of six answers, long template: the same with three times as many turns.
-- pack: best fit for ten million samples, and the whole plan of an epoch.
-- deliver: how many micro-batches are made while the tiny model needs one, forward and backward.
-- balance: what attention costs the slowest of 2 and of 8 ranks, over the mean, as rows are dealt to them.
-- first batch: of a store of two million samples, opened by a fresh process at step 1,000,000, its epoch planned before (warm) or not (cold).
+- pack: best fit for ten million samples, the complete plan of an epoch.
+- deliver: number of micro-batches that are made in the time that the tiny model needs for the
+  forward and backward of one.
+- balance: cost of attention on the slowest of 2 and of 8 ranks over the mean of all ranks, for rows
+  as they are dealt to the ranks.
+- first batch: time to the first micro-batch of a store of two million samples, opened by a new
+  process at step 1,000,000, with its epoch planned before (warm) or not (cold).
 
-Every way of tokenising runs in a process of its own on one core. Without --text and --chats the texts are made: words of Zipf's distribution over
-a million made-up ones, the frequent ones short, with a tokenizer of 8,000 tokens trained on them.
+Every way of tokenising runs in a process of its own on one core. Without --text and --chats the
+texts are generated: words by Zipf's law from a million made-up ones, of which the frequent ones are
+short, with a tokenizer of 8,000 tokens trained on them.
 """
 
 import hashlib
@@ -62,12 +70,12 @@ TEMPLATES = {
     "chats, long template": (str(LONG_TEMPLATE), LONG_TEMPLATE.read_text()),
     "chats of six answers, long template": (str(LONG_TEMPLATE), LONG_TEMPLATE.read_text()),
 }
-"""By what is tokenised: our data.template, and its text for transformers."""
+"""Templates by the kind of text: our data.template, and the template's text for transformers."""
 SIZES = {
     "texts": 30e6,
     "chats": 2e6,
     "six_answers": 2e6,
-}  # bytes of what is made; in a small text most words are new, which they are not in a corpus
+}  # bytes of generated text; in a smaller text most words would be new, unlike in a corpus
 PACKED, RESUMED = 10_000_000, 2_000_000
 
 
@@ -75,14 +83,14 @@ PACKED, RESUMED = 10_000_000, 2_000_000
 
 
 def make_inputs(folder: Path) -> None:
-    """texts.jsonl, chats.jsonl and a tokenizer for them."""
+    """Write texts.jsonl, chats.jsonl, six_answers.jsonl and a tokenizer trained on such text."""
     draw = np.random.default_rng(0)
     syllables = [a + b + c for a in "bdfgklmnprst" for b in "aeiou" for c in ("", "n", "r", "s")]
     share = np.cumsum(1 / (np.arange(1_000_000) + 2.7) ** 1.2)
 
     @cache
     def word(rank: int) -> str:
-        """Frequent ones are short."""
+        """Return the word of a frequency rank; frequent words are short."""
         rest, last = divmod(rank, len(syllables))
         return (word(rest - 1) if rest else "") + syllables[last]
 
@@ -126,7 +134,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
-    """The columns of a store."""
+    """Prepare a file with this trainer; return the figures of `told`. what: a key of TEMPLATES."""
     tokenizer = load_tokenizer(tokenizer_path, [] if what == "texts" else list(MARKS))
     texts = {"format": "text", "loss_on": "all", "too_long": "split", "packing": "stream"}
     data = Data(
@@ -143,11 +151,11 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
-    """Arrow files of `datasets`."""
+    """Prepare a file with `datasets`, as `ours` does; return the figures of `told`."""
     from datasets import (
         disable_progress_bars,
         load_dataset,
-    )  # of no use to the other ways, and slow
+    )  # imported late: slow, and not needed by the other ways
     from transformers import PreTrainedTokenizerFast
 
     disable_progress_bars()
@@ -209,14 +217,17 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
 
 
 def clocks() -> np.ndarray:
-    """Seconds on the wall, and of processor time."""
+    """Return wall-clock time and this process's processor time, in seconds."""
     return np.array([time.perf_counter(), time.process_time()])
 
 
 def told(
     tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: int
 ) -> dict[str, Any]:
-    """What both sides must have in common, and how fast it was: of processor time, since others may use the machine meanwhile."""
+    """Return a hash of tokens and masks, which must be the same on both sides, and the speed.
+
+    The speed is per second of processor time, because others may be using the machine.
+    """
     content = hashlib.sha256(tokens.astype(np.int32).tobytes() + masks.tobytes()).hexdigest()
     wall, processor = seconds.tolist()
     return {
@@ -232,14 +243,17 @@ def told(
 
 
 def lengths_of(samples: int, longest: int) -> np.ndarray:
-    """As web pages have them: log-normal, 400 tokens in the median."""
+    """Return lengths distributed as those of web pages: log-normal, with a median of 400 tokens."""
     return np.minimum(
         np.random.default_rng(0).lognormal(6, 1, samples).astype(np.int64) + 2, longest
     )
 
 
 def memory_mib(which: str) -> float:
-    """Of this process: VmHWM, resident at its peak; RssAnon, its own now, without what it maps from files."""
+    """Return this process's memory in MiB.
+
+    which: VmHWM, the peak of resident memory, or RssAnon, present memory without mapped files.
+    """
     return next(
         int(line.split()[1]) / 1024
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -248,7 +262,7 @@ def memory_mib(which: str) -> float:
 
 
 def pack(scratch: Path) -> dict[str, float]:
-    """Best fit of PACKED lengths."""
+    """Return seconds, memory and fill of best fit for PACKED lengths."""
     lengths, before = lengths_of(PACKED, 8192), memory_mib("VmHWM")
     started = time.perf_counter()
     packing = best_fit(lengths, 8192)
@@ -261,7 +275,10 @@ def pack(scratch: Path) -> dict[str, float]:
 
 
 def large_store(folder: Path, samples: int) -> TokenStore:
-    """Of the right size and lengths; its tokens are holes in a file."""
+    """Return a store with realistic lengths, whose tokens are a hole in a file.
+
+    It is made unless `folder` exists.
+    """
     lengths = lengths_of(samples, 8192)
     columns = {"lengths": lengths, "weight_sums": lengths - 1.0, "supervised": lengths - 1}
     if not folder.exists():
@@ -275,7 +292,7 @@ def large_store(folder: Path, samples: int) -> TokenStore:
 
 
 def batches_of(store: TokenStore, seq_len: int, ranks: int = 1) -> Batches:
-    """Rows of best fit, shuffled; one is a micro-batch."""
+    """Return batches of shuffled best-fit rows, with one row in a micro-batch."""
     return Batches(
         Mixture([Component("", RowOrder(store, seq_len, "best_fit", True, 0))]),
         1,
@@ -286,7 +303,10 @@ def batches_of(store: TokenStore, seq_len: int, ranks: int = 1) -> Batches:
 
 
 def balance(store: TokenStore) -> dict[str, dict[str, float]]:
-    """What attention costs the slowest rank over the mean of all, summed over micro-batches: rows in their order, and as they are dealt."""
+    """Return attention's cost on the slowest rank over the mean of all, summed over micro-batches.
+
+    It is given for rows in their original order and as they are dealt to the ranks.
+    """
     found = {}
     for ranks, rows in ((2, 32), (8, 64)):
         batches = batches_of(store, 8192, ranks)
@@ -306,7 +326,7 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
 
 
 def first_batch(scratch: Path) -> dict[str, float]:
-    """Seconds to the first micro-batch of step 1,000,000, and this process's memory then."""
+    """Return the seconds to the first micro-batch of step 1,000,000, and memory growth in MiB."""
     folder = scratch / "large"
     if not folder.exists():
         large_store(folder, RESUMED)
@@ -319,7 +339,10 @@ def first_batch(scratch: Path) -> dict[str, float]:
 
 
 def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
-    """Seconds of a micro-batch, made and consumed; samples as long as gsm8k's, 195 tokens in the mean."""
+    """Return the seconds to make a micro-batch and to train on it, and their ratio.
+
+    Samples are as long as gsm8k's, with a mean of 195 tokens.
+    """
     draw = np.random.default_rng(0)
     writer = StoreWriter(scratch / "small")
     for n in np.minimum(draw.lognormal(5.2, 0.4, 5000).astype(int) + 2, SEQ_LEN):
@@ -333,7 +356,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
         )
     writer.close()
     batches = batches_of(TokenStore(scratch / "small", "f"), SEQ_LEN)
-    model = Decoder(ModelConfig(vocab_size=8000))  # its other defaults are model=tiny
+    model = Decoder(ModelConfig(vocab_size=8000))  # the other defaults are those of model=tiny
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     made = list(batches.micro_batches(next(batches.plans(4, None))))
@@ -363,7 +386,7 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
 
 
 def in_a_process(what: str, *args: str, cores: int = 1) -> dict[str, Any]:
-    """`what` in a fresh process on so many cores."""
+    """Return the result of `one` in a new process with this number of threads."""
     threads = {
         "RAYON_NUM_THREADS": str(cores),
         "OMP_NUM_THREADS": str(cores),
@@ -377,7 +400,7 @@ def in_a_process(what: str, *args: str, cores: int = 1) -> dict[str, Any]:
 
 
 def one(what: str, *args: str) -> dict[str, Any]:
-    """What `in_a_process` runs."""
+    """Run one measurement, in the process that `in_a_process` started."""
     with tempfile.TemporaryDirectory() as scratch:
         if what in ("ours", "theirs"):
             os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -388,7 +411,7 @@ def one(what: str, *args: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Check, measure, print and write down."""
+    """Check, measure, print and store the result."""
     options = arguments(__doc__, repeat=3, one="", text="", chats="", tokenizer="")
     if options.one:
         print(json.dumps(one(*json.loads(options.one))))
@@ -425,7 +448,7 @@ def main() -> None:
             figure: spread([run[figure] for run in packs]) for figure in packs[0]
         }
         result["deliver"] = deliver(folder, max(5, options.repeat))
-        # far more than is needed, and as unsteady as the machine: what is compared is whether it is enough
+        # far more than needed and unsteady: capped, so that only too few would be noticed
         compared["micro-batches made for one consumed, up to 50"] = min(
             50.0, result["deliver"]["made for one consumed"]["median"]
         )

@@ -1,9 +1,10 @@
-"""Our block of experts beside transformers' on the same tokens, routing included: speed, forward and backward.
+"""Speed of our expert block compared with transformers', routing included, forward and backward.
 
     python -m benchmarks.experts [--repeat 5] [--check]
 
-A Qwen3-MoE block of few and of many experts, 2,048 tokens, with the same weights. transformers computes experts by a loop ("eager") or by grouped
-products ("grouped_mm"). Outputs must agree. bfloat16 on a GPU, float32 elsewhere.
+A Qwen3-MoE block with few and with many experts on the same 2,048 tokens with the same weights.
+transformers computes experts in a loop ("eager") or by grouped products ("grouped_mm"). Outputs
+must agree. bfloat16 on a GPU, float32 elsewhere.
 """
 
 import time
@@ -23,7 +24,7 @@ PEERS = ("eager", "grouped_mm")
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result."""
     given = arguments(__doc__, repeat=5)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -37,7 +38,7 @@ def main() -> None:
         x = torch.randn(1, TOKENS, HIDDEN, device=device, dtype=dtype)
         check_outputs(blocks, x)
         ways = {who: (lambda block=block, x=x: seconds(block, x)) for who, block in blocks.items()}
-        in_turn(ways, 1)  # the first time is slower
+        in_turn(ways, 1)  # warm-up
         measured = in_turn(ways, given.repeat)
         mine = [TOKENS / each for each in measured["fsdp_trainer"]]
         result[name] = {"fsdp_trainer": {"tokens_per_second": spread(mine)}}
@@ -92,7 +93,7 @@ def their_block(sizes: dict[str, int], ours: Any, implementation: str) -> Any:
 
 
 def check_outputs(blocks: dict[str, Any], x: torch.Tensor) -> None:
-    """Fail where the blocks do not compute the same."""
+    """Raise AssertionError if the blocks' outputs differ."""
     with torch.no_grad():
         expected = blocks["fsdp_trainer"](x)
         for block in blocks.values():
@@ -101,7 +102,7 @@ def check_outputs(blocks: dict[str, Any], x: torch.Tensor) -> None:
 
 
 def seconds(block: Any, x: torch.Tensor) -> float:
-    """Return the time of one forward and backward."""
+    """Return the seconds of one forward and backward."""
     leaf = x.clone().requires_grad_()
     wait()
     start = time.perf_counter()

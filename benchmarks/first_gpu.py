@@ -1,13 +1,13 @@
-"""The first run on a GPU: everything that only a GPU can show, most telling first.
+"""The first run on a GPU: everything that only a GPU can show, most informative first.
 
     python -m benchmarks.first_gpu [--device cpu] [--only 1,4]
 
-Ten steps on one GPU, each with a limit of time, in 25 minutes at most. A step that fails or takes
-too long does not end the others. benchmarks/results/MACHINE/first-gpu-DATE.json is written anew
-after every step: machine and versions, then each step's commands, exit codes, seconds and the end
-of their output, and what was computed from the runs. The exit code is 1 if a step failed.
+Ten steps on one GPU, each with a time limit, in at most 25 minutes. The other steps are still run
+if a step fails or takes too long. benchmarks/results/MACHINE/first-gpu-DATE.json is rewritten after
+every step: machine and versions, then each step's commands with exit codes, seconds and the end of
+their output, and figures computed from the runs. The exit code is 1 if a step failed.
 
---device cpu: the same steps with tiny models, which only shows that they run: the tests of a GPU
+--device cpu: the same steps with tiny models, which only shows that they run. Tests that need a GPU
 are skipped, the steps may take eight times as long, and the file is runs/first-gpu-on-a-cpu.json.
 """
 
@@ -32,9 +32,9 @@ from fsdp_trainer.devices import has_gpus
 
 ROOT = Path(__file__).parent.parent
 MACHINE_SECONDS = 30
-"""To find out what machine this is: a GPU whose driver hangs must not end the rest."""
+"""Time limit for describing the machine, so that a hanging GPU driver does not block the rest."""
 CPU_LIMITS = 8
-"""Times the limit of each step on a CPU, which compiles slowly and which others may use."""
+"""Factor for each step's limit on a CPU, which compiles slowly and may be shared."""
 TAIL = 20_000  # characters of a command's output that are kept
 TRAIN = ("-m", "fsdp_trainer")
 TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
@@ -57,7 +57,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Command:
-    """Arguments of Python, and what must come of it: the exit code, and a text in the output."""
+    """Arguments of Python, with the expected exit code and a text that the output must contain."""
 
     words: tuple[str, ...]
     code: int = 0
@@ -66,9 +66,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Step:
-    """Commands that are run one after the other, `limit` seconds for all of them.
+    """Commands that are run one after the other, with `limit` seconds for all of them.
 
-    figures: called with the folder of the runs after the last one; raises AssertionError where they
+    figures: called with the runs' folder after the last command; raises AssertionError if the runs
     are wrong.
     """
 
@@ -79,13 +79,13 @@ class Step:
 
 
 def steps(device: str, folder: Path) -> list[Step]:
-    """Return the table. folder: of the runs."""
+    """Return all steps. folder: parent folder of the runs."""
 
     def run(name: str, *overrides: str, code: int = 0, says: str = "") -> Command:
         return Command((*TRAIN, *training(device, folder, name), *overrides), code, says)
 
     def tests(which: str, *files: str) -> Command:
-        # tests that find no GPU are skipped, and pytest is content
+        # without a GPU the tests are skipped, and pytest exits with 0
         words = (*TESTS, "-k", which, *(files or GPU_TESTS[:1]))
         return Command(words, says=" passed" if gpu else "")
 
@@ -170,7 +170,7 @@ def benchmark(gpu: bool) -> tuple[str, ...]:
 
 
 def training(device: str, folder: Path, name: str) -> list[str]:
-    """Return what all trainings have in common."""
+    """Return the overrides that all runs share."""
     return [
         *SIZES[device],
         f"launch.device={device}",
@@ -200,7 +200,7 @@ def write_documents(path: Path, count: int = 600) -> None:
 
 
 def pace(run: Path) -> dict[str, Any]:
-    """Return seconds and memory of a run's steps, and how it was compiled."""
+    """Return seconds and memory of a run's steps, and its compilation events."""
     lines = metrics(run)
     seconds = [line["step_seconds"] for line in lines]
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
@@ -214,7 +214,10 @@ def pace(run: Path) -> dict[str, Any]:
 
 
 def alike(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
-    """Return the largest difference of two runs' losses, relative. Raises AssertionError."""
+    """Return the largest relative difference of two runs' losses, and both runs' pace.
+
+    Raises AssertionError if it exceeds the tolerance.
+    """
     losses = [np.array([line["loss"] for line in metrics(run)]) for run in (one, other)]
     assert len(losses[0]) == len(losses[1]), "they have different numbers of steps"
     difference = float(np.max(np.abs(losses[0] - losses[1]) / losses[1]))
@@ -232,9 +235,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def run_command(command: Command, seconds: float, folder: Path) -> dict[str, Any]:
-    """Run one command and return what came of it. Its processes are killed after `seconds`."""
+    """Run one command and return its result. Its processes are killed after `seconds`."""
     began = time.monotonic()
-    # a file, which a process that outlives the command cannot keep open for the reader
+    # a file, not a pipe, which a process that outlives the command would keep open
     output = folder / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
@@ -263,7 +266,7 @@ def run_command(command: Command, seconds: float, folder: Path) -> dict[str, Any
 
 
 def run_step(step: Step, folder: Path) -> dict[str, Any]:
-    """Run a step's commands, as long as its time allows, and return what came of it."""
+    """Run a step's commands within its time limit and return the results."""
     ends_at = time.monotonic() + step.limit
     result: dict[str, Any] = {"name": step.name, "limit": step.limit, "commands": []}
     for command in step.commands:
@@ -274,7 +277,7 @@ def run_step(step: Step, folder: Path) -> dict[str, Any]:
     if passed and step.figures:
         try:
             result["figures"] = step.figures(folder)
-        except Exception as error:  # the other steps are worth their time all the same
+        except Exception as error:  # the other steps are still to be run
             result["figures"] = f"{type(error).__name__}: {error}"
             passed = False
     late = result["commands"][-1]["exit_code"] is None
@@ -284,10 +287,10 @@ def run_step(step: Step, folder: Path) -> dict[str, Any]:
 
 
 def run_steps(table: list[Step], folder: Path, about: dict[str, Any], path: Path) -> bool:
-    """Run all steps, writing `path` before and after each. Returns whether all passed."""
+    """Run all steps, writing `path` before and after each. Returns True if all passed."""
     done: list[dict[str, Any]] = []
     for number, step in enumerate(table, 1):
-        # a machine that goes down leaves the name of the step that it went down in
+        # if the machine crashes, the file names the step
         write(path, about, [*done, {"name": step.name, "state": "running"}])
         done.append(run_step(step, folder))
         write(path, about, done)
@@ -304,7 +307,7 @@ def run_steps(table: list[Step], folder: Path, about: dict[str, Any], path: Path
 
 
 def write(path: Path, about: dict[str, Any], done: list[dict[str, Any]]) -> None:
-    """Write the results so far, whole at any moment."""
+    """Write the results so far, atomically."""
     states = [result["state"] for result in done]
     summary = {state: states.count(state) for state in sorted(set(states))}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +317,7 @@ def write(path: Path, about: dict[str, Any], done: list[dict[str, Any]]) -> None
 
 
 def describe() -> dict[str, Any]:
-    """Return what this process sees of the machine, and the versions of what takes part."""
+    """Return the machine as this process sees it, and the versions of the packages involved."""
     import torch
 
     cuda = torch.cuda.is_available()
@@ -330,7 +333,7 @@ def describe() -> dict[str, Any]:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """Return `describe` of another process: this one leaves the GPU alone."""
+    """Return the result of `describe` in another process, so that this one never uses the GPU."""
     command = Command(("-m", "benchmarks.first_gpu", "--describe", "1"))
     answer = run_command(command, MACHINE_SECONDS, folder)
     try:
@@ -340,7 +343,7 @@ def described(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the table, or the steps of it that --only names."""
+    """Run all steps, or those that --only names."""
     given = arguments(__doc__, repeat=1, device="cuda", only="", describe=0)
     if given.describe:
         return print(json.dumps(describe()))
@@ -355,7 +358,7 @@ def main() -> None:
         about = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": given.device}
         about |= described(folder)
         path = RESULTS / about["machine"]["kind"] / f"first-gpu-{time.strftime('%Y-%m-%d')}.json"
-        if given.device == "cpu":  # says nothing about a GPU, and is no result
+        if given.device == "cpu":  # not a result, since it shows nothing about a GPU
             path = ROOT / "runs" / "first-gpu-on-a-cpu.json"
         table = steps(given.device, folder)
         if given.device == "cpu":

@@ -1,10 +1,11 @@
-"""Tokens from a cache beside transformers' generate: the same model, the same tokens, greedy, on this machine.
+"""Speed of greedy generation with a cache compared with transformers' generate, on the same model.
 
     python -m benchmarks.generate [--repeat 5] [--new 64] [--check]
 
-Llamas with random weights in float32, prompts of 64 tokens, batches of 1 and 8; a round is one batch of each way. transformers' cache is the
-default, which grows, or static: the faster of the two is what ours is compared with. Every token reads all weights but the embedding once:
-their bytes and the speed at which torch reads memory say how fast any way could be.
+Llamas with random weights in float32, prompts of 64 tokens, batches of 1 and 8; a round is one
+batch of each way, and all ways must generate the same tokens. transformers' cache is the default,
+which grows, or static: ours is compared with the faster of the two. Every token reads all weights
+but the embedding once, so their bytes and torch's memory read speed bound the speed of any way.
 """
 
 import tempfile
@@ -36,7 +37,7 @@ DYNAMIC, STATIC = "transformers", "transformers, static cache"
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result."""
     given = arguments(__doc__, repeat=5, new=64)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     speed = memory_speed(device)
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 def memory_speed(device: str) -> float:
-    """GB/s at which torch reads numbers that no processor's cache holds, at best of ten times."""
+    """Return GB/s at which torch reads a tensor larger than any cache, the best of ten times."""
     numbers = torch.ones(2**26, device=device)
     numbers.sum()
     best = min(timed(lambda: numbers.sum().item())() for _ in range(10))
@@ -84,7 +85,7 @@ def memory_speed(device: str) -> float:
 
 
 def both(config: dict[str, int], device: str) -> tuple[Any, Any]:
-    """One model as ours and as transformers'."""
+    """Return one model as ours and as transformers'."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -100,7 +101,7 @@ def both(config: dict[str, int], device: str) -> tuple[Any, Any]:
 
 
 def prepared(ours: Any, theirs: Any, rows: int, new: int) -> dict[str, Callable[[], float]]:
-    """Ways that give their seconds, once both have given the same tokens."""
+    """Return timed functions of all ways, after checking that they generate the same tokens."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCABULARY, (rows, PROMPT), generator=generator)
     given = prompts.to(theirs.device)
@@ -126,7 +127,10 @@ def prepared(ours: Any, theirs: Any, rows: int, new: int) -> dict[str, Callable[
 
 
 def timed(work: Callable[[], Any]) -> Callable[[], float]:
-    """Work that gives its seconds; its tokens have reached the host."""
+    """Return a function that runs `work` and returns its seconds.
+
+    `work` must end with a copy to the host, so that a GPU is finished.
+    """
 
     def run() -> float:
         started = time.perf_counter()

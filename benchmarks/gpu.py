@@ -1,17 +1,20 @@
-"""One GPU: how near its ceilings a step comes, and what each technique is worth.
+"""Speed of training steps on one GPU relative to its ceilings, and the gain of each technique.
 
     python -m benchmarks.gpu [--parts ceilings,sft,ladder,mfu] [--small 1] [--check]
 
-- ceilings: the fastest bfloat16 matrix product, and attention at 8,192 tokens by each kernel that there is.
-- sft: Qwen3-0.6B, one document a row of 8k, 16k and 64k tokens, whole blocks recomputed. prime-rl publishes 26,005 and 25,486 tokens a second
-  and `out of memory` for these on one H100.
-- ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 in the mean: from plain to everything, one technique at a time, and
-  a Hugging Face Trainer on the same documents, padded to the longest of a batch. Both at a learning rate of 0: their mean losses must agree.
-- several: on all GPUs of this machine, the bytes per second of each collective, and eight blocks of Llama-3.1-8B's shape by layout: sharded, in
-  tensor groups, and with shared rows by each method. Not among the parts unless asked for; says so where there is one GPU.
-- mfu: eight blocks of Llama-3.1-8B's shape, one document a row of 8,192 tokens.
+- ceilings: a bfloat16 matrix product, and attention at 8,192 tokens by each available kernel.
+- sft: Qwen3-0.6B with one document per row of 8k, 16k or 64k tokens and full recomputation.
+  prime-rl publishes 26,005 and 25,486 tokens a second and `out of memory` for these on one H100.
+- ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 tokens in the mean:
+  from plain to all techniques, one at a time, and a Hugging Face Trainer on the same documents,
+  padded to the longest of a batch. Both have a learning rate of 0: their mean losses must agree.
+- several: on all GPUs of this machine, the bytes per second of each collective, and eight blocks of
+  Llama-3.1-8B's shape by layout: sharded, in tensor groups, and with context parallelism by each
+  method. It is not among the default parts, and is reported as missing if there is one GPU.
+- mfu: eight blocks of Llama-3.1-8B's shape, one document per row of 8,192 tokens.
 
-Needs no network; the Trainer's line needs transformers and accelerate. --small 1: tiny models, which only shows that the benchmark runs.
+Needs no network; the Trainer's line needs transformers and accelerate. --small 1: tiny models,
+which only shows that the benchmark runs.
 """
 
 import json
@@ -34,7 +37,7 @@ from fsdp_trainer.config.compose import compose
 from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.models.resolve import resolve_model
 
-STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, of those not timed, and between writes
+STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, untimed at the start, between log writes
 CUDA = torch.cuda.is_available()
 LADDER = {
     "eager, block mask, all logits, full recomputation": [],
@@ -53,11 +56,11 @@ PLAIN = [
 ]
 SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b", "several": "llama3_8b"}
 VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256, "several": 128_256}
-DOCUMENTS_AT_ONCE = 8  # of the Trainer's batch
+DOCUMENTS_AT_ONCE = 8  # in a batch of the Trainer
 
 
 def main() -> None:
-    """Measure what was asked for, print, write down."""
+    """Measure the requested parts, print and store the result."""
     given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="", links=0)
     if given.links:
         return tell_links(bool(given.small))
@@ -88,7 +91,7 @@ def main() -> None:
 
 
 def ceilings(folder: Path, small: bool) -> dict[str, Any]:
-    """TFLOP/s of a square matrix product, and of causal attention forward and backward."""
+    """Return TFLOP/s of a square matrix product, and of causal attention forward and backward."""
     device = torch.device("cuda" if CUDA else "cpu")
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -104,7 +107,7 @@ def ceilings(folder: Path, small: bool) -> dict[str, Any]:
     )
     work = (
         3.5 * 4 * heads * tokens**2 * channels / 2
-    )  # forward and 2.5 times that backward, half of the scores masked
+    )  # forward, and backward with 2.5 times as much; half of the scores are masked
     for kernel in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
 
         def both() -> None:
@@ -119,7 +122,7 @@ def ceilings(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def rates(call: Any, work: float) -> list[float]:
-    """TFLOP/s of ten calls after three."""
+    """Return the TFLOP/s of ten calls, after three untimed ones. work: operations of a call."""
     found = []
     for _ in range(13):
         wait()
@@ -131,13 +134,13 @@ def rates(call: Any, work: float) -> list[float]:
 
 
 def wait() -> None:
-    """For the device."""
+    """Wait for the device."""
     if CUDA:
         torch.cuda.synchronize()
 
 
 def sft(folder: Path, small: bool) -> dict[str, Any]:
-    """Qwen3-0.6B by row length."""
+    """Return the figures of Qwen3-0.6B by row length."""
     lengths = [128] if small else [8192, 16384, 65536]
     how = ["activation_checkpoint=full", "precision=fp32" if small else "compile=enabled"]
     return {
@@ -149,7 +152,7 @@ def sft(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def ladder(folder: Path, small: bool) -> dict[str, Any]:
-    """Llama-3.2-1B, one technique at a time, and the Trainer."""
+    """Return the figures of Llama-3.2-1B with one more technique at a time, and of the Trainer."""
     row = 256 if small else 8192
     draws = np.random.default_rng(0).normal(np.log(row / 10), 0.7, 1024)
     lengths = np.clip(np.exp(draws), 16, row - 1).astype(int).tolist()
@@ -164,10 +167,10 @@ def ladder(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def mfu(folder: Path, small: bool) -> dict[str, Any]:
-    """Eight blocks as wide as Llama-3.1-8B's."""
+    """Return the figures of eight blocks of Llama-3.1-8B's shape."""
     row, layers = (256, 2) if small else (8192, 8)
     shape = [f"model.num_hidden_layers={layers}", "activation_checkpoint=none"]
-    # compiled blocks cannot take a call for each document, which is what cuDNN is used for
+    # compiled blocks cannot call attention once per document, which is how cuDNN is used
     ways = {
         "bfloat16": ["compile=enabled"],
         "bfloat16, not compiled": [],
@@ -180,7 +183,7 @@ def mfu(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def several(folder: Path, small: bool) -> dict[str, Any]:
-    """What all GPUs of this machine reach together; with `small` two ranks on the CPU."""
+    """Return the figures of all GPUs of this machine together; with `small` of two CPU ranks."""
     ranks = 2 if small else torch.cuda.device_count()
     if ranks < 2:
         return {"missing": f"layouts need 2 GPUs or more, here is {ranks}"}
@@ -206,7 +209,7 @@ def several(folder: Path, small: bool) -> dict[str, Any]:
 
 
 def tell_links(small: bool) -> None:
-    """Print, on the first rank, the GB that each rank sends in a second by each collective."""
+    """Print, on the first rank, GB/s that each rank sends in each collective."""
     dist.init_process_group("nccl" if CUDA else "gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     device = torch.device("cuda", rank) if CUDA else torch.device("cpu")
@@ -249,12 +252,15 @@ def run(
     how: list[str],
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """One training of random weights on random letters: what it records, or why it failed."""
+    """Train random weights on random letters; return the run's figures, or the error.
+
+    part: a key of SIZE. row: tokens of a row. lengths: tokens of each document. how: overrides.
+    """
     letters = np.random.default_rng(1).integers(97, 123, sum(lengths), np.uint8).tobytes().decode()
     texts = [
         letters[end - n + 1 : end]
         for n, end in zip(lengths, np.cumsum(lengths).tolist(), strict=True)
-    ]  # the end of text is a token too
+    ]  # one letter less: the end of text is a token
     (folder / f"{part}.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
@@ -305,7 +311,7 @@ def run(
 
 
 def data(folder: Path, part: str, row: int, rows: int = 1) -> list[str]:
-    """What training and its preview have in common."""
+    """Return the overrides that training and its preview share."""
     return [
         f"data.path={folder}/{part}.jsonl",
         "tokenizer.path=demo:bytes",
@@ -316,7 +322,7 @@ def data(folder: Path, part: str, row: int, rows: int = 1) -> list[str]:
 
 
 def model(part: str, small: bool) -> list[str]:
-    """Random weights of the part's shape."""
+    """Return the overrides for a part's model."""
     return (
         ["model=tiny", "model.vocab_size=260"]
         if small
@@ -325,7 +331,11 @@ def model(part: str, small: bool) -> list[str]:
 
 
 def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """The same documents, an optimizer step for those of each of our rows, by transformers' Trainer with its own attention and compilation off."""
+    """Return the figures of transformers' Trainer on the documents of the ladder's rows.
+
+    It has its own attention, no compilation, and a batch of DOCUMENTS_AT_ONCE documents, about as
+    many as a row of ours. ours: our figures.
+    """
     try:
         import transformers  # noqa: F401
     except ImportError:
@@ -356,14 +366,14 @@ def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[s
         return {"failed": done.stderr.strip().splitlines()[-1]}
     found = json.loads(done.stdout.splitlines()[-1])
     if "tokens_per_second" in ours:
-        # weights are random on both sides: losses of letters that were never seen agree in the mean, not to the last digit
+        # both sides have other random weights: the losses of random letters agree only in the mean
         assert abs(found["mean_loss"] - ours["mean_loss"]) < 0.02 * ours["mean_loss"], (found, ours)
         found["ours_times_faster"] = ours["tokens_per_second"] / found["tokens_per_second"]
     return found
 
 
 def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
-    """A user's script, in the Trainer's process."""
+    """Train with transformers' Trainer in this process, as in a user's script; return figures."""
     import transformers
 
     samples = task["samples"]
@@ -393,7 +403,7 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
     warm = steps // 2
     order = list(
         trainer.get_train_dataloader().sampler
-    )  # the sampler's seed is fixed: the order of training
+    )  # in the order of training, because the sampler's seed is fixed
     tokens = sum(
         len(samples[i]["tokens"])
         for i in order[warm * DOCUMENTS_AT_ONCE : steps * DOCUMENTS_AT_ONCE]

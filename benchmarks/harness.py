@@ -1,9 +1,11 @@
-"""What every benchmark does alike: ways measured in turn, the spread told, the result written beside the machine and versions it is from.
+"""Common parts of all benchmarks: measuring ways in turn, and storing results with their spread.
 
     python -m benchmarks.NAME [--repeat N] [--check]
 
-A result lies in benchmarks/results/MACHINE/NAME.json. With --check it is not replaced but compared with: exit 1 where a figure is more than
-10% worse. Figures that are compared are ratios of two ways measured in turn, which hold when a shared machine's speed drifts; seconds do not.
+A result is stored in benchmarks/results/MACHINE/NAME.json, with the machine and the versions. With
+--check the stored result is not replaced but compared with: the exit code is 1 if a figure is more
+than 10% worse. Compared figures are ratios of two ways measured in turn, because ratios are stable
+when a shared machine's speed drifts and seconds are not.
 """
 
 import argparse
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 
 def arguments(about: str | None, repeat: int, **more: Any) -> argparse.Namespace:
-    """Of the command line: --repeat, --check, and `more` as --NAME with its default."""
+    """Parse the command line: --repeat, --check, and each of `more` as --NAME with its default."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument(
         "--repeat", type=int, default=repeat, help="rounds; each measures every way once"
@@ -45,7 +47,7 @@ def arguments(about: str | None, repeat: int, **more: Any) -> argparse.Namespace
 
 
 def in_turn(ways: dict[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]:
-    """Every way `repeat` times, all of them in each round, the order reversed from round to round."""
+    """Return `repeat` results of each way. Each round measures all, in alternating order."""
     measured: dict[str, list[T]] = {name: [] for name in ways}
     for turn in range(repeat):
         for name in list(ways)[:: 1 if turn % 2 else -1]:
@@ -54,18 +56,18 @@ def in_turn(ways: dict[str, Callable[[], T]], repeat: int) -> dict[str, list[T]]
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Minimum, median and maximum, to four significant digits."""
+    """Return minimum, median and maximum, to four significant digits."""
     figures = {"minimum": min(values), "median": statistics.median(values), "maximum": max(values)}
     return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
 
 def ratio(one: list[float], other: list[float]) -> dict[str, float]:
-    """Of one / other, round by round."""
+    """Return the spread of one / other, round by round."""
     return spread([a / b for a, b in zip(one, other, strict=True)])
 
 
 def machine() -> dict[str, Any]:
-    """What it ran on; `kind` names the folder of its results."""
+    """Return a description of this machine; `kind` is the name of its folder of results."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         kind = f"{torch.cuda.device_count()}x-{name}"
@@ -87,7 +89,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python, torch, and the packages that are compared with."""
+    """Return the versions of Python, torch and the given packages."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in packages:
         try:
@@ -98,7 +100,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict]:
-    """`python -m module` under torchrun; the JSON objects that its ranks print, one a line. OMP_NUM_THREADS: the cores shared out."""
+    """Run `python -m module` under torchrun; return the JSON objects that its ranks print.
+
+    Each object is one line of output. The ranks share the cores by OMP_NUM_THREADS.
+    """
     command = [
         sys.executable,
         "-m",
@@ -119,13 +124,16 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
 
 
 def tell(result: dict[str, Any]) -> None:
-    """Print what `run_ranks` reads, in one write: print's second one, of the line's end, may come after another rank's text."""
+    """Print a result for `run_ranks` in a single write.
+
+    print would write the line's end separately, possibly after another rank's text.
+    """
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
 
 
 def rank_memory() -> float:
-    """MiB of this process at its peak: allocated on a GPU, resident on a CPU."""
+    """Return this process's peak memory in MiB: allocated on a GPU, resident on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
@@ -134,7 +142,7 @@ def rank_memory() -> float:
 
 
 def result_path(name: str) -> Path:
-    """Where this kind of machine's result lies."""
+    """Return the path of the stored result for this kind of machine."""
     return RESULTS / machine()["kind"] / f"{name}.json"
 
 
@@ -145,7 +153,10 @@ def finish(
     check: bool,
     packages: tuple[str, ...] = (),
 ) -> None:
-    """Print, and write down or compare. result: what was measured, JSON; compared: figures of which more is better."""
+    """Print a result, and store it or, with `check`, compare it with the stored one and exit.
+
+    result: measurements, JSON. compared: figures by name, of which larger is better.
+    """
     about, path = machine(), result_path(name)
     written = {
         "date": time.strftime("%Y-%m-%d"),

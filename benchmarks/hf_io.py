@@ -1,16 +1,19 @@
-"""Seconds and memory of importing a Hugging Face folder, and of exporting one, beside reading or writing the same bytes once.
+"""Import and export of a Hugging Face folder compared with plain reading and writing of its bytes.
 
     python -m benchmarks.hf_io [--repeat 3] [--gib 1.1] [--check]
 
-Writes a random bfloat16 Llama of the asked size to a temporary folder first.
+First writes a random bfloat16 Llama of the requested size to a temporary folder.
 
-import: import_weights alone, the slowest rank's. Storage for the float32 shards, twice the bytes of the files, was allocated, but the kernel clears
-and hands over its pages only when they are first written, which is within; "import again" is a second import into the same storage, without that.
-Beside them one process reads the same files once, in pieces of 16 MiB. All find nothing in the page cache.
-Expected memory of a rank: its shard + the largest tensor's slice + a constant, where the constant is what the same process needs for a tiny model.
+import: seconds of import_weights alone, on the slowest rank. Memory for the float32 shards, twice
+the bytes of the files, is allocated before, but the kernel clears its pages only when they are
+first written, which is counted. "import again" is a second import into the same memory, without
+that. Compared with one process that reads the same files once, in pieces of 16 MiB. All start with
+an empty page cache. Expected memory of a rank: its shard + the largest tensor's slice + a constant,
+which is the memory that the same process needs for a tiny model.
 
-export: export_checkpoint of a float32 checkpoint that 1 or 2 ranks wrote, in one process as at the end of a run, fsync included. Beside it the same
-number of bytes is written once, in pieces of 16 MiB, and fsynced. The checkpoint is in the page cache, as after training.
+export: export_checkpoint of a float32 checkpoint that 1 or 2 ranks wrote, in one process as at the
+end of a run, fsync included. Compared with writing the same number of bytes once, in pieces of
+16 MiB, and fsync. The checkpoint is in the page cache, as after training.
 """
 
 import json
@@ -48,7 +51,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 def write_folder(folder: Path, gib: float) -> ModelConfig:
-    """A bfloat16 Llama of about `gib` in several files."""
+    """Write a bfloat16 Llama of about `gib` GiB in several files; return its configuration."""
     size = {
         "hidden_size": 1024,
         "intermediate_size": 2816,
@@ -84,12 +87,15 @@ def write_folder(folder: Path, gib: float) -> ModelConfig:
 
 
 def peak() -> int:
-    """This process's, in bytes."""
+    """Return this process's peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def import_rank(folder: Path) -> None:
-    """One rank: build, shard, import; prints seconds and memory as JSON. sum: of all imported numbers of this rank."""
+    """Build, shard and import a model as one rank; print seconds and memory as JSON.
+
+    `sum` in the output is the sum of all numbers that this rank imported.
+    """
     cfg = compose("train", ["precision=fp32"], inputs=False)
     world = join(os.environ, "cpu", 60)
     connect(world, 60)
@@ -118,7 +124,7 @@ def import_rank(folder: Path) -> None:
 
 
 def drop_cache(files: list[Path]) -> None:
-    """The next to read them waits for the disk."""
+    """Remove files from the page cache, so that the next read waits for the disk."""
     for file in files:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -126,7 +132,7 @@ def drop_cache(files: list[Path]) -> None:
 
 
 def read_once(files: list[Path]) -> float:
-    """Seconds."""
+    """Return the seconds of reading files."""
     started = time.perf_counter()
     for file in files:
         with file.open("rb", 0) as handle:
@@ -136,7 +142,7 @@ def read_once(files: list[Path]) -> float:
 
 
 def write_once(file: Path, size: int) -> float:
-    """Seconds, with fsync."""
+    """Return the seconds of writing a file and of its fsync. size: bytes."""
     started = time.perf_counter()
     with file.open("wb", 0) as handle:
         left = size
@@ -149,13 +155,13 @@ def write_once(file: Path, size: int) -> float:
 
 
 def after_dropping(files: list[Path], way: Callable[[], float]) -> float:
-    """Seconds of `way` with nothing of `files` in the page cache."""
+    """Return the seconds of `way` after removing `files` from the page cache."""
     drop_cache(files)
     return way()
 
 
 def export(checkpoint: Path, out: Path, dtype: str) -> float:
-    """Seconds."""
+    """Return the seconds of an export."""
     shutil.rmtree(out, ignore_errors=True)
     started = time.perf_counter()
     export_checkpoint(checkpoint, out, dtype)
@@ -163,7 +169,7 @@ def export(checkpoint: Path, out: Path, dtype: str) -> float:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Of a Hugging Face folder."""
+    """Return all tensors of a Hugging Face folder, by name."""
     return {
         name: tensor
         for file in folder.glob("*.safetensors")
@@ -172,7 +178,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_checkpoint(folder: Path, ranks: int) -> Path:
-    """What `ranks` ranks write of the imported weights."""
+    """Import a folder on `ranks` ranks and return the checkpoint that they write."""
     data = [
         "data.path=demo:backwards",
         "data.too_long=truncate",
@@ -203,7 +209,7 @@ def make_checkpoint(folder: Path, ranks: int) -> Path:
 def measure_import(
     place: Path, config: ModelConfig, repeat: int
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """On 1 and 2 ranks; and what is compared."""
+    """Measure the import on 1 and 2 ranks; return the results and the compared figures."""
     small, large = place / "small", place / "large"
     files = sorted(large.glob("*.safetensors"))
     write_folder(small, 0.0)
@@ -250,7 +256,7 @@ def measure_import(
 
 
 def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, float]]:
-    """Of checkpoints by 1 and 2 ranks; and what is compared."""
+    """Measure the export of checkpoints of 1 and 2 ranks; return results and compared figures."""
     out, once = place / "out", place / "once"
     stored = tensors(place / "large")
     result, compared = {}, {}
@@ -287,7 +293,7 @@ def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, 
 
 
 def main() -> None:
-    """Measure import and export, check that they hold the same numbers, and write it down."""
+    """Measure import and export, check that the numbers are unchanged, and store the result."""
     given = arguments(__doc__, repeat=3, gib=1.1, import_of="", export_of="", dtype="bfloat16")
     if given.import_of:
         import_rank(Path(given.import_of))

@@ -1,9 +1,12 @@
-"""A ladder of sizes by model.depth: whether the losses of the smaller ones predict that of the largest.
+"""Ladder of model sizes by model.depth: do the smaller ones' losses predict the largest one's?
 
-    python -m benchmarks.ladder --data text.jsonl --tokenizer tokenizer/ [--depths 4,6,8] [--further "optim=adamw precision=fp32"]
+    python -m benchmarks.ladder --data text.jsonl --tokenizer tokenizer/ [--depths 4,6,8]
+                                [--further "optim=adamw precision=fp32"]
 
-Each size is trained by the rules of model.depth on the same text, from its own tokens a parameter. A power of the compute, fitted to all but the
-largest, predicts the largest one's validation loss. --width: of a block, 64 by the rules; for models smaller than those. Runs are kept in --root, and a second call takes those that are finished.
+Each size is trained by the rules of model.depth on the same text, for its own number of tokens per
+parameter. A power law of the compute, fitted to all but the largest size, predicts the largest
+one's validation loss. --width: width per block, 64 by the rules; a smaller one gives smaller
+models. Runs are kept in --root, and a second call reuses those that are finished.
 """
 
 import math
@@ -18,7 +21,7 @@ from fsdp_trainer.config.depth import scaling_parameters
 
 
 def main() -> None:
-    """Train the ladder, fit, print, write down."""
+    """Train the ladder, fit the prediction, print and store the result."""
     given = arguments(
         __doc__,
         repeat=1,
@@ -47,7 +50,7 @@ def main() -> None:
 
 
 def rung(depth: int, data: str, tokenizer: str, root: str, further: list[str]) -> dict[str, Any]:
-    """Train one size, or go on with it; its parameters, tokens, compute and last validation loss."""
+    """Train one size, or resume it; return its parameters, tokens, compute and validation loss."""
     words = [
         "+recipe=chain_depth",
         f"model.depth={depth}",
@@ -76,12 +79,15 @@ def rung(depth: int, data: str, tokenizer: str, root: str, further: list[str]) -
 
 
 def predict(rungs: list[dict[str, Any]]) -> float:
-    """The loss of the last rung by the line through the others: log loss over log FLOPs, least squares."""
+    """Return the last rung's loss by a least-squares line through the others' log loss and FLOPs.
+
+    Both axes are logarithmic.
+    """
     points = [(math.log(rung["flops"]), math.log(rung["validation_loss"])) for rung in rungs[:-1]]
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     rise = sum((x - mean_x) * (y - mean_y) for x, y in points)
     run = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = rise / run if run else 0.0  # of one point: its own loss
+    slope = rise / run if run else 0.0  # a single point predicts its own loss
     return math.exp(mean_y + slope * (math.log(rungs[-1]["flops"]) - mean_x))
 
 

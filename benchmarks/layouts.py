@@ -1,12 +1,12 @@
-"""What tensor and context parallelism cost the host, and what they leave on a rank.
+"""Host time of tensor parallelism, and memory per rank of tensor and context parallelism.
 
     python -m benchmarks.layouts [--repeat 5] [--check]
 
-- host time: forward and backward of 4 blocks on 2 ranks, so small that they compute next to nothing:
-  processor time of the thread that drives them, by hand (fsdp_trainer/parallel/tensor.py) and by
-  torch's `parallelize_module` with the same cuts. Outputs and every gradient are compared first.
-- memory: how much the peak of a rank's resident memory grows in two steps of a training, by
-  sharding.tensor and sharding.context, of one row of 4,096 tokens.
+- host time: forward and backward of 4 blocks on 2 ranks, so small that computing takes almost no
+  time: processor time of the main thread, for fsdp_trainer/parallel/tensor.py ("by hand") and for
+  torch's `parallelize_module` with the same sharding. All gradients are compared first.
+- memory: growth of the peak of a rank's resident memory in two training steps of one row of 4,096
+  tokens, by sharding.tensor and sharding.context.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ LAYOUTS = {
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's part."""
     given = arguments(__doc__, repeat=5, host=0, memory="")
     if given.host:
         return tell_host_times(given.repeat)
@@ -111,7 +111,7 @@ def main() -> None:
 
 
 def tell_host_times(rounds: int) -> None:
-    """Print this rank's milliseconds a step of both ways, and how far their gradients differ."""
+    """Print this rank's milliseconds per step of both ways, and their gradients' difference."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     dims = Dims(Sharding(tensor=RANKS), "cpu", 60)
@@ -133,7 +133,7 @@ def tell_host_times(rounds: int) -> None:
 
 
 def by_torch(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a block as parallel/tensor.py does, with torch's own modules."""
+    """Shard a block as parallel/tensor.py does, by torch's own parallel styles."""
     whole, part = Replicate(), Shard(1)
     others = (None, None, None)
     parallelize_module(
@@ -158,7 +158,7 @@ def by_torch(block: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def prepared_step(model: Decoder) -> Callable[[], None]:
-    """Return forward and backward of the blocks on this rank's part of the tokens.
+    """Return a function that runs forward and backward of the blocks on this rank's tokens.
 
     Weights and inputs are the same on all ranks and in both ways.
     """
@@ -186,7 +186,10 @@ def prepared_step(model: Decoder) -> Callable[[], None]:
 
 
 def largest_difference(one: Decoder, other: Decoder) -> float:
-    """Return the worst gradient's largest difference, over its largest number."""
+    """Return the largest difference of any gradient, relative to its largest number.
+
+    Raises AssertionError if it is not rounding.
+    """
     others = dict(other.model.layers.named_parameters())
     worst = 0.0
     for name, parameter in one.model.layers.named_parameters():
@@ -197,12 +200,12 @@ def largest_difference(one: Decoder, other: Decoder) -> float:
 
 
 def whole_gradient(parameter: Any) -> Tensor:
-    """Return the gradient of all ranks' parts."""
+    """Return the complete gradient, gathered from all ranks."""
     return parameter.grad.full_tensor()
 
 
 def milliseconds(step: Callable[[], None]) -> float:
-    """Return the median processor time of this thread over the steps that are not warm-up."""
+    """Return the median processor time of this thread over the timed steps, in milliseconds."""
     times = []
     for _ in range(WARM + STEPS):
         begun = time.thread_time()
@@ -215,7 +218,7 @@ def milliseconds(step: Callable[[], None]) -> float:
 
 
 def grown_memory(ranks: int, overrides: list[str]) -> float:
-    """Return MiB by which the peak of the fullest rank grows in a training."""
+    """Return the growth of peak memory in a training on the rank with the most, in MiB."""
     with tempfile.TemporaryDirectory() as folder:
         text = "".join(chr(97 + i * i % 26) for i in range(40_000))
         (Path(folder) / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
@@ -227,7 +230,7 @@ def grown_memory(ranks: int, overrides: list[str]) -> float:
 
 
 def tell_memory(overrides: list[str]) -> None:
-    """Print by how many MiB this rank's peak grows in a training, once all is imported."""
+    """Print this rank's growth of peak memory in a training, without imports, in MiB."""
     for name in ("torch._dynamo", "fsdp_trainer.training.run"):
         import_module(name)
     with contextlib.redirect_stdout(io.StringIO()):

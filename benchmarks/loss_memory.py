@@ -1,12 +1,14 @@
-"""Peak memory and time of output head + cross-entropy, forward and backward: ours, whole logits, chunks under checkpoint, and torch's own.
+"""Peak memory and time of several output heads with cross-entropy, forward and backward.
 
     python -m benchmarks.loss_memory [--repeat 3] [--check]
 
-Of `ours`: the head of this repository. `whole`: all logits at once, the loss in float32 as transformers computes it. `checkpoint`: as many
-tokens at a time as ours, each chunk's logits made again in backward by torch.utils.checkpoint. `linear_cross_entropy`: torch.nn.functional's,
-where there is one (2.13). First every way's loss and gradients are held against float64. Each way is measured in a process of its own:
-on a CPU its resident memory at the peak less that before, inputs in place; on a GPU torch's count of the same. The gradients of hidden and
-weight are part of every peak: `least` is what they take alone.
+`ours`: the head of this repository. `whole`: all logits at once, with the loss in float32 as in
+transformers. `checkpoint`: as many tokens at a time as ours, with each chunk's logits recomputed in
+backward by torch.utils.checkpoint. `linear_cross_entropy`: that of torch.nn.functional, if there is
+one (torch 2.13). First every way's loss and gradients are compared with float64. Each way is
+measured in a process of its own: on a CPU the growth of peak resident memory after the inputs were
+made, on a GPU the same by torch's counters. The gradients of hidden states and weight are part of
+every peak: `least_mib` is their size alone.
 """
 
 import ctypes
@@ -36,7 +38,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 0.02}
 
 
 def ours(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Its value is a sum; the weights make it the mean."""
+    """Return the mean loss by our head, whose loss is a sum, here with weights of 1 / tokens."""
     return head(
         hidden,
         targets,
@@ -75,14 +77,15 @@ WAYS: dict[str, Callable[[Head, Tensor, Tensor], Tensor]] = {
 if hasattr(F, "linear_cross_entropy"):
     WAYS["linear_cross_entropy"] = linear_cross_entropy
 EXACT = ("ours", "whole", "checkpoint")
-# hidden, then cases: dtype, vocabulary, tokens, which ways, whether more than once. Fewer tokens show how memory grows with them.
+# (width, cases); a case: dtype, vocabulary, tokens, ways, True to measure it in all rounds.
+# Cases with fewer tokens show how memory grows with the number of tokens.
 CPU = (
     256,
     [
         ("float32", 32_000, 1024, EXACT, True),
         ("float32", 128_256, 1024, EXACT, True),
         ("bfloat16", 32_000, 1024, EXACT, True),
-        ("float32", 32_000, 512, tuple(WAYS), False),  # torch's own takes too long here for more
+        ("float32", 32_000, 512, tuple(WAYS), False),  # torch's own would take too long with more
         ("float32", 128_256, 512, ("ours", "whole"), False),
     ],
 )
@@ -100,7 +103,7 @@ GPU = (
 def inputs(
     vocabulary: int, tokens: int, width: int, dtype: str, device: str
 ) -> tuple[Head, Tensor, Tensor]:
-    """A head, hidden states and targets, the same on every call."""
+    """Return a head, hidden states and targets, the same on every call."""
     draw = torch.Generator().manual_seed(0)
     head = Head(ModelConfig(vocab_size=vocabulary, hidden_size=width))
     head.weight = torch.nn.Parameter(
@@ -115,7 +118,10 @@ def inputs(
 
 
 def forget_peak(device: str) -> None:
-    """Let the peak be what is in use now. On a CPU Linux does it, once the allocator has given back what it keeps for later."""
+    """Reset the peak to the memory in use now.
+
+    On a CPU, Linux resets it, after the allocator has returned its free memory to the system.
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -124,7 +130,7 @@ def forget_peak(device: str) -> None:
 
 
 def peak(device: str) -> int:
-    """Bytes at the peak since then."""
+    """Return the peak in bytes since `forget_peak`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -133,9 +139,12 @@ def peak(device: str) -> int:
 
 
 def measure(way: str, *shape: Any) -> dict[str, float]:
-    """In this process, of three forwards and backwards: MiB that one adds to what is in use, and the seconds of the fastest but the first."""
+    """Return memory and seconds of a forward and backward, from three in this process.
+
+    mib: the largest growth over the memory in use before. seconds: the fastest of the last two.
+    """
     device = shape[-1]
-    inputs(64, 128, shape[2], *shape[3:])  # what is allocated once
+    inputs(64, 128, shape[2], *shape[3:])  # a small case first, for what is allocated only once
     WAYS[way](*inputs(64, 128, *shape[2:])).backward()
     head, hidden, targets = inputs(*shape)
     seconds, added = [], []
@@ -153,7 +162,10 @@ def measure(way: str, *shape: Any) -> dict[str, float]:
 
 
 def in_a_process(way: str, *shape: Any) -> dict[str, float]:
-    """`measure`, apart: memory that another way has freed would hide its peak."""
+    """Return the result of `measure` in a new process.
+
+    In the same process, memory that another way has freed would hide the peak.
+    """
     command = [sys.executable, "-m", "benchmarks.loss_memory", "--one", json.dumps([way, *shape])]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -162,7 +174,10 @@ def in_a_process(way: str, *shape: Any) -> dict[str, float]:
 
 
 def errors(way: str, dtype: str, device: str) -> dict[str, float]:
-    """Against float64 on a small case: of the loss, absolute; of the gradients, relative."""
+    """Return the errors compared with float64 on a small case.
+
+    The loss's error is absolute, those of the gradients are relative.
+    """
     head, hidden, targets = inputs(4096, 256, 64, dtype, device)
     head.chunk_mib = 1
     loss = WAYS[way](head, hidden, targets)
@@ -182,7 +197,7 @@ def errors(way: str, dtype: str, device: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Check, measure, print and write down."""
+    """Check, measure, print and store the result."""
     options = harness.arguments(__doc__, repeat=3, one="")
     if options.one:
         print(json.dumps(measure(*json.loads(options.one))))

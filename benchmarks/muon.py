@@ -1,9 +1,9 @@
-"""One step of Muon on sharded matrices: by owners, beside torch's own on DTensors and gathering everything on every rank.
+"""Time of a Muon step on sharded matrices: by owner ranks, by torch's Muon, by gathering all.
 
     python -m benchmarks.muon [--repeat 5] [--check]
 
-The matrices of 4 blocks of a Llama of width 256 on 2 and on 4 ranks, Newton-Schulz in float32. A round is one step of each way. Weights after the
-first step are compared before anything is measured.
+The matrices of 4 blocks of a Llama of width 256 on 2 and on 4 ranks, with Newton-Schulz in float32.
+A round is one step of each way. The weights after the first step are compared first.
 """
 
 import os
@@ -36,7 +36,7 @@ LR, MOMENTUM = 0.02, 0.95
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's part."""
     given = arguments(__doc__, repeat=5, rank=0)
     if given.rank:
         return tell_seconds(given.repeat)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def tell_seconds(rounds: int) -> None:
-    """Print this rank's seconds a step of every way, and how far owners and gathering differ."""
+    """Print this rank's seconds per step of every way, and how far owners and gathering differ."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -72,7 +72,7 @@ def tell_seconds(rounds: int) -> None:
     for way, prepare in WAYS.items():
         models[way] = sharded(mesh)
         steps[way] = timed(prepare(models[way]), models[way])
-        steps[way]()  # makes the states
+        steps[way]()  # creates the optimizer states
     pairs = zip(models["owners"].parameters(), models["gather all"].parameters(), strict=True)
     difference = max((a.to_local() - b.to_local()).abs().max().item() for a, b in pairs)
     tell({**in_turn(steps, rounds), "difference": difference})
@@ -82,7 +82,10 @@ def tell_seconds(rounds: int) -> None:
 
 
 def sharded(mesh: DeviceMesh) -> nn.Module:
-    """The blocks' matrices on all ranks, without the tables, which every way would leave to AdamW."""
+    """Return a sharded model in which only the blocks' matrices are trained.
+
+    Embedding, head and vectors are left out, because every way would use AdamW for them.
+    """
     model = Decoder(SHAPE)
     initialize_weights(model, 0)
     for name, parameter in model.named_parameters():
@@ -94,12 +97,15 @@ def sharded(mesh: DeviceMesh) -> nn.Module:
 
 
 def matrices_of(model: nn.Module) -> list[nn.Parameter]:
-    """What Muon moves."""
+    """Return the parameters that Muon updates."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def timed(step: Callable[[], Any], model: nn.Module) -> Callable[[], float]:
-    """A step that gives its seconds, of all ranks alike."""
+    """Give the model random gradients; return a function that runs a step and returns its seconds.
+
+    It begins with a barrier of all ranks.
+    """
     for i, parameter in enumerate(matrices_of(model)):
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + i)
         parameter.grad = torch.zeros_like(parameter)
@@ -117,21 +123,21 @@ def timed(step: Callable[[], Any], model: nn.Module) -> Callable[[], float]:
 
 
 def by_owners(model: nn.Module) -> Callable[[], Any]:
-    """fsdp_trainer's."""
+    """Return the step of fsdp_trainer's Muon, where each matrix has an owner rank."""
     optimizer = build_optimizer(model, Optim("muon", lr=LR, ns_dtype="float32"))
     no = torch.tensor(False)
     return lambda: optimizer.step_unless(no)
 
 
 def by_torch(model: nn.Module) -> Callable[[], Any]:
-    """torch.optim.Muon on the DTensors: in bfloat16, since it has no other format."""
+    """Return the step of torch.optim.Muon on DTensors, in bfloat16, its only format."""
     options: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": 0.0}
     muon = torch.optim.Muon(matrices_of(model), adjust_lr_fn="match_rms_adamw", **options)
     return muon.step
 
 
 def by_gathering(model: nn.Module) -> Callable[[], Any]:
-    """Every rank gathers every matrix, computes it, and keeps its own rows."""
+    """Return a step in which every rank gathers and computes every matrix, and keeps its rows."""
     momenta = {p: torch.zeros_like(p.to_local()) for p in matrices_of(model)}
 
     @torch.no_grad()
@@ -147,7 +153,7 @@ def by_gathering(model: nn.Module) -> Callable[[], Any]:
 
 
 def orthogonal_rows(parameter: DTensor, rows: Tensor) -> Tensor:
-    """This rank's rows of the orthogonal matrix."""
+    """Return this rank's rows of the orthogonalized matrix. rows: its rows before."""
     sharded = DTensor.from_local(rows, parameter.device_mesh, parameter.placements)
     whole = orthogonalize(sharded.full_tensor()[None], "quintic", 5)[0]
     return whole.chunk(dist.get_world_size())[dist.get_rank()]

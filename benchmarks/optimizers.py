@@ -1,8 +1,8 @@
-"""What each way of keeping optimizer states costs: bytes a parameter, and the time of one step beside torch's fused AdamW.
+"""Formats of optimizer state: bytes per parameter, and step time relative to torch's fused AdamW.
 
     python -m benchmarks.optimizers [--repeat 5] [--check]
 
-A Llama of 4 blocks, width 512 and vocabulary 8,000 on one device; a round is one step of each.
+A Llama of 4 blocks, width 512 and vocabulary 8,000 on one device; a round is one step of each way.
 """
 
 import time
@@ -29,13 +29,13 @@ WAYS = {
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result."""
     given = arguments(__doc__, repeat=5)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     steps, held = {}, {}
     for way, (dtype, cfg) in WAYS.items():
         steps[way], held[way] = prepared(dtype, cfg, device)
-        steps[way]()  # makes the states
+        steps[way]()  # creates the optimizer states
     taken = in_turn(steps, given.repeat)
     result: dict[str, Any] = {
         "what": f"{SHAPE.parameters():,} parameters on one {device.type}, {given.repeat} rounds"
@@ -57,7 +57,7 @@ def main() -> None:
 def prepared(
     dtype: torch.dtype, cfg: Optim, device: torch.device
 ) -> tuple[Callable[[], float], float]:
-    """A step that gives its seconds, and bytes of both moments a parameter."""
+    """Return a function that times a step in seconds, and the moments' bytes per parameter."""
     model = Decoder(SHAPE).to(device, dtype)
     optimizer = build_optimizer(model, cfg)
     for parameter in model.parameters():
@@ -81,7 +81,7 @@ def prepared(
 
 
 def wait(device: torch.device) -> None:
-    """Until the device is done."""
+    """Wait until the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -1,9 +1,11 @@
-"""How right the plan's memory is: predicted against the peak of real trainings, `memory_gib` of their metrics.
+"""Accuracy of the plan's memory, compared with `memory_gib` in the metrics of real trainings.
 
     python -m benchmarks.plan_accuracy [--device cpu|cuda] [--check]
 
-On a CPU with 2 and 4 ranks: memory of the process at its peak against the plan's whole sum, which --check compares; and what of it is above a
-training that is next to nothing, against the sum without its allowance: oneDNN's and gloo's own buffers grow too. On a GPU with one rank: what torch allocated at its peak, against the sum without its allowance.
+On a CPU with 2 and 4 ranks: the process's peak memory is compared with the plan's total, which
+--check compares; and its excess over that of a minimal training with the total without the
+allowance, though buffers of oneDNN and gloo grow too. On a GPU with one rank: the peak that torch
+allocated is compared with the total without the allowance.
 """
 
 import json
@@ -24,8 +26,8 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**20),
     "MALLOC_TRIM_THRESHOLD_": str(2**20),
 }
-"""glibc gives memory back as soon as it is free: else it keeps much of it in its arenas, and the peak tells of that."""
-STEPS = 2  # the first makes the optimizer's moments
+"""Settings with which glibc returns free memory at once: otherwise its arenas would be measured."""
+STEPS = 2  # the first step creates the optimizer's moments
 HEADS = ["model.head_dim=64", "model.max_position_embeddings=8192"]
 SMALL = [
     "model=tiny", *HEADS, "model.hidden_size=768", "model.intermediate_size=2048", "model.num_attention_heads=12", "model.num_key_value_heads=4",
@@ -75,7 +77,7 @@ GPU: dict[str, tuple[int, list[str]]] = {
 
 
 def main() -> None:
-    """Train, predict, print, write down."""
+    """Train, predict, print and store the result."""
     given = arguments(__doc__, repeat=1, device="cpu")
     base, cases = (LARGE, GPU) if given.device == "cuda" else (SMALL, CPU)
     rows: dict[str, Any] = {}
@@ -123,12 +125,12 @@ def main() -> None:
 
 
 def mib(size: float) -> float:
-    """Bytes as they are written down."""
+    """Return bytes as MiB, rounded for the result."""
     return round(size / 2**20, 1)
 
 
 def predicted(overrides: list[str], ranks: int, device: str) -> Moment:
-    """The plan's peak."""
+    """Return the moment of the plan's peak memory."""
     cfg = compose(
         "train", [*overrides, "data.path=texts.jsonl", "tokenizer.path=demo:bytes"], inputs=False
     )
@@ -136,7 +138,7 @@ def predicted(overrides: list[str], ranks: int, device: str) -> Moment:
 
 
 def measured(folder: Path, ranks: int, overrides: list[str], device: str) -> float:
-    """Bytes, of the rank that took most."""
+    """Train and return the peak memory in bytes of the rank with the most."""
     run = [
         f"run.root={folder}",
         "run.name=run",

@@ -2,19 +2,19 @@
 
     python -m benchmarks.plan_published [--check] [--names TEXT]
 
-Prints a table in Markdown and a summary. With --check it exits with 1 where a goal is missed.
-Needs no GPU: the same plans on every machine.
+Prints a table in Markdown and a summary. With --check the exit code is 1 if a goal is missed.
+Needs no GPU: the plans are the same on every machine.
 
-Speed is in tokens per second and GPU. Memory is without the GiB that the plan adds for what lies
+Speed is in tokens per second and GPU. Memory is without the GiB that the plan adds for memory
 outside of torch's allocator, and with the other trainer's logits in place of ours:
 
-- memory_kind `reserved` is torch's max_memory_reserved, `active` is tensors alone;
-- head_bytes is how many bytes for each logit of a micro-batch the other trainer held at its peak;
-  none where its head works in chunks, as ours does;
-- block_bytes is how many bytes for each token and number of the stream a block of the other
-  trainer's model keeps from forward to backward, where it is built in another way than ours: an MPT
-  block has no gate and keeps 34, the gated one that stands for it 45;
-- `assumed` marks a run whose source does not tell batch, recomputation or number of GPUs.
+- memory_kind: `reserved` is torch's max_memory_reserved, `active` is tensors alone;
+- head_bytes: bytes per logit of a micro-batch that the other trainer held at its peak; absent if
+  its head works in chunks, as ours does;
+- block_bytes: bytes per token and channel of the residual stream that a block of the other
+  trainer's model keeps from forward to backward, if it differs from ours: an MPT block has no gate
+  and keeps 34, the gated block that represents it in the plan 45;
+- `assumed` marks a run whose source does not state batch, recomputation or number of GPUs.
 """
 
 import argparse
@@ -32,15 +32,15 @@ from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment, trace_blocks
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
 RUNS = Path(__file__).parent / "published_runs.json"
-WIDEST = 1.41  # the fast end over the slow end
+WIDEST = 1.41  # largest ratio of a range's fast end to its slow end
 MEMORY_WITHIN = 0.08
 AT_LEAST = 0.85
-"""Share of the speeds inside their range, and of the memories that are near."""
+"""Smallest share of speeds inside their range, and of memories within MEMORY_WITHIN."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A published run beside its plan. Speeds in tokens per second and GPU, memory in GiB."""
+    """A published run and its plan. Speeds in tokens per second and GPU, memory in GiB."""
 
     run: dict[str, Any]
     fits: bool
@@ -50,7 +50,7 @@ class Comparison:
 
     @property
     def inside(self) -> bool | None:
-        """Whether the published speed lies in the planned range; None without one."""
+        """True if the published speed is in the planned range; None if no speed is published."""
         speed = self.run.get("tokens_per_second")
         return self.slow <= speed <= self.fast if speed else None
 
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def fits_as_published(self) -> bool:
-        """False where the plan contradicts what happened."""
+        """False if the plan contradicts the source on whether the run fits in memory."""
         return self.run["fits"] is None or self.run["fits"] == self.fits
 
 
@@ -82,7 +82,7 @@ def published_runs() -> list[dict[str, Any]]:
 
 
 def compare(run: dict[str, Any]) -> Comparison:
-    """Plan a published run as it ran."""
+    """Plan a published run with its settings, and compare."""
     cfg = compose("plan", run["overrides"].split(), inputs=False)
     world, config = cfg.plan.world_size, architecture(cfg)[0]
     assert isinstance(world, int)
@@ -111,7 +111,10 @@ def memory_as_published(run: dict[str, Any], plan: RunPlan, logits: int) -> floa
 
 
 def _as_counted(moment: Moment, others: float, tensors_alone: bool) -> float:
-    """Return a moment's bytes; `others` replaces our logits while the head is at work."""
+    """Return a moment's bytes as the source counts them.
+
+    others: bytes of the other trainer's logits, in place of ours in the head's moment; 0: none.
+    """
     more = 0.0
     if others and moment.when == "head and loss":
         more = others - moment.bytes["logits"]
@@ -144,7 +147,7 @@ def table(rows: list[Comparison]) -> str:
 
 
 def summary(rows: list[Comparison]) -> dict[str, Any]:
-    """Return the figures that have goals, and by how much the plan is off."""
+    """Return the figures that have goals, and the plan's errors."""
     timed = [row for row in rows if row.speed_off is not None]
     measured = [abs(row.memory_off) for row in rows if row.memory_off is not None]
     logs = [math.log(1 + row.speed_off) for row in timed if row.speed_off is not None]

@@ -1,19 +1,24 @@
-"""DPO beside trl's DPOTrainer: the same pairs and losses; useful pairs a second, and memory.
+"""DPO compared with trl's DPOTrainer on the same pairs with the same losses: speed and memory.
 
     python -m benchmarks.preferences [--repeat 2] [--check]
     python -m benchmarks.preferences --small 1        # tiny models, which only shows that it runs; needs no trl
 
-Pairs have lengths as real ones: the logarithms of prompt and answers have the means, deviations and correlations of 300 English pairs under a
-32,000-token SentencePiece, and no answer with its prompt has more than 512 tokens. The model is that of benchmarks.train_step, in float32; all
-weights are learnt, the reference is another model of that shape. Every way reads all pairs once, 8 a step on each rank. The learning rate is 0, so
-that the mean loss over all pairs must agree.
+Pairs have realistic lengths: the logarithms of prompt and answer lengths have the means, deviations
+and correlations of 300 English pairs under a 32,000-token SentencePiece, and no answer with its
+prompt has more than 512 tokens. The model is that of benchmarks.train_step, in float32, with all
+weights trained; the reference is another model of that shape. Every way reads all pairs once, 8 a
+step on each rank. The learning rate is 0, so the mean losses over all pairs must agree.
 
-- fsdp_trainer: rows of 1,024 tokens filled with whole pairs, one at a time; the reference's log-probabilities computed once, before the first step.
-- trl: DPOTrainer as it comes but for float32: 8 pairs padded to the longest answer, activations computed again, the reference in memory.
-- trl, tuned: the least to compute: a pair at a time, so that little is padded, activations kept, the reference computed before the first step.
+- fsdp_trainer: rows of 1,024 tokens filled with complete pairs, one row at a time; the reference's
+  log-probabilities are computed once, before the first step.
+- trl: DPOTrainer with its defaults except float32: 8 pairs padded to the longest answer, activation
+  checkpointing, the reference model in memory.
+- trl, tuned: settings with the least computation: one pair at a time, so that little is padded, no
+  activation checkpointing, the reference computed before the first step.
 
-accelerate shards on GPUs only, so that trl's weights are whole on each of 2 ranks. Seconds are those of all steps and of the reference. Memory is a
-rank's peak up to its last step, and what that is above the process before it has a model, with all imports. Processor seconds are those of all that follows, on a rank.
+accelerate shards only on GPUs, so with 2 ranks each has all of trl's weights. Seconds are those of
+all steps and of the reference. Memory is a rank's peak up to its last step, and its excess over the
+process before a model is made, with all imports. Processor seconds are a rank's from that moment.
 """
 
 import json
@@ -44,14 +49,14 @@ from benchmarks.beside_trl import (
 from benchmarks.harness import arguments, finish, rank_memory, spread
 
 PAIRS, STEP = 16, 8
-"""Pairs in all, and of a step on each rank."""
+"""Number of pairs in all, and in a step on each rank."""
 ROWS = 5
-"""Rows of our step on each rank: these pairs fill 10 in all."""
+"""Number of rows of our step on each rank: the 16 pairs fill 10 rows in all."""
 LONGEST, ROW = 512, 1024
-"""Tokens of an answer with its prompt at most, and of one of our rows."""
+"""Largest number of tokens of an answer with its prompt, and tokens of one of our rows."""
 BETA = 0.1
 CHUNK = "loss.chunk_mib=96"
-"""Logits of all answers of a row at once, which so are made once."""
+"""Chunk size with which the logits of all answers of a row are computed at once."""
 TUNED = {
     "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": STEP,
@@ -63,12 +68,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "trl": {"per_device_train_batch_size": STEP},
     "trl, tuned": TUNED,
 }
-"""The options of DPOConfig in which a way differs."""
+"""Options of DPOConfig that are specific to each way."""
 FIGURES = ("pairs_per_second", *USED)
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's task."""
     given = arguments(__doc__, repeat=2, ranks="1,2", small=0, task="")
     if given.task:
         answer_task(given.task, PROGRAMS)
@@ -100,14 +105,17 @@ def main() -> None:
 
 
 def difference_of_losses(runs: dict[str, list[dict[str, Any]]]) -> float:
-    """Return the largest difference of mean losses from ours. Raises AssertionError if it is not rounding."""
+    """Return the largest difference of mean losses from ours.
+
+    Raises AssertionError if it is not rounding.
+    """
     losses = {way: each[0]["loss"] for way, each in runs.items()}
     difference = max(abs(loss - losses[OURS]) for loss in losses.values())
     assert difference < 1e-4, losses
     return difference
 
 
-# --- what is trained on
+# --- inputs
 
 
 def prepare(folder: Path, small: bool) -> None:
@@ -148,14 +156,14 @@ def draw_pairs() -> list[dict[str, str]]:
     pairs: list[dict[str, str]] = []
     while len(pairs) < PAIRS:
         prompt, *answers = np.exp(factors @ random.normal(size=3) + means).astype(int) + 1
-        if prompt + max(answers) + 3 <= LONGEST:  # what the template adds
+        if prompt + max(answers) + 3 <= LONGEST:  # the template adds 3 tokens
             chosen, rejected = map(text, answers)
             pairs.append({"prompt": text(prompt), "chosen": chosen, "rejected": rejected})
     return pairs
 
 
 def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """Return the figures of one training."""
+    """Train once and return the figures. way: a key of WAYS."""
     task = {"way": way, "ranks": ranks, "options": WAYS[way]}
     said = run_task("benchmarks.preferences", folder, ranks, task)
     seconds = max(rank["seconds"] + rank["seconds_of_reference"] for rank in said)
@@ -167,7 +175,7 @@ def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of this trainer."""
+    """Train as one rank of this trainer; return its figures."""
     import fsdp_trainer.training.run  # noqa: F401  imported before memory is read
     from fsdp_trainer.training.stored_reference import ReferencePass
 
@@ -191,13 +199,13 @@ def train_ours(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_with_trl(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of trl's DPOTrainer."""
+    """Train as one rank of trl's DPOTrainer; return its figures."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import DPOConfig, DPOTrainer
 
     usage, folder, load = Usage(), task["folder"], LlamaForCausalLM.from_pretrained
-    # of a file: ranks share what is computed for a data set only if it has one
+    # read from a file: ranks share computed columns of a data set only if it has a file
     pairs = Dataset.from_json(f"{folder}/pairs_for_trl.jsonl", cache_dir=task["out"])
     how = {"beta": BETA, "max_length": LONGEST, "learning_rate": 0.0, "num_train_epochs": 1}
     options = DPOConfig(**how, **trl_options(task))

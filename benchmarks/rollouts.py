@@ -1,18 +1,21 @@
-"""Learning from rewards beside trl's GRPOTrainer with transformers' generate: seconds of sampling and learning, and memory.
+"""GRPO compared with trl's GRPOTrainer and transformers' generate: sampling, learning and memory.
 
     python -m benchmarks.rollouts [--repeat 2] [--check]
     python -m benchmarks.rollouts --small 1        # a tiny model, which only shows that it runs; needs no trl
 
-A step answers 2 prompts 8 times with 64 tokens each, which nothing ends earlier, and learns from the answers once. Model and prompts are those
-of benchmarks.train_step, in float32: all weights are learnt, prompts are as long as gsm8k's questions. An answer is rewarded if a
-regular expression is found in it. What is sampled differs; the mean log-probability of a token must be the same.
+A step samples 8 answers of exactly 64 tokens to each of 2 prompts, and trains on the answers once.
+Model and prompts are those of benchmarks.train_step, in float32: all weights are trained, prompts
+are as long as gsm8k's questions. An answer is rewarded if a regular expression is found in it. The
+sampled answers differ; the mean entropy of a token must agree.
 
-- fsdp_trainer: each prompt computed once for its answers; answers packed into rows of 1,024 tokens, one at a time.
-- trl: GRPOTrainer as it comes but for float32: 8 answers at a time, activations computed again.
-- trl, tuned: activations kept.
+- fsdp_trainer: each prompt is computed once for all its answers; answers are packed into rows of
+  1,024 tokens, one row at a time.
+- trl: GRPOTrainer with its defaults except float32: 8 answers at a time, activation checkpointing.
+- trl, tuned: no activation checkpointing.
 
-The first of 3 steps is not timed. accelerate shards on GPUs only, so that trl's weights are whole on each of 2 ranks, where ours are sharded. Memory is
-a rank's peak, and what that is above the process before it has a model, with all imports. Processor seconds are those of all that follows, on a rank.
+The first of 3 steps is not timed. accelerate shards only on GPUs, so with 2 ranks each has all of
+trl's weights, while ours are sharded. Memory is a rank's peak, and its excess over the process
+before a model is made, with all imports. Processor seconds are a rank's from that moment.
 """
 
 import json
@@ -43,23 +46,23 @@ from benchmarks.beside_trl import (
 from benchmarks.harness import arguments, finish, rank_memory
 
 PROMPTS, SAMPLES, NEW = 2, 8, 64
-"""Prompts of a step, answers to each, and their tokens."""
+"""Number of prompts in a step, of answers to each, and of tokens in an answer."""
 STEPS, WARM = 3, 1
 LR = 1e-6
 PATTERN = "w5[0-4]"
-"""An answer has a word of it in two of three cases."""
+"""Regular expression of rewarded answers; two in three have a word that matches."""
 WAYS: dict[str, dict[str, Any]] = {
     OURS: {},
     "trl": {},
     "trl, tuned": {"gradient_checkpointing": False},
 }
-"""The options of GRPOConfig in which a way differs."""
+"""Options of GRPOConfig that are specific to each way."""
 SECONDS = ("seconds_of_sampling", "seconds_of_learning")
 FIGURES = ("steps_per_second", *SECONDS, *USED)
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's task."""
     given = arguments(__doc__, repeat=2, ranks="1,2", small=0, task="")
     if given.task:
         answer_task(given.task, PROGRAMS)
@@ -91,7 +94,10 @@ def main() -> None:
 
 
 def difference_of_entropies(runs: dict[str, list[dict[str, Any]]]) -> float:
-    """Return the largest difference from ours. Raises AssertionError if it is more than that of samples."""
+    """Return the largest difference of entropies from ours.
+
+    Raises AssertionError if it is larger than sampling explains.
+    """
     entropies = {way: each[0]["entropy"] for way, each in runs.items()}
     difference = max(abs(entropy - entropies[OURS]) for entropy in entropies.values())
     assert difference < 0.1, entropies
@@ -106,7 +112,7 @@ def prepare(folder: Path) -> None:
 
 
 def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """Return the figures of one training."""
+    """Train once and return the figures. way: a key of WAYS."""
     task = {"way": way, "ranks": ranks, "options": WAYS[way]}
     said = run_task("benchmarks.rollouts", folder, ranks, task)
     steps = STEPS - WARM
@@ -125,7 +131,7 @@ def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of this trainer."""
+    """Train as one rank of this trainer; return its figures."""
     import fsdp_trainer.training.run  # noqa: F401  imported before memory is read
 
     usage, folder = Usage(), task["folder"]
@@ -149,7 +155,7 @@ def train_ours(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_with_trl(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank of trl's GRPOTrainer."""
+    """Train as one rank of trl's GRPOTrainer; return its figures."""
     from datasets import Dataset
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
@@ -190,7 +196,7 @@ def train_with_trl(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_pattern(completions: list[str], **columns: Any) -> list[float]:
-    """Return the rewards of answers, as trl calls for them."""
+    """Return the rewards of answers, with the signature that trl expects."""
     return [float(bool(re.search(PATTERN, text))) for text in completions]
 
 

@@ -1,11 +1,15 @@
-"""What a step costs when the model, the rows or the world grow: seconds against floating-point operations, and a figure of both.
+"""Step time as the model, the rows or the number of ranks grow, against floating-point operations.
 
     python -m benchmarks.scaling [--repeat 2] [--check]
 
-- layers, width, row length, vocabulary: one rank, one row a step; all else as in BASE. Expected: seconds in proportion to the operations of the
-  causal formula (observe/flops.py), a slope of 1 in logarithms. Overheads that do not grow make it flatter.
-- ranks: 1, 2 and 4 ranks with one thread each share the same rows. Expected: as many times faster as matrix products in as many processes,
-  without a word between them, are in the same round: cores that share their units, or a machine with others, are not as many as they say.
+Also draws a figure.
+
+- layers, width, row length, vocabulary: one rank, one row a step; the other sizes are those of
+  BASE. Expected: seconds in proportion to the operations of the causal formula
+  (observe/flops.py), a slope of 1 in logarithms. Constant overheads make it flatter.
+- ranks: 1, 2 and 4 ranks with one thread each share the same rows. Expected: the speed-up of
+  independent matrix products in as many processes in the same round. It may be less than the number
+  of processes if cores share execution units or the machine is shared.
 """
 
 import contextlib
@@ -36,17 +40,17 @@ SWEEPS = {
     "vocabulary": [2048, 8192, 32768, 131072],
 }
 RANKS = [1, 2, 4]
-STEPS, WARM = 5, 2  # optimizer steps in all, and of those not timed
+STEPS, WARM = 5, 2  # optimizer steps in all, and untimed ones at the start
 
 
 def main() -> None:
-    """Measure, print, draw, write down."""
+    """Measure, print, draw and store the result."""
     given = arguments(__doc__, repeat=2, product=0)
     if given.product:
         return print(product_rate())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # one document a row, and nothing but letters
+        # one document per row, of letters only
         letters = np.random.default_rng(0).integers(97, 123, (40, 4200), np.uint8)
         (folder / "texts.jsonl").write_text(
             "".join(json.dumps({"text": bytes(row).decode()}) + "\n" for row in letters)
@@ -105,7 +109,7 @@ def main() -> None:
 
 
 def overrides(shape: dict[str, int]) -> list[str]:
-    """A model and rows of that shape."""
+    """Return the overrides for a model and rows of this shape."""
     width, row = shape["width"], shape["row length"]
     sizes = {"hidden_size": width, "intermediate_size": width * 11 // 4, "head_dim": 32}
     sizes |= {
@@ -127,7 +131,10 @@ def overrides(shape: dict[str, int]) -> list[str]:
 
 
 def step_seconds(folder: Path, shape: dict[str, int], ranks: int, rows: int) -> float:
-    """The median step of a run: of one rank in this process, of several with one thread each."""
+    """Return the median step of a run in seconds.
+
+    rows: rows of a step; 1: it runs in this process, otherwise in ranks with one thread each.
+    """
     data = [
         f"data.path={folder}/texts.jsonl",
         "tokenizer.path=demo:bytes",
@@ -154,7 +161,7 @@ def step_seconds(folder: Path, shape: dict[str, int], ranks: int, rows: int) -> 
 
 
 def products_at_once(processes: int) -> float:
-    """GFLOP/s of matrix products in so many processes of one thread each, all together."""
+    """Return the total GFLOP/s of matrix products in simultaneous processes of one thread each."""
     command = [sys.executable, "-m", "benchmarks.scaling", "--product", "1"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=env) for _ in range(processes)]
@@ -162,7 +169,7 @@ def products_at_once(processes: int) -> float:
 
 
 def product_rate() -> float:
-    """GFLOP/s of one thread over two seconds, after one in which others may still be starting."""
+    """Return one thread's GFLOP/s over two seconds, after one in which others may be starting."""
     import torch
 
     a, b = torch.randn(2, 1024, 1024)
@@ -176,13 +183,17 @@ def product_rate() -> float:
 
 
 def flops(shape: dict[str, int]) -> float:
-    """Of one step on one full row that is one document."""
+    """Return the operations of one step on one full row that is a single document."""
     model = resolve_model(compose("train", overrides(shape), inputs=False).model)
     return causal_flops(model, shape["row length"], shape["row length"] ** 2)
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A panel for each quantity: what was measured, and the line of proportional cost through the last point."""
+    """Draw a panel for each quantity: the measured points and the expected line.
+
+    The line is in proportion to the operations through the last point; for ranks, that of matrix
+    products through the first.
+    """
     import matplotlib
 
     matplotlib.use("svg")

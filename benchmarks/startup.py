@@ -1,11 +1,13 @@
-"""Seconds from the command to the first step's line, beside a script with transformers' Trainer that does the same.
+"""Seconds from the command to the first step's metrics, compared with a script of transformers.
 
     python -m benchmarks.startup [--repeat 3] [--check]
 
-The same tiny Llama from the same folder, the same texts, rows and batch, float32, one step; the first losses must agree to 1e-4. Both write a line
-of JSON after their first step, and the clock stops when it is there. On 1 rank, and on 2: ours starts them itself, the script has torchrun.
-Our modules are compiled to bytecode before, which pip did for the others when it installed them.
-"warm": our second start, which finds the tokens of the first. Also: what --help and a mistake in the configuration take.
+The same tiny Llama from the same folder, the same texts, rows and batch, float32, one step; the
+first losses must agree to 1e-4. Both write a line of JSON after their first step, and the clock
+stops when it appears. On 1 rank and on 2: ours starts them itself, the script uses torchrun. Our
+modules are compiled to bytecode before, as pip did for the other packages at installation. "warm":
+our second start, which reuses the first one's tokens. Also: seconds of --help and of a mistake in
+the configuration.
 """
 
 import compileall
@@ -80,7 +82,7 @@ InOrder(model=model, args=arguments, train_dataset=rows, data_collator=collate, 
 
 
 def prepare(place: Path) -> None:
-    """The model's folder, the texts, the script, and our bytecode."""
+    """Write the model's folder, the texts, the script, and our bytecode."""
     compileall.compile_dir(str(Path(fsdp_trainer.__file__).parent), quiet=1)
     load_tokenizer("demo:bytes").save(place / "hf")
     torch.manual_seed(0)
@@ -97,7 +99,10 @@ def prepare(place: Path) -> None:
 
 
 def until_line(command: list[str], file: Path, losses: list[float], env: dict[str, str]) -> float:
-    """Seconds until `file` has a line; its loss joins `losses`. The command must end well."""
+    """Return the seconds until a command writes a line to `file`, and append its loss to `losses`.
+
+    Raises RuntimeError if the command fails.
+    """
     started = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -119,7 +124,7 @@ def until_line(command: list[str], file: Path, losses: list[float], env: dict[st
 
 
 def ours(place: Path, ranks: int, losses: list[float], warm: bool) -> float:
-    """Seconds."""
+    """Return the seconds of this trainer. warm: keep the token cache of the last start."""
     shutil.rmtree(place / "runs" / "ours", ignore_errors=True)
     if not warm:
         shutil.rmtree(place / "cache", ignore_errors=True)
@@ -157,7 +162,7 @@ def ours(place: Path, ranks: int, losses: list[float], warm: bool) -> float:
 
 
 def theirs(place: Path, ranks: int, losses: list[float]) -> float:
-    """Seconds."""
+    """Return the seconds of the transformers script."""
     shutil.rmtree(place / "theirs", ignore_errors=True)
     (place / "theirs").mkdir()
     launch = (
@@ -178,14 +183,14 @@ def theirs(place: Path, ranks: int, losses: list[float]) -> float:
 
 
 def answer(*words: str) -> float:
-    """Seconds of a command that trains nothing."""
+    """Return the seconds of a command that does not train."""
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "fsdp_trainer", *words], capture_output=True)
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Measure in turn, check that the losses agree, and write it down."""
+    """Measure in turn, check that the losses agree, print and store the result."""
     given = arguments(__doc__, repeat=3)
     result: dict[str, Any] = {
         "what": f"Llama {SIZES}, {ROWS} rows a step, one step",

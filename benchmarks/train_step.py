@@ -1,15 +1,17 @@
-"""Fine-tuning beside what one would write with accelerate's FSDP2 and transformers: useful tokens a second, and memory.
+"""Fine-tuning compared with transformers under accelerate's FSDP2: useful tokens/s and memory.
 
     python -m benchmarks.train_step [--repeat 3] [--ranks 2] [--check]
 
-Samples have the lengths of gsm8k: 195 tokens in the mean, two thirds of them the answer, which is learnt. The vocabulary has 32,000 tokens.
-Everything is float32, without recomputation or compilation.
+Samples have the lengths of gsm8k's: 195 tokens in the mean, of which two thirds are the answer,
+which is supervised. The vocabulary has 32,000 tokens. Everything is float32, without recomputation
+or compilation.
 
-- padded: the same rows on both sides, padded to the same length. Their losses must agree step by step.
-- natural: ours fills rows of 1,024 tokens with whole samples; the other pads a batch to its longest sample. Both see the same samples, at a
-  learning rate of 0, so that the mean loss over all of them must agree.
+- padded: the same rows on both sides, padded to the same length. Losses must agree at every step.
+- natural: ours fills rows of 1,024 tokens with complete samples; the other program pads a batch to
+  its longest sample. Both see the same samples at a learning rate of 0, so the mean losses over all
+  of them must agree.
 
-A useful token is one of a sample, not of padding. Memory is a rank's peak, imports and all.
+A useful token is one of a sample, not of padding. Memory is a rank's peak, including imports.
 """
 
 import json
@@ -44,15 +46,15 @@ SIZES = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-STEPS, WARM = 4, 2  # optimizer steps in all, and of those not timed
-ROWS = {"padded": 8, "natural": 8}  # of a step, over all ranks
+STEPS, WARM = 4, 2  # optimizer steps in all, and untimed ones at the start
+ROWS = {"padded": 8, "natural": 8}  # rows of a step, over all ranks
 SEQ_LEN = {"padded": 576, "natural": 1024}
 LR = {"padded": 1e-3, "natural": 0.0}
 IGNORED = -100
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and store the result, or run one rank's task."""
     given = arguments(__doc__, repeat=3, ranks=2, peer="")
     if given.peer:
         return tell(train_with_accelerate(json.loads(Path(given.peer).read_text())))
@@ -90,7 +92,7 @@ def main() -> None:
 
 
 def check_losses(mine: list[float], theirs: list[float]) -> float:
-    """The largest difference. Raises AssertionError if it is not rounding."""
+    """Return the largest difference. Raises AssertionError if it is not rounding."""
     assert len(mine) == len(theirs)
     difference = max(abs(a - b) for a, b in zip(mine, theirs, strict=True))
     assert difference < 1e-4, f"losses differ by {difference}: {mine} {theirs}"
@@ -98,7 +100,7 @@ def check_losses(mine: list[float], theirs: list[float]) -> float:
 
 
 def prepare(folder: Path) -> None:
-    """A tokenizer of 32,000 words, samples with gsm8k's lengths, and a Llama with random weights."""
+    """Write a tokenizer of 32,000 words, samples of gsm8k's lengths, and a random Llama."""
     import torch
     import transformers
 
@@ -110,7 +112,8 @@ def prepare(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     random = np.random.default_rng(0)
-    # logarithms of the lengths: means, deviations and correlation of gsm8k's questions and answers under a 32,000-token SentencePiece
+    # means, deviations and correlation of the logarithms of the lengths of gsm8k's questions and
+    # answers under a 32,000-token SentencePiece
     draws = random.normal(size=(2048, 2)) @ np.array([[1, 0.546], [0, 0.838]])
     lengths = np.exp(draws * [0.352, 0.424] + [4.12, 4.77]).astype(int)
 
@@ -127,7 +130,7 @@ def prepare(folder: Path) -> None:
 
 
 def command(folder: Path, way: str) -> list[str]:
-    """What training and its preview have in common."""
+    """Return the overrides that training and its preview share."""
     data = [
         f"data.path={folder}/rows.jsonl",
         f"tokenizer.path={folder}/tokenizer.json",
@@ -144,7 +147,7 @@ def command(folder: Path, way: str) -> list[str]:
 
 
 def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """A run of this trainer, as its records tell it."""
+    """Train with this trainer and return the figures, read from the run's records."""
     run = folder / "runs" / f"{way}-{time.monotonic_ns()}"
     shape = [
         f"launch.nproc_per_node={ranks}",
@@ -164,7 +167,7 @@ def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 
 def our_figures(run: Path, way: str) -> dict[str, Any]:
-    """Return speed, memory and losses of a run, from its records."""
+    """Return speed, memory and losses of a run, read from its records."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(line["step_seconds"] for line in lines[WARM:])
     losses = [line["loss"] for line in lines]
@@ -179,7 +182,7 @@ def our_figures(run: Path, way: str) -> dict[str, Any]:
 
 
 def start(line: list[str], ranks: int) -> str:
-    """Run a command with the machine's cores shared out; its output."""
+    """Run a command and return its output. ranks: processes that share the machine's cores."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     return subprocess.run(
         line, check=True, capture_output=True, text=True, env={**os.environ, **threads}
@@ -187,7 +190,7 @@ def start(line: list[str], ranks: int) -> str:
 
 
 def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """The same samples by accelerate and transformers."""
+    """Train with accelerate and transformers on the same samples and return the figures."""
     task = peers_task(folder, way)
     (folder / "task.json").write_text(json.dumps(task))
     ranks_said = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
@@ -195,7 +198,7 @@ def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 
 def peers_task(folder: Path, way: str) -> dict[str, Any]:
-    """Return what the other program trains on: the samples of our steps."""
+    """Return the task of the other program: the samples of our steps, and settings."""
     asked = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
     shown = start(
         [sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1
@@ -213,7 +216,7 @@ def peers_task(folder: Path, way: str) -> dict[str, Any]:
 
 
 def peers_figures(task: dict[str, Any], way: str, ranks_said: list[dict]) -> dict[str, Any]:
-    """Return speed, memory and losses of what the ranks said."""
+    """Return speed, memory and losses from the results that the ranks printed."""
     losses = [loss for loss, _ in ranks_said[0]["losses"]]
     if way == "natural":
         weights = [weight for _, weight in ranks_said[0]["losses"]]
@@ -228,7 +231,10 @@ def peers_figures(task: dict[str, Any], way: str, ranks_said: list[dict]) -> dic
 
 
 def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
-    """The samples of a packed row. Labels stand where their token does, as transformers shifts them itself."""
+    """Return the samples of a packed row.
+
+    A label has the position of its own token, because transformers shifts labels itself.
+    """
     found, begin = [], 0
     for length in row["documents"]:
         labels = [IGNORED, *row["labels"][begin : begin + length - 1]]
@@ -238,7 +244,7 @@ def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
 
 
 def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:
-    """One rank's training. A rank's part of a step is one forward."""
+    """Train as one rank; return its figures. A rank's part of a step is one forward."""
     import torch
     import transformers
 
@@ -261,7 +267,8 @@ def accelerator_with_fsdp2() -> Any:
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     accelerator = accelerate.Accelerator(cpu=not torch.cuda.is_available(), fsdp_plugin=plugin)
-    # On CPUs accelerate only ever chooses plain data parallelism; told that it is FSDP, it shards there as it does on GPUs.
+    # On CPUs accelerate always chooses plain data parallelism. With these attributes set to FSDP it
+    # shards there as on GPUs.
     accelerate.PartialState().distributed_type = accelerator.state.distributed_type = (
         accelerate.DistributedType.FSDP
     )
@@ -275,7 +282,10 @@ def timed_steps(
     task: dict[str, Any],
     finished: Callable[[Any, Any], None] = lambda model, optimizer: None,
 ) -> tuple[list[tuple[float, float]], float]:
-    """Train what has a gradient; return each step's loss and weight, and the seconds after WARM steps. finished: called with the sharded model and its optimizer."""
+    """Train; return each step's loss and number of supervised tokens, and the timed steps' seconds.
+
+    finished: called at the end with the sharded model and its optimizer.
+    """
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -304,7 +314,7 @@ def timed_steps(
 
 
 def padded(samples: list[dict], length: int | None) -> dict[str, Any]:
-    """As a transformers collator pads: to `length`, or to the longest sample."""
+    """Return a batch padded as by transformers' collators, to `length` or to the longest sample."""
     import torch
 
     length = length or max(len(sample["tokens"]) for sample in samples)

@@ -26,12 +26,16 @@ class Job:
     folder: str
     overrides: list[str]
     state: str = "waiting"
-    """waiting, running, finished, skipped (finished by an earlier command), stopped, pruned,
-    failed, refused or does not fit."""
+    """One of waiting, running, finished, skipped, stopped, pruned, failed, refused, does not fit.
+
+    A skipped job was finished by an earlier command.
+    """
     exit_code: int | None = None
     objective: float | None = None
-    """The last value of hydra.sweeper.metric. Without a metric: the last validation loss, or, if
-    there is none, the last training loss."""
+    """The last value of hydra.sweeper.metric.
+
+    Without a metric: the last validation loss, or, if there is none, the last training loss.
+    """
     seconds: float = 0.0  # duration within this command
     reason: str = ""
 

@@ -47,7 +47,7 @@ class Meeting(socketserver.ThreadingTCPServer):
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
         self.there: list[tuple[dict[str, Any], Any]] = []
-        """For each node that has joined: its first line, and the file that sends lines to it."""
+        """The nodes that have joined: first line of each, and the file that sends lines to it."""
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()

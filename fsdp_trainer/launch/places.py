@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: `hydra/launcher=NAME` selects one of PLACES. Needs no torch."""
+"""Places to run the jobs of a sweep, selected by `hydra/launcher=NAME`. Needs no torch."""
 
 import os
 import signal

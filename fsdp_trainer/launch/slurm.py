@@ -142,7 +142,7 @@ class SlurmRunning:
     """A job that was submitted, by this command or an earlier one."""
 
     def __init__(self, job: Any):
-        """Wrap submitit's `job`, which stands for task 0; other tasks are nodes of the same run."""
+        """Wrap submitit's `job`, which represents task 0; other tasks are nodes of the same run."""
         self.id, self._job = job.job_id, job
         self._looked = 0.0
         self._code: int | None = None

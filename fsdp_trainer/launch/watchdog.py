@@ -220,7 +220,7 @@ class Watchdog:
         self.durations = Durations()
         self.stopped_since: dict[int, float] = {}
         self.starved: dict[int, tuple[int, float]] = {}
-        """By rank: number of its phase, and its seconds without a processor when that began."""
+        """Number of the phase, and seconds without a processor when the phase began, by rank."""
         self.pid_namespace = pid_namespace()
         self.killed: set[int] = set()
         self.copied: set[Path] = set()

@@ -1,4 +1,4 @@
-"""The answer of a plan for one kind of device: each world, what to change, what was assumed."""
+"""The result of `plan` for one kind of device: a plan for each world size, with suggestions."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,17 @@ from fsdp_trainer.plan.plan import RunPlan, make_plan
 from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
 LIKELY = (0.2, 0.65)
-"""Shares of a GPU's peak that trainings of language models reach, from published runs."""
+"""Range of the share of a GPU's peak that published trainings of language models reach."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The plans of one kind of device, smallest world first.
+    """The plans for one kind of device, smallest world first. Every list has an entry per world.
 
-    suggestions: for each plan what makes it fit, or faster; least_memory: for each that does not
-    fit the changes with which a rank holds least, else None. uneven: for each plan the same with
-    plan.expert_load, None where ranks divide no experts.
+    uneven: the plan with plan.expert_load; None if experts are not divided among ranks;
+    suggestions: changes that make the run fit or, if it fits, faster; least_memory: the changes
+    with which a rank needs least memory; None if the run fits; assumed: a sentence for each
+    assumption.
     """
 
     plans: list[RunPlan]
@@ -30,12 +31,12 @@ class Answer:
 
     @property
     def chosen(self) -> int:
-        """The index of the smallest world that fits, else of the largest."""
+        """Index of the smallest world that fits, else of the largest."""
         return next((i for i, plan in enumerate(self.plans) if plan.fits), len(self.plans) - 1)
 
 
 def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answer:
-    """Return the answer for the device that `cfg` names. Raises UserError where it names none."""
+    """Return the answer for the device that `cfg` names. Raises UserError if it names none."""
     runs = [Candidate(cfg, config, world, target(cfg, world)) for world in world_sizes(cfg)]
     plans = [run.plan() for run in runs]
     remarks = sorted({run.device.remark for run in runs if run.device.remark})
@@ -57,7 +58,7 @@ def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answ
 
 
 def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:
-    """Return the plan with plan.expert_load; None where ranks divide no experts."""
+    """Return the plan with plan.expert_load; None if experts are not divided among ranks."""
     if cfg.sharding.expert == 1 or cfg.plan.expert_load == 1:
         return None
     return make_plan(*run, load=cfg.plan.expert_load)

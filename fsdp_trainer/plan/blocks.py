@@ -1,6 +1,6 @@
-"""The memory of a part of the model in one micro-batch.
+"""The memory of a part of the model in one micro-batch, found by tracing.
 
-It is traced: computed forward and backward on tensors without storage.
+The part runs forward and backward on fake tensors, which have no storage.
 """
 
 import weakref
@@ -29,15 +29,18 @@ from fsdp_trainer.plan.share import part_tokens
 
 CPU = torch.device("cpu")
 UNREAD_LEFT_OUT = 0.5
-"""Share of a selective block's unread results that a compiled one does without: torchtitan's runs
-of 2024 gained all of it, those of 2025 and 2026 none."""
+"""Share of the unread results of selective checkpointing that a compiled block does not keep.
+
+torchtitan's runs of 2024 saved all of these bytes, those of 2025 and 2026 none.
+"""
 
 
 class TracedPart(NamedTuple):
-    """Bytes of a part without its weights and what all blocks share; its input while it holds it.
+    """Memory of a part of the model in bytes, without its weights and tensors that blocks share.
 
-    forward: at forward's peak; saved: from forward to backward; backward: at backward's peak, with
-    `saved` and the gradients of its weights, of which there are `gradients` then.
+    Its input counts only as long as the part itself holds it. forward: at the peak of forward;
+    saved: kept from forward to backward; backward: at the peak of backward, including `saved` and
+    `gradients`; gradients: gradients of the part's weights at that moment.
     """
 
     forward: int
@@ -46,7 +49,7 @@ class TracedPart(NamedTuple):
     gradients: int
 
     def less(self, saving: int) -> "TracedPart":
-        """Return the same where `saving` bytes fewer stay from forward to backward."""
+        """Return the same part with `saving` bytes less kept from forward to backward."""
         return TracedPart(
             self.forward - saving, self.saved - saving, self.backward - saving, self.gradients
         )
@@ -54,10 +57,13 @@ class TracedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Input:
-    """Input of a block. dtype: of its numbers, torch's name; attention: a name of
-    `models.attention.LAYOUTS`; window: None if it sees whole rows; has_gradient: False if nothing
-    in front of it is trained; tensor: ranks of a tensor group, of whose tokens it has a part;
-    experts: ranks that divide the experts among them; load: rows of this one over the even number.
+    """Input of a block.
+
+    dtype: torch's name of its format; attention: a name of `models.attention.LAYOUTS`; window:
+    attention window in tokens, None without one; has_gradient: False if nothing before the block is
+    trained; tensor: ranks of the tensor group, each of which has an equal part of the tokens;
+    experts: ranks among which the experts are divided; load: rows that the experts of this rank
+    get, divided by the number with even routing.
     """
 
     rows: int
@@ -73,9 +79,9 @@ class Input:
 
 
 class Storages(TorchDispatchMode):
-    """Records which storages operators make, and when they end.
+    """Records the storages that operators allocate, and when they are freed.
 
-    events: (number of the storage, bytes), negative where it ends.
+    events: (number of the storage, bytes), with negative bytes when it is freed.
     """
 
     def __init__(self) -> None:
@@ -85,7 +91,7 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.prim.device.default:  # makes nothing; two of three calls ask for it
+        if func is torch.ops.prim.device.default:  # two of three calls, and it allocates nothing
             return out
         given = {
             t.untyped_storage()._cdata for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)
@@ -102,16 +108,16 @@ class Storages(TorchDispatchMode):
         self.events.append((number, -size))
 
     def number(self, tensor: Tensor) -> int | None:
-        """Number of the storage of `tensor`."""
+        """Return the number of the storage of `tensor`; None if it was not recorded."""
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
 
 class Order(NamedTuple):
-    """Order in which a part makes and frees storages, the same for all sizes of its input.
+    """Order in which a part allocates and frees storages, the same for all sizes of its input.
 
-    numbers: of the storage of each event; end, middle, stop: events until forward has its result,
-    until backward begins, and until it ends, stop 0 without backward; gradients: the numbers of
-    the gradients of the part's weights.
+    numbers: number of the storage of each event; end, middle, stop: count of events until forward
+    has its result, until backward begins, and until backward ends; stop is 0 without backward;
+    gradients: storage numbers of the gradients of the part's weights.
     """
 
     numbers: tuple[int, ...]
@@ -122,13 +128,13 @@ class Order(NamedTuple):
 
 
 class PartTrace(NamedTuple):
-    """Memory that a part allocates. sizes: bytes of each event of `order`, negative where it frees."""
+    """The allocations of a part. sizes: bytes of each event of `order`, negative when freed."""
 
     order: Order
     sizes: tuple[int, ...]
 
     def part(self) -> TracedPart:
-        """Return the most that the part holds, and what it keeps."""
+        """Return the peaks of forward and backward, and the bytes kept between them."""
         live, order = list(accumulate(self.sizes)), self.order
         forward = max(live[: order.end])
         if not order.stop:
@@ -140,10 +146,11 @@ class PartTrace(NamedTuple):
 
 
 def trace_of_rows(rows: int, traces: dict[int, PartTrace]) -> PartTrace | None:
-    """Return the trace of so many rows by those of two other numbers of rows, if it follows.
+    """Extrapolate the trace for `rows` rows from those for two other numbers of rows.
 
-    Storages are as large for any rows, as weights are, or grow with each row by as much. None
-    where the order is not the same for both, or a size does not grow by whole bytes.
+    traces: traces by number of rows. The size of each storage is assumed to be linear in the number
+    of rows, or constant, like that of a weight. Returns None with fewer than two traces, if their
+    orders differ, or if a size does not grow by an integer number of bytes per row.
     """
     if len(traces) < 2:
         return None
@@ -161,18 +168,17 @@ def trace(
     dtype: torch.dtype,
     input_gradient: bool = True,
 ) -> PartTrace:
-    """Trace a module whose first input, and output, has this shape and dtype.
+    """Trace a module whose first input and output have this shape and dtype.
 
-    make: the module, on the meta device, and its other inputs. input_gradient: False if nothing in
-    front of the module is trained.
+    make: returns the module, on the meta device, and its other inputs; input_gradient: False if
+    nothing before the module is trained.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
         module, others = make()
         module.to_empty(device=CPU)
         leaf = torch.empty(shape, dtype=dtype, requires_grad=input_gradient)
         with Storages() as storages:
-            # as in the model, nobody besides the module holds its input, or the gradient of its
-            # output
+            # as in the model, only the module itself holds its input and its output's gradient
             x = leaf * 2.0
             out = module(x, *others)
             out = out[0] if isinstance(out, tuple) else out  # auxiliary values are scalars
@@ -199,7 +205,7 @@ def trace_block(
 ) -> PartTrace:
     """Trace a decoder block as training computes it, with its adapters.
 
-    Rows are traced as two documents each: how many there are hardly counts.
+    Each row is traced as two documents: their number hardly changes the memory.
     """
     dtype, attention = getattr(torch, given.dtype), given.attention
     block = deepcopy(block).to(dtype)
@@ -209,7 +215,7 @@ def trace_block(
     part_tokens(block, given.tensor)
     rows = given.rows * given.length // given.tensor * config.num_experts_per_tok
     divide_experts(block, given.experts, given.load, rows)
-    if attention == "flex":  # keeps what varlen keeps; only a compiler knows it
+    if attention == "flex":  # keeps the same tensors as varlen, but only runs compiled
         attention = "varlen"
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
@@ -232,7 +238,7 @@ def trace_block(
 def with_repeated_keys(
     traced: TracedPart, config: ModelConfig, given: Input, recomputed: ActivationCheckpoint
 ) -> TracedPart:
-    """Return a block's bytes with the keys and values that `attention.sdpa` repeats on a GPU."""
+    """Add to a block's bytes the keys and values that `attention.sdpa` repeats on a GPU."""
     dtype: torch.dtype = getattr(torch, given.dtype)
     if (
         not given.gpu
@@ -261,7 +267,7 @@ def has_experts(block: Any) -> bool:
 
 
 def fed_numbers(block: Any, config: ModelConfig) -> int:
-    """Return the numbers of each token that go into and out of the products of a feed-forward."""
+    """Return how many numbers per token the matrix products of a feed-forward read and write."""
     if not has_experts(block):
         return 3 * config.intermediate_size
     of_one = 3 * config.expert_size + 2 * config.hidden_size
@@ -276,12 +282,13 @@ def compiled_saving(
     ranks: int,
     fed: int,
 ) -> int:
-    """Return the bytes that a compiled block keeps less than the traced one, from forward to
-    backward. ranks: of all its adapters together; fed: see `fed_numbers`.
+    """Return how many bytes less a compiled block keeps for backward than the traced one.
+
+    eager: the traced block; ranks: sum of the ranks of its adapters; fed: see `fed_numbers`.
 
     torch's partitioner (`min_cut_rematerialization_partition`) keeps inputs and outputs of matrix
-    products and of attention, and computes the elementwise operators between them again. Where
-    checkpointing chooses, it may leave out what backward does not read: the block's last product,
+    products and of attention, and recomputes the elementwise operators between them. With selective
+    checkpointing it need not keep a result that backward does not read: the block's last product,
     unless a norm follows.
     """
     norms = NORMS[config.family_spec.norms]
@@ -305,7 +312,7 @@ def compiled_saving(
 
 
 def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:
-    """Trace the norm before the head, over the supervised tokens."""
+    """Trace the norm before the head. tokens: number of supervised tokens."""
     norm = deepcopy(norm).to(getattr(torch, dtype))
     return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype)).part()
 
@@ -314,9 +321,9 @@ _known: dict[str, Any] = {}
 
 
 def remembered(name: str, config: ModelConfig, arguments: Any, compute: Callable[[], Any]) -> Any:
-    """Return compute(), once for equal arguments of this name.
+    """Return compute(), called only once for each name, configuration and arguments.
 
-    What of a configuration does not change a block is left out.
+    Fields of the configuration that do not change a block are ignored.
     """
     config = replace(config, num_hidden_layers=1, layer_types=(), vocab_size=1, source={})
     key = f"{name} {config} {arguments}"

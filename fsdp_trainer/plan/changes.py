@@ -1,7 +1,7 @@
-"""Changes of a configuration that may take less memory, or less time: what to type, and why.
+"""Changes of a configuration that may save memory or time: what to type, and why.
 
-`SMALLER`, `FASTER` and `FINE_TUNING` are tables of functions that yield the changes a run has
-not made yet. A new one is a function and a line in its table.
+`SMALLER`, `FASTER` and `FINE_TUNING` are tables of functions that yield the changes which a run has
+not made yet. To add a change, write a function and add it to a table.
 """
 
 import math
@@ -30,27 +30,27 @@ from fsdp_trainer.plan.plan import RunPlan, make_plan
 
 SMALLEST_CHUNK_MIB = 128
 SHORTEST_ROW = 512
-"""Tokens: shorter rows are not suggested."""
+"""Tokens of the shortest row that is suggested."""
 
 
 class Effect(IntEnum):
-    """The things that a change may alter. From COMPUTATION on the run may learn something else."""
+    """Things that a change may alter. From COMPUTATION on, training may give another result."""
 
     TIME = 0
     MOMENTS = 1
-    """The format that the optimizer keeps its moments in."""
+    """The format of the optimizer's moments."""
     WORLD = 2
     """The number of ranks."""
     COMPUTATION = 3
-    """The format that is computed in."""
+    """The format of the computation, or the optimizer."""
     ADAPTER = 4
-    """Which weights are trained."""
+    """The weights that are trained."""
     ROWS = 5
     """The length of a row."""
 
 
 class Change(NamedTuple):
-    """An override, the keys that it sets, a reason for people, and what else it alters."""
+    """A change: its override, the keys it sets, a reason to print, and what else it alters."""
 
     override: str
     keys: dict[str, Any]
@@ -62,7 +62,7 @@ NO_CHANGE = Change("", {}, "")
 
 
 class Candidate(NamedTuple):
-    """A run that could be planned: configuration, architecture, ranks, and the device of each."""
+    """A run to plan. world: number of ranks; device: the device of each rank."""
 
     cfg: TrainConfig
     config: ModelConfig
@@ -71,16 +71,16 @@ class Candidate(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """False where the ranks compute on the host."""
+        """False if the ranks compute on the CPU."""
         return self.device.name != "cpu"
 
     @property
     def readers(self) -> int:
-        """Ranks that read different rows."""
+        """Number of ranks that read different rows."""
         return batch_ranks(dimension_sizes(self.cfg.sharding, self.world))
 
     def changed(self, keys: dict[str, Any]) -> "Candidate":
-        """Return it with other values, e.g. {"optim.state_dtype": "8bit"}."""
+        """Return the run with other values of keys, e.g. {"optim.state_dtype": "8bit"}."""
         cfg = self.cfg
         for key, value in keys.items():
             node, name = key.split(".")
@@ -88,11 +88,11 @@ class Candidate(NamedTuple):
         return self._replace(cfg=cfg)
 
     def plan(self) -> RunPlan:
-        """Return its plan. Raises UserError if an adapter does not fit the model."""
+        """Return the plan of the run. Raises UserError if an adapter does not fit the model."""
         return make_plan(*self)
 
     def is_refused(self) -> bool:
-        """Return True if training would refuse it, since keys contradict each other."""
+        """Return True if training would refuse the run because keys contradict each other."""
         if layout_problem(self.cfg.sharding, self.world) or pipeline_problem(self.cfg, self.world):
             return True
         report = Report({}, [], set())
@@ -101,7 +101,7 @@ class Candidate(NamedTuple):
 
 
 def together(*changes: Change) -> Change | None:
-    """Return one change for several; None if two of them set the same key."""
+    """Combine several changes into one; return None if two of them set the same key."""
     keys = {key: value for change in changes for key, value in change.keys.items()}
     if len(keys) < sum(len(change.keys) for change in changes):
         return None
@@ -114,13 +114,13 @@ def together(*changes: Change) -> Change | None:
 
 
 def set_key(key: str, value: Any, reason: str, effect: Effect = Effect.TIME) -> Change:
-    """Return the change of one key, which is typed as it is called."""
+    """Return the change of one key, whose override is KEY=VALUE."""
     typed = str(value).lower() if isinstance(value, bool) else value
     return Change(f"{key}={typed}", {key: value}, reason, effect)
 
 
 def recompute_more(run: Candidate) -> Iterator[Change]:
-    """Activation checkpointing that keeps less."""
+    """Yield kinds of activation checkpointing that keep less."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode not in ("full", "selective"):
         reason = "all but attention and every second product is computed again"
@@ -133,14 +133,14 @@ def recompute_more(run: Candidate) -> Iterator[Change]:
 
 
 def offload_activations(run: Candidate) -> Iterator[Change]:
-    """Activations in host memory."""
+    """Yield activation offloading to host memory."""
     if run.on_gpu and not run.cfg.activation_checkpoint.offload:
         reason = "what blocks keep for backward waits in host memory"
         yield set_key("activation_checkpoint.offload", True, reason)
 
 
 def fewer_rows(run: Candidate) -> Iterator[Change]:
-    """Smaller micro-batches."""
+    """Yield smaller micro-batches."""
     for rows in sorted(halves(run.cfg.batch.micro_rows)):
         yield set_key("batch.micro_rows", rows, "more micro-batches, more communication")
 
@@ -151,7 +151,7 @@ def halves(number: int) -> list[int]:
 
 
 def share_states(run: Candidate) -> Iterator[Change]:
-    """One copy of the states over all ranks."""
+    """Yield FSDP over all ranks, which together hold one copy of the states."""
     sharding = run.cfg.sharding
     if sharding.strategy != "fsdp" and run.world > 1:
         override = "sharding=fsdp" + (" sharding.replicas=1" if sharding.replicas > 1 else "")
@@ -160,7 +160,7 @@ def share_states(run: Candidate) -> Iterator[Change]:
 
 
 def expert_counts(run: Candidate) -> list[int]:
-    """Return how many ranks could divide the experts, from 1 on; only 1 without experts."""
+    """Return the possible sizes of an expert group, ascending from 1; only 1 without experts."""
     if EXPERTS not in run.config.feed_forwards:
         return [1]
     sizes = expert_sizes(run.cfg.sharding, run.world)
@@ -170,7 +170,7 @@ def expert_counts(run: Candidate) -> list[int]:
 
 
 def divide_experts(run: Candidate) -> Iterator[Change]:
-    """Experts over more ranks, up to those of a node."""
+    """Yield larger expert groups, up to the devices of a node."""
     for size in expert_counts(run):
         if run.cfg.sharding.expert < size <= run.device.per_node:
             reason = "ranks divide the experts, and tokens go to them"
@@ -182,7 +182,7 @@ def divide_experts(run: Candidate) -> Iterator[Change]:
 
 
 def gather_less(run: Candidate) -> Iterator[Change]:
-    """Fewer gathered parameters and whole gradients at a time."""
+    """Yield ways to have fewer gathered parameters or unsharded gradients at a time."""
     sharding = run.cfg.sharding
     if sharding.strategy != "ddp" and keeps_gathered(sharding):
         reason = "blocks are gathered again in backward"
@@ -197,21 +197,21 @@ def gather_less(run: Candidate) -> Iterator[Change]:
 
 
 def offload_states(run: Candidate) -> Iterator[Change]:
-    """Weights and the optimizer's state in host memory."""
+    """Yield offloading of weights and optimizer state to host memory."""
     sharding = run.cfg.sharding
     if run.on_gpu and sharding.strategy != "ddp" and not sharding.cpu_offload:
         yield set_key("sharding.cpu_offload", True, "the host holds and updates the states")
 
 
 def smaller_head_chunks(run: Candidate) -> Iterator[Change]:
-    """Logits of fewer tokens at a time."""
+    """Yield smaller chunks of logits."""
     if run.on_gpu and (run.cfg.loss.chunk_mib or math.inf) > SMALLEST_CHUNK_MIB:
         reason = "the head's products are smaller; the time that this costs is not counted"
         yield set_key("loss.chunk_mib", SMALLEST_CHUNK_MIB, reason)
 
 
 def smaller_moments(run: Candidate) -> Iterator[Change]:
-    """Formats of the optimizer's moments."""
+    """Yield smaller formats of the optimizer's moments."""
     key, stored = "optim.state_dtype", moments_format(run.cfg.optim, run.cfg.precision.master_dtype)
     is_adamw = run.cfg.optim.name == "adamw"
     if stored == "float32":
@@ -223,14 +223,14 @@ def smaller_moments(run: Candidate) -> Iterator[Change]:
 
 
 def one_moment(run: Candidate) -> Iterator[Change]:
-    """Muon, for weights that are trained from the start."""
+    """Yield Muon, if the model is trained from scratch."""
     if run.cfg.optim.name == "adamw" and run.cfg.model.init_from is None:
         reason = "one moment of the blocks' matrices in place of two: other steps"
         yield Change("optim=muon", {"optim.name": "muon"}, reason, Effect.COMPUTATION)
 
 
 def shorter_numbers(run: Candidate) -> Iterator[Change]:
-    """Formats that weights and gradients are computed and kept in."""
+    """Yield smaller formats of computation, weights and gradients."""
     precision = run.cfg.precision
     mixed = {
         "precision.param_dtype": "bfloat16",
@@ -253,7 +253,7 @@ def shorter_numbers(run: Candidate) -> Iterator[Change]:
 
 
 def shorter_rows(run: Candidate) -> Iterator[Change]:
-    """A half and a quarter of the tokens in a row."""
+    """Yield rows of a half and a quarter of the tokens."""
     for length in (run.cfg.batch.seq_len // 2, run.cfg.batch.seq_len // 4):
         if length >= SHORTEST_ROW:
             reason = "fewer tokens a step: another training"
@@ -261,14 +261,14 @@ def shorter_rows(run: Candidate) -> Iterator[Change]:
 
 
 def compile_blocks(run: Candidate) -> Iterator[Change]:
-    """Compiled blocks."""
+    """Yield compilation of the blocks."""
     if run.on_gpu and not run.cfg.compile.enabled:
         reason = "blocks are compiled, which takes a minute or so first"
         yield Change("compile=enabled", {"compile.enabled": True}, reason)
 
 
 def recompute_less(run: Candidate) -> Iterator[Change]:
-    """Activation checkpointing that keeps more."""
+    """Yield kinds of activation checkpointing that keep more."""
     key, mode = "activation_checkpoint.mode", run.cfg.activation_checkpoint.mode
     if mode != "none":
         reason = "backward computes nothing again"
@@ -279,14 +279,14 @@ def recompute_less(run: Candidate) -> Iterator[Change]:
 
 
 def keep_activations(run: Candidate) -> Iterator[Change]:
-    """Activations on the device."""
+    """Yield activations that stay on the device."""
     if run.cfg.activation_checkpoint.offload:
         reason = "nothing is copied to the host and back"
         yield set_key("activation_checkpoint.offload", False, reason)
 
 
 def other_rows(run: Candidate) -> Iterator[Change]:
-    """Micro-batches without empty rows, and larger ones."""
+    """Yield smaller micro-batches that leave fewer rows empty, and larger micro-batches."""
     batch, readers = run.cfg.batch, run.readers
     if batch.rows % (batch.micro_rows * readers):
         for rows in halves(batch.micro_rows):
@@ -297,7 +297,7 @@ def other_rows(run: Candidate) -> Iterator[Change]:
 
 
 def gather_more(run: Candidate) -> Iterator[Change]:
-    """Shards over fewer ranks, or gathered for longer."""
+    """Yield sharding over fewer ranks, or parameters that stay gathered for longer."""
     sharding, per_node = run.cfg.sharding, run.device.per_node
     if run.world == 1 or sharding.strategy != "fsdp":
         return
@@ -314,7 +314,7 @@ def gather_more(run: Candidate) -> Iterator[Change]:
 
 
 def adapters(run: Candidate) -> Iterator[Change]:
-    """An adapter in place of all weights, and frozen weights of 4 bits in place of 16."""
+    """Yield training of an adapter instead of all weights, also with frozen weights in 4 bits."""
     cfg = run.cfg
     if cfg.model.init_from is None or cfg.train.freeze:
         return
@@ -348,7 +348,7 @@ SMALLER: Table = (
     shorter_numbers,
     shorter_rows,
 )
-"""Less memory on the same devices."""
+"""Changes that may save memory on the same devices."""
 FASTER: Table = (
     compile_blocks,
     recompute_less,
@@ -357,9 +357,9 @@ FASTER: Table = (
     divide_experts,
     gather_more,
 )
-"""Changes that may save time for as much memory or more. The computed numbers stay the same."""
+"""Changes that may save time, perhaps for more memory. They do not change the computed values."""
 FINE_TUNING: Table = (adapters,)
-"""Less memory to train weights that exist."""
+"""Changes that save memory when existing weights are fine-tuned."""
 
 
 def changes_of(run: Candidate, table: Table) -> list[Change]:

@@ -1,8 +1,8 @@
-"""The seconds that the arithmetic of a micro-batch takes.
+"""The seconds that the computation of a micro-batch takes.
 
-Three rates bound it: that of matrix products, that of attention's kernel, and that of the
-device's memory, for elementwise operators and for whole parameters that FSDP2 copies. docs/plan.md
-has the reasons, and compares with published trainings.
+Three rates limit it: of matrix products, of the attention kernel, and of the device's memory. The
+last one applies to elementwise operators and to unsharded parameters that FSDP2 copies.
+docs/plan.md gives the reasons, and compares with published trainings.
 """
 
 from dataclasses import replace
@@ -21,38 +21,55 @@ from fsdp_trainer.plan.units import model_parts
 PRODUCTS = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
 WIDTH, BY_WIDTH, WIDEST = 4096, 0.1, 1.1
-"""Narrow models have small products: by this power of the hidden size, up to WIDEST."""
+"""Narrow models have small products, which are slower.
+
+The rate is multiplied by (hidden size / WIDTH) ** BY_WIDTH, at most WIDEST.
+"""
 TOKENS, BY_TOKENS, TOKENS_RANGE = 16384, 0.1, (0.8, 1.15)
-"""So do micro-batches of few tokens: by this power of their number, within the range."""
+"""Micro-batches of few tokens have small products too.
+
+The rate is multiplied by (tokens / TOKENS) ** BY_TOKENS, within TOKENS_RANGE.
+"""
 SPREAD = 1.18
-"""Slow end over the middle, and the middle over the fast end."""
+"""Seconds at the slow end divided by those in the middle, and of the middle by the fast end."""
 MEMORY = 0.8
 """Share of the device's memory rate that elementwise kernels reach."""
 FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
-"""How much faster a compiled block's matrix products are, casts included. Uncompiled casts take
-what the products save (torchtitan's pull request 778)."""
+"""Speed-up of a compiled block's matrix products, casts included.
+
+Without compilation the casts take as long as the products save (torchtitan's pull request 778).
+"""
 FASTER_ATTENTION = {"cudnn": 1.8, "fa3": 1.8, "fa4": 1.8}
-"""Rate over FlashAttention 2's. Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper."""
+"""Speed relative to FlashAttention 2.
+
+Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper.
+"""
 HEAD_BYTES = 30
-"""Read and written for each logit: the product, its float32 copy, softmax and gradient."""
+"""Bytes read and written for each logit: the product, its float32 copy, softmax and gradient."""
 COPIED_BYTES = 20
-"""Read and written for each trained parameter and micro-batch: FSDP2 copies gathered weights out of
-a message, forward and backward, and whole gradients into one, beside NCCL's own traffic."""
+"""Bytes read and written for each trained parameter and micro-batch, besides NCCL's own traffic.
+
+FSDP2 copies gathered weights out of a message, in forward and in backward, and unsharded gradients
+into one.
+"""
 COPIES_OF_FROZEN = 4
-"""Times that a gathered frozen byte is read or written: no gradient is copied."""
+"""Number of times that a gathered frozen byte is read or written. It has no gradient to copy."""
 READ_BY_A, SCALED_BY_DORA = 2, 4
-"""Bytes of each number that enters an adapted layer, and that DoRA scales by the row's length."""
+"""Bytes for each input number that A reads, and for each output number that DoRA scales.
+
+DoRA scales an output by the length of its row of the matrix.
+"""
 DORA_BYTES = 10
-"""Read and written for each number of a matrix that DoRA adapts, for the lengths of its rows."""
+"""Bytes read and written for each number of a matrix that DoRA adapts, to find its row lengths."""
 
 
 class Traffic(NamedTuple):
     """Bytes read and written for each bfloat16 number in one forward.
 
-    norm: for each number normalised; residual: of each addition to the stream, gate: for each
-    number of the MLP's inside; rotation: of queries and keys. adapter: of each number that an
-    adapted layer gives: B's product, its scale, the sum; decoding: of each number of a 4-bit
-    matrix, each time that it is decoded.
+    norm: for each number that is normalised; residual: for each number of an addition to the
+    residual stream; gate: for each inner number of the MLP; rotation: for each number of queries
+    and keys; adapter: for each output number of an adapted layer (product with B, scale, sum);
+    decoding: for each number of a 4-bit matrix, each time that it is decoded.
     """
 
     norm: float
@@ -68,10 +85,11 @@ COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4, adapter=8, decoding=2
 
 
 class Flops(NamedTuple):
-    """Operations of one row forward. Backward takes as many for gradients of inputs.
+    """Floating-point operations of one row in forward.
 
-    Attention takes twice as many. trained, trained_head: of the products, those with trained
-    weights, whose gradients take as many again.
+    For the gradients of inputs backward takes as many, and twice as many for attention. trained,
+    trained_head: the part of `products` and `head` with trained weights; in backward the gradients
+    of these weights take as many again.
     """
 
     products: float
@@ -82,7 +100,7 @@ class Flops(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """The work of one micro-batch. The head does all of its work forward."""
+    """Seconds of computation in one micro-batch. head: forward and backward of the head."""
 
     forward: float
     backward: float
@@ -92,7 +110,10 @@ class Seconds(NamedTuple):
 def compute_seconds(
     cfg: TrainConfig, config: ModelConfig, device: Device, best: bool | None = None
 ) -> Seconds:
-    """Return the seconds of a micro-batch at the fast or slow end; None: in the middle."""
+    """Return the seconds of a micro-batch.
+
+    best: True for the fast end of the range, False for the slow end, None for the middle.
+    """
     if device.efficiency:
         return _at_efficiency(cfg, config, device, device.efficiency)
     rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
@@ -122,7 +143,7 @@ def compute_seconds(
 def _at_efficiency(
     cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
 ) -> Seconds:
-    """Return the seconds if all counted operations reach this share of the peak together."""
+    """Return the seconds if all counted operations together reach this share of the peak."""
     rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
     again = recomputed(cfg.activation_checkpoint)
     rate = peak_rate(cfg, device) * efficiency / rows
@@ -137,7 +158,7 @@ def _at_efficiency(
 
 
 class WeightSeconds(NamedTuple):
-    """Traffic for weights in each micro-batch, however many tokens it has."""
+    """Seconds of memory traffic for weights in a micro-batch, whatever its number of tokens."""
 
     forward: float
     backward: float
@@ -164,7 +185,7 @@ def weight_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> Wei
 
 
 class Recomputed(NamedTuple):
-    """Shares of a block's forward that backward computes again."""
+    """Shares of a block's forward that backward recomputes."""
 
     products: float
     attention: float
@@ -172,10 +193,10 @@ class Recomputed(NamedTuple):
 
 
 def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
-    """Return what activation checkpointing computes again."""
+    """Return the shares of forward that activation checkpointing recomputes."""
     if cfg.mode == "none":
         return Recomputed(0.0, 0.0, 0.0)
-    if cfg.mode == "budget":  # at most: the compiler begins with what costs least
+    if cfg.mode == "budget":  # upper bound: the compiler first recomputes the cheapest operators
         return Recomputed(*[1 - cfg.budget] * 3)
     saved = cfg.save if cfg.mode == "selective" else []
     products = 0.0 if "matmul" in saved else 0.5 if "second_matmul" in saved else 1.0
@@ -184,16 +205,18 @@ def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
 
 
 def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
-    """Return the operations of one row on each of the ranks that share it, its attention as if the
-    row were one document."""
+    """Return the operations of one row on each of the ranks that share it.
+
+    Attention is counted as if the row were one document.
+    """
     seq_len, parts = own_length(cfg.sharding, cfg.batch.seq_len), model_parts(config, cfg)
     whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
     attention_cost = whole_cost / cfg.sharding.context
-    # the kernels' values are as wide as keys, with channels of 0 (models.latent_attention)
+    # kernels need values as wide as keys: they are padded with zeros (models.latent_attention)
     heads_width = config.num_attention_heads * max(config.head_dim, config.value_dim)
     ends = replace(config, num_hidden_layers=0).parameters()
     blocks = config.parameters(active=True) - ends
-    # of a tensor group each rank sends its own tokens to experts
+    # each rank of a tensor group sends only its own tokens to experts
     others = 1 - 1 / cfg.sharding.tensor
     routed, trained_routed = (others * numbers for numbers in parts.routed)
     head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
@@ -207,13 +230,13 @@ def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
 
 
 def peak_rate(cfg: TrainConfig, device: Device) -> float:
-    """Return the device's peak in the format that is computed in, FLOP/s."""
+    """Return the device's peak in FLOP/s, in the format of the computation."""
     in_16_bits = cfg.precision.param_dtype != "float32"
     return (device.flops or 0.0) if in_16_bits else device.flops_float32
 
 
 def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
-    """Return the FLOP/s that matrix products reach, the middle of the range."""
+    """Return the FLOP/s that matrix products reach, in the middle of the range."""
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     slowest, fastest = TOKENS_RANGE
     by_tokens = min(fastest, max(slowest, (tokens / TOKENS) ** BY_TOKENS))
@@ -222,32 +245,33 @@ def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float
 
 
 def newton_schulz_rate(cfg: TrainConfig, device: Device) -> float:
-    """Return the FLOP/s of Muon's products, the middle of the range: those of wide matrices."""
+    """Return the FLOP/s of Muon's products, in the middle of the range and for wide matrices."""
     in_bfloat16 = cfg.optim.ns_dtype == "bfloat16"
     peak = (device.flops or 0.0) if in_bfloat16 else device.flops_float32
     return peak * (device.efficiency or PRODUCTS * device.reach)
 
 
 def attention_rate(cfg: TrainConfig, device: Device, products: float) -> float:
-    """Return the FLOP/s of attention, counted as causal. products: the rate of matrix products."""
+    """Return the FLOP/s of attention, counted as causal. products: FLOP/s of matrix products."""
     kernel = FASTER_ATTENTION.get(cfg.model.attention_kernel, 1.0)
     return products / device.attention * kernel
 
 
 def float8_speedup(cfg: TrainConfig) -> float:
-    """Return how much less time matrix products take in the chosen float8 format."""
+    """Return the speed-up of matrix products by the chosen float8 format; 1 without one."""
     return FLOAT8.get(cfg.precision.float8 or "", 1.0) if cfg.compile.enabled else 1.0
 
 
 def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
-    """Return the seconds of all blocks' norms, rotations, gates and additions in one forward."""
+    """Return the seconds of norms, rotations, gates and additions of all blocks in one forward."""
     each = traffic(cfg)
     family, hidden = config.family_spec, config.hidden_size
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
     routed_width = config.num_experts_per_tok * config.expert_size
-    # of experts a rank computes its own tokens, of dense feed-forwards its own channels
+    # a rank of a tensor group computes experts for its own tokens, but its own channels of dense
+    # feed-forwards for all tokens
     others = 1 - 1 / cfg.sharding.tensor
     widths = [
         config.feed_forward_width(kind) - others * routed_width * (kind == EXPERTS)
@@ -270,5 +294,5 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
 
 
 def traffic(cfg: TrainConfig) -> Traffic:
-    """Return what elementwise operators move, compiled or not."""
+    """Return the memory traffic of elementwise operators, compiled or not."""
     return COMPILED if cfg.compile.enabled else EAGER

@@ -1,7 +1,7 @@
-"""Experts that ranks divide among them, in the arithmetic of a plan: who holds what, what travels.
+"""Expert parallelism in a plan: the experts that each rank holds, and the rows that it exchanges.
 
-Even routing: each rank sends as many rows to every other one, and gets as many. `load` is how many
-times that number the busiest rank gets.
+With even routing each rank sends the same number of rows to every other one, and receives as many.
+`load` is the number of rows that the busiest rank receives, divided by this number.
 """
 
 from typing import Any
@@ -19,17 +19,23 @@ from fsdp_trainer.parallel.memory_check import expert_modules
 from fsdp_trainer.rounding import round_up
 
 EXCHANGES = 2
-"""All-to-alls of a mixture forward, of rows and of results; as many backward."""
+"""All-to-alls of a mixture in forward: rows, and results. Backward has as many."""
 HOST_WAIT = 100e-6
-"""Seconds that a device has nothing to do while the host learns how many rows come: a small
-all-to-all, a copy to the host and the first launches behind it. Assumed."""
+"""Seconds for which a device is idle until the host knows how many rows will arrive.
+
+The time of a small all-to-all, a copy to the host and the first launches after it. Assumed.
+"""
 
 
 class EvenRanks(ExpertRanks):
-    """Ranks of an expert group that do not exist. load: rows of this rank over the even number."""
+    """Stand-in for an expert group whose other ranks do not exist."""
 
     def __init__(self, size: int, load: float, rows: int):
-        """rows: that this rank sends."""
+        """Set the size of the group.
+
+        load: rows that this rank receives, divided by the number with even routing; rows: number
+        of rows that it sends.
+        """
         super().__init__(None, size)
         self.load, self.rows = load, rows
 
@@ -40,34 +46,34 @@ class EvenRanks(ExpertRanks):
         come: list[int] | None = None,
         to: list[int] | None = None,
     ) -> None:
-        """Do nothing: no number is of interest."""
+        """Do nothing: the values of tensors do not matter."""
 
     def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
-        """Return even numbers, and so many times as many that come."""
+        """Return the rows sent to and received from each rank, both divided evenly."""
         return [parts(self.rows, self.size), parts(round(self.rows * self.load), self.size)]
 
 
 def parts(rows: int, count: int) -> list[int]:
-    """Return numbers that differ by 1 at most."""
+    """Divide `rows` into `count` numbers that differ by at most 1."""
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
 class OwnExperts:
-    """The experts of one rank of a group, without the others."""
+    """Experts whose parameters contain only those of one rank."""
 
     def own(self, parameter: Tensor) -> Tensor:
-        """Return a parameter of this rank's experts."""
+        """Return the part of a parameter that belongs to this rank: all of it."""
         return parameter
 
 
 TRACED = {kind: type(f"Traced{kind.__name__}", (OwnExperts, SHARED[kind]), {}) for kind in SHARED}
-"""Traced experts by the class of a block's experts."""
+"""The class with which experts are traced, by the class of a block's experts."""
 
 
 def divide_experts(block: nn.Module, ranks: int, load: float, rows: int) -> None:
-    """Have a block compute with a part of its experts, as the ranks of an expert group do.
+    """Make a block compute with a part of its experts, as one of `ranks` ranks of an expert group.
 
-    rows: that a rank sends. Without communication: what comes is as large.
+    rows: number of rows that a rank sends. Nothing is communicated: only sizes matter for a trace.
     """
     if ranks == 1:
         return
@@ -82,16 +88,16 @@ def divide_experts(block: nn.Module, ranks: int, load: float, rows: int) -> None
 
 
 def separate_parameters(block: nn.Module, sharding: Sharding) -> set[Tensor]:
-    """Return the parameters of a block that are on the experts' own mesh."""
+    """Return the parameters of a block that are sharded on the separate mesh of experts."""
     if sharding.expert == 1 and sharding.tensor == 1:
         return set()
     return {p for module in expert_modules([block]) for p in module.parameters()}
 
 
 def own_numbers(parameter: Tensor, sharding: Sharding, shards: int) -> tuple[int, int]:
-    """Return the numbers of experts' weights that a rank gathers, and those with equal shards.
+    """Return the size of the experts' parameter that a rank gathers, and the same with padding.
 
-    shards: ranks that hold the same experts.
+    Padding makes the shards of all ranks equal. shards: number of ranks that hold the same experts.
     """
     own = len(parameter) // sharding.expert
     each = parameter[0].numel()
@@ -101,13 +107,13 @@ def own_numbers(parameter: Tensor, sharding: Sharding, shards: int) -> tuple[int
 
 
 def mixtures(config: ModelConfig, blocks: tuple[int, ...] | None = None) -> int:
-    """Return how many of these blocks have experts; None: of all."""
+    """Return how many blocks have experts. blocks: indices of the blocks to count, None for all."""
     numbers = range(config.num_hidden_layers) if blocks is None else blocks
     return sum(config.feed_forwards[i] == EXPERTS for i in numbers)
 
 
 def routed_numbers(block: nn.Module) -> tuple[int, int]:
-    """Return how many numbers of experts and router a token meets, and how many are trained."""
+    """Return how many parameters of router and experts a token uses, and how many are trained."""
     mixture: Any = getattr(block, "mlp", None)
     if not isinstance(mixture, MixtureOfExperts):
         return 0, 0
@@ -116,21 +122,21 @@ def routed_numbers(block: nn.Module) -> tuple[int, int]:
 
 
 def rows_of_rank(cfg: TrainConfig, config: ModelConfig) -> int:
-    """Return the rows that a rank sends to experts in a mixture and micro-batch."""
+    """Return how many rows a rank sends to the experts of one block in a micro-batch."""
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     return tokens // cfg.sharding.tensor * config.num_experts_per_tok
 
 
 def exchanged_bytes(cfg: TrainConfig, config: ModelConfig) -> float:
-    """Return the bytes of the rows of one all-to-all, those to the rank itself included."""
+    """Return the bytes of one all-to-all of rows, including those that stay on the rank."""
     number = getattr(torch, cfg.precision.param_dtype).itemsize
     return rows_of_rank(cfg, config) * config.hidden_size * number
 
 
 def busiest_over_mean(cfg: TrainConfig, config: ModelConfig, load: float) -> float:
-    """Return by how much longer blocks take where all wait for the rank with the most rows.
+    """Return the factor by which blocks take longer because all wait for the busiest rank.
 
-    It computes `load` times the experts' products, which are a share of all.
+    That rank computes `load` times the experts' products, which are a part of all products.
     """
     if cfg.sharding.expert == 1:
         return 1.0

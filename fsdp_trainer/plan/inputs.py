@@ -1,4 +1,4 @@
-"""The architecture, the worlds and the device of a plan, without weights, ranks or a GPU."""
+"""The architecture, world sizes and device of a plan, found without weights, ranks or a GPU."""
 
 import math
 import re
@@ -32,14 +32,14 @@ from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.parallel.memory_check import host_bytes
 
 VOCABULARY = 32_000
-"""Tokens where neither the configuration nor the named size says how many: Llama 2's."""
+"""Vocabulary of Llama 2, used if neither the configuration nor the named size determines one."""
 
 
 def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
-    """Return the model's architecture, and a sentence for each thing that was assumed about it.
+    """Return the model's architecture, and a sentence for each assumption about it.
 
-    Nothing is downloaded: weights that are not on this disk have the sizes of a named model.
-    Raises UserError if none is known.
+    Nothing is downloaded: the sizes of weights that are not on this disk are taken from a named
+    model. Raises UserError if there is none.
     """
     model, assumed = cfg.model, []
     if model.init_from and not (model_folder(model.init_from) / "config.json").is_file():
@@ -60,7 +60,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
 def _named_size(model: Model) -> tuple[Model, str]:
     """Return the architecture of weights that are not on this disk, and the override it is from.
 
-    That is the named size beside them, the one with their id on the hub, or the recipe of the run.
+    It is the named size configured with them, the size with their id on the hub, or that of the
+    recipe with their name.
     """
     if model.name != "auto":
         return replace(model, init_from=None), f"model={model.name}"
@@ -82,10 +83,10 @@ def _named_size(model: Model) -> tuple[Model, str]:
 
 
 def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
-    """Return how many tokens the model will know, and where that number is from."""
+    """Return the size of the vocabulary, and where it is from. size: value of model.name."""
     path = cfg.tokenizer.path
     if path and (path == demo.TOKENIZER or Path(path).exists()):
-        # imports packages that most plans do without
+        # imported here because it imports packages that most plans do not need
         from fsdp_trainer.data.tokenizer import load_tokenizer
 
         return load_tokenizer(path, cfg.tokenizer.add_tokens).vocab_size, f"those of {path}"
@@ -101,7 +102,8 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
 def world_sizes(cfg: PlanConfig) -> list[int]:
     """Return the numbers of ranks to plan for, smallest first.
 
-    Raises UserError for a number that the mesh does not divide.
+    Raises UserError if a number of ranks does not fit the mesh, or a step is too small for the
+    pipeline.
     """
     sizes = cfg.plan.world_size
     if sizes is None:
@@ -118,7 +120,7 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
 
 
 def started_ranks(cfg: PlanConfig) -> int:
-    """Return how many ranks `launch` would start; 8 a node for GPUs that this machine lacks."""
+    """Return how many ranks `launch` would start; 8 per node for GPUs that this machine lacks."""
     launch = cfg.launch
     per_node = launch.nproc_per_node
     if per_node == "auto":
@@ -131,7 +133,7 @@ def started_ranks(cfg: PlanConfig) -> int:
 
 
 def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
-    """Raise UserError for the first number of ranks that the mesh does not divide."""
+    """Raise UserError for the first number of ranks that does not fit the mesh."""
     sizes = {
         f"sharding.{name}": getattr(sharding, name) for name in ("pipeline", "tensor", "context")
     }
@@ -154,17 +156,17 @@ def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
 
 
 def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:
-    """Return the configuration once for each GPU that plan.gpu names; as it is if it names none."""
+    """Return a configuration for each GPU that plan.gpu names; only `cfg` if it names none."""
     names = gpu_names(cfg.plan.gpu)
     return [replace(cfg, plan=replace(cfg.plan, gpu=name)) for name in names] or [cfg]
 
 
 def only_target(cfg: PlanConfig) -> tuple[int, Device]:
-    """Return the world and the device that layouts are searched for.
+    """Return the number of ranks and the device that layouts are searched for.
 
-    Raises UserError for several of them: a search compares what one cluster can do.
+    Raises UserError for several of them: a search compares the layouts of one cluster.
     """
-    # these are searched, and need not divide the world as they are
+    # the search chooses these sizes: the configured ones need not fit the number of ranks
     sharding = replace(cfg.sharding, replicas=1, pipeline=1, tensor=1, context=1, expert=1)
     worlds = world_sizes(replace(cfg, sharding=sharding))
     problems = []
@@ -200,7 +202,10 @@ def target(cfg: PlanConfig, world: int) -> Device:
 
 
 def chosen_device(cfg: PlanConfig, world: int) -> Device:
-    """Return the device that the configuration names, else this machine's. Raises UserError."""
+    """Return the device that the configuration names, else that of this machine.
+
+    Raises UserError if there is neither.
+    """
     if cfg.plan.gpu:
         return device(gpu_names(cfg.plan.gpu)[0])
     if cfg.plan.memory_gib:

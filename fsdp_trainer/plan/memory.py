@@ -1,6 +1,6 @@
 """The memory of a rank at each moment of a step.
 
-The order in which FSDP2 works is walked through over blocks that are traced once.
+Follows the order in which FSDP2 gathers, computes and reduces. Each kind of block is traced once.
 """
 
 import math
@@ -81,23 +81,29 @@ CATEGORIES = (
 PHASES = ("forward", "head and loss", "backward", "update")
 GIB = 2**30
 BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
-"""Bytes of a process without tensors. cuda: context, NCCL's channels, cuBLAS's workspaces, an
-assumption; cpu: Python with torch, measured."""
+"""Bytes of a process without its tensors.
+
+cuda: context, NCCL's channels and cuBLAS's workspaces, assumed; cpu: Python with torch, measured.
+"""
 ROUNDING = {"cuda": 0.03, "cpu": 0.02}
-"""Share of the tensors' bytes lost between them: an assumption on a GPU."""
+"""Share of the tensors' bytes that the allocator loses to fragmentation; on a GPU assumed."""
 
 PINNED = 4 / 3
-"""Host memory over what is moved there: torch's allocator of pinned memory rounds each tensor up to
-a power of two. A third is the mean of sizes that lie anywhere between two of them."""
+"""Host memory divided by the bytes moved there.
+
+torch's allocator of pinned memory rounds each tensor up to a power of two. The mean surplus is a
+third, if sizes are distributed evenly between two powers.
+"""
 
 
 class Moment(NamedTuple):
-    """Bytes that a rank holds at one moment of a step, by category, all of `CATEGORIES`.
+    """Bytes that a rank holds at one moment of a step.
 
-    when: for people, such as `backward of block 32`; phase: one of `PHASES`, for scripts.
-    gathered: whole parameters of units, and whole gradients that are not yet reduced;
-    communication: messages of both; activations: with what operators need for a moment;
-    logits: what the head makes; allowance: what no tensor accounts for.
+    when: description for people, such as `backward of block 32`; bytes: by category, with all of
+    `CATEGORIES`; phase: one of `PHASES`, for scripts. Categories: gathered: unsharded parameters,
+    and unsharded gradients that are not yet reduced; communication: messages of both; activations:
+    including temporary tensors of operators; logits: tensors that the head allocates; allowance:
+    bytes that belong to no tensor.
     """
 
     when: str
@@ -106,31 +112,36 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes."""
+        """Sum over the categories, in bytes."""
         return sum(self.bytes.values())
 
 
 class Memory(NamedTuple):
-    """moments: the largest of each phase of a step. host: bytes that a GPU's rank has in host
-    memory."""
+    """The memory of a rank in a step.
+
+    moments: the largest moment of each phase; host: bytes of host memory that a rank on a GPU uses
+    for offloaded tensors.
+    """
 
     moments: tuple[Moment, ...]
     host: float
 
     @property
     def peak(self) -> Moment:
-        """The moment at which most is held."""
+        """The moment with most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 def memory(
     cfg: TrainConfig, config: ModelConfig, world: int, device: str = "cuda", load: float = 1.0
 ) -> Memory:
-    """Return what the rank of `world` that holds most holds, in a step whose tokens are all
-    supervised. device: cuda or cpu. load: rows that come to its experts over the even number.
+    """Return the memory of the rank that needs most, in a step whose tokens are all supervised.
 
-    Compiled blocks keep what torch's partitioner would; activation_checkpoint=budget counts as a
-    share between none and full.
+    world: number of ranks; device: cuda or cpu; load: rows that the experts of this rank get,
+    divided by the number with even routing.
+
+    Compiled blocks keep the tensors that torch's partitioner would keep. The memory with
+    activation_checkpoint=budget is interpolated between none and full.
     """
     shares = stage_shares(cfg, config, world)
     steps = [Step(cfg, config, world, device, share, load) for share in shares]
@@ -152,10 +163,10 @@ def memory(
 class Step:
     """The last micro-batch of a step, and the update.
 
-    What the attributes say is in bytes, and changes on the way.
-
-    gradients: sharded ones; gathered: whole parameters that stay; waiting: whole gradients that no
-    message has taken; kept: activations for backward; flying: messages of gradients.
+    These attributes are in bytes, and change from moment to moment. gradients: sharded gradients,
+    or the unsharded ones that are reduced once a step; gathered: unsharded parameters that stay
+    gathered; waiting: unsharded gradients not yet copied into a message; kept: activations kept for
+    backward; flying: messages of gradients under way.
     """
 
     def __init__(
@@ -178,7 +189,7 @@ class Step:
         self.expert_shards = expert_sizes(sharding, world)["eshard"]
         self.ranks, self.matrices = stage_ranks(cfg, world), matrix_numbers(share, cfg, config)
         self.teacher = teacher_of(cfg, config)
-        """Also a reference in memory."""
+        """The teacher, or a reference model in memory; None without either."""
         config = self.config = share_of_rank(config, sizes["tensor"])
         self.reshard, self.share = not keeps_gathered(sharding), share
         self.parts = model_parts(config, cfg)
@@ -186,26 +197,26 @@ class Step:
         self.tied = model.tied
         fetched = fetched_units(model, cfg)
         self.staged = model.all.gathered - fetched.all.gathered
-        """Gathered from the step's first micro-batch on."""
+        """Bytes that stay gathered from the first micro-batch of the step."""
         self.first, self.last, self.blocks = fetched.first, fetched.last, fetched.blocks
         count, size = len(self.blocks), sharding.blocks_per_unit
-        self.sizes = [min(size, count - i) for i in range(0, count, size)]  # of units, in blocks
+        self.sizes = [min(size, count - i) for i in range(0, count, size)]  # blocks of each unit
         self.units = [sum_of(self.blocks[i : i + size]) for i in range(0, count, size)]
         traced, shared = trace_blocks(cfg, config, device, load)
         self.traced = share.of(traced)
         self.backward_from = share.is_first * self.parts.backward_from
         self.tokens = cfg.batch.micro_rows * own_length(sharding, cfg.batch.seq_len)
         self.hidden = self.tokens * config.hidden_size * self.compute
-        """Bytes of all tokens' hidden states in the head; stream: between blocks."""
+        """Bytes of the hidden states of all tokens in the head; `stream`: between blocks."""
         self.stream = self.hidden / sizes["tensor"]
         self.moved = moved_bytes(cfg, config, self.traced, device)
-        """Bytes of each block in host memory between its forward and its backward."""
-        self.crossing = 0.0  # of it, what is on the device all the same: on its way out or back
+        """Bytes of each block that are in host memory between its forward and its backward."""
+        self.crossing = 0.0  # bytes of `moved` on the device, while they are copied out or back
         self.norm = norm_traced(self.parts, self.tokens, precision.param_dtype)
 
         whole = model.all
         self.trained = whole.own
-        """Numbers of this rank's trained shards."""
+        """Size of the trained shards of this rank, in numbers."""
         offload = sharding.cpu_offload and device == "cuda"
         states = {
             "parameters": self.trained * self.master + whole.frozen,
@@ -214,8 +225,8 @@ class Step:
         self.host = sum(states.values()) + self.trained * self.master if offload else 0.0
         self.host += sum(pinned_bytes(moved, self.stream) for moved in self.moved)
         self.always = {} if offload else states
-        self.stored = 0 if offload else self.master  # a sharded gradient's number
-        # there were micro-batches before this one
+        self.stored = 0 if offload else self.master  # bytes of a number of a sharded gradient
+        # True if other micro-batches came before this one
         self.later = cfg.batch.rows > cfg.batch.micro_rows * batch_ranks(sizes)
         self.whole = self.later and reduces_once(cfg)
         self.replicated = sizes["replicate"] > 1
@@ -226,23 +237,29 @@ class Step:
         )
         self.gradients = float(before) if self.later else 0.0
         self.most_sharded = self.trained * self.stored
-        self.sharded = 0.0 if self.whole else self.gradients  # of the gradients
+        self.sharded = 0.0 if self.whole else self.gradients  # sharded part of the gradients
         self.gathered, self.waiting = self.staged, 0.0
         self.kept = float(shared) + self._waiting(share, shared)
         self.flying: deque[float] = deque()
-        # messages of replicas, which stay until the end of backward where a copy becomes the
-        # gradient
+        # messages between replicas: they stay until the end of backward if the gradient is a cast
+        # copy of them
         self.reduced = 0.0
         self.most_fetched = 0.0
         self._add_teacher(offload)
         self.phases: dict[str, tuple[float, str, dict[str, float], float]] = {}
-        """By name: total, when, bytes by category, and bytes that lie idle in streams' pools, less
-        what is added to all moments: the largest message of parameters."""
+        """The largest moment of each phase: total, when, bytes by category, and idle bytes.
+
+        Idle bytes are in the pools of CUDA streams. The largest message of parameters is
+        subtracted, since `moments` adds it everywhere.
+        """
 
     def _add_teacher(self, offload: bool) -> None:
-        """Add the shards of a teacher, and what it always has gathered. offload: of states."""
+        """Add the shards of a teacher, and the units of it that always stay gathered.
+
+        offload: True if states are in host memory.
+        """
         self.of_teacher = {"gathered": 0.0, "activations": 0.0}
-        """What a teacher holds at this moment besides its shards."""
+        """Bytes of the teacher at this moment, without its shards."""
         if self.teacher is None:
             return
         units = self.teacher_units = teacher_units(self.teacher, self.group)
@@ -253,9 +270,10 @@ class Step:
             self.always["parameters"] += units.states
 
     def _waiting(self, share: StageShare, shared: float) -> float:
-        """Return the activations of a pipeline's forwards that wait for their backward.
+        """Return the bytes of activations of a pipeline's forwards that wait for their backward.
 
-        Each keeps what its blocks do, and what it has sent on; one more comes in and one goes out.
+        Each forward keeps the activations of its blocks, and its output. In addition there are one
+        input being received and one output being sent.
         """
         if self.cfg.sharding.pipeline == 1:
             return 0.0
@@ -275,8 +293,8 @@ class Step:
     ):
         """Record a moment, if it is the largest of its phase.
 
-        gathered: in addition to what stays gathered; fetched, sent: messages of parameters and of
-        gradients.
+        gathered: bytes in addition to those that stay gathered; fetched, sent: messages of
+        parameters and of gradients.
         """
         held = {
             "gradients": self.gradients,
@@ -286,9 +304,9 @@ class Step:
             "logits": logits,
         }
         self.most_fetched = max(self.most_fetched, fetched)
-        # CUDA's allocator gives blocks that were freed on one stream to no other: messages of
-        # parameters have a stream of their own, and so have reduced gradients (`foreach_reduce`
-        # of torch's FSDP2), which zero_grad frees before the next forward
+        # CUDA's allocator reuses a freed block only on the same stream. Messages of parameters
+        # have their own stream, and so have reduced gradients (`foreach_reduce` of torch's FSDP2),
+        # which zero_grad frees before the next forward
         on_gpu = self.device == "cuda"
         idle = max(0.0, self.most_sharded - self.sharded) - fetched if on_gpu else 0.0
         total = sum(held.values()) + idle
@@ -296,7 +314,7 @@ class Step:
             self.phases[phase] = total, when, held, idle
 
     def moments(self) -> tuple[Moment, ...]:
-        """The largest moment of each phase."""
+        """Return the largest moment of each phase."""
         moments = []
         most_fetched = self.most_fetched if self.device == "cuda" else 0.0
         for phase, (_, when, held, idle) in self.phases.items():
@@ -308,19 +326,20 @@ class Step:
         return tuple(moments)
 
     def message(self, *units: FsdpUnit) -> float:
-        """All-gathered, before it is copied out. One rank needs none."""
+        """Return the bytes of the message that gathers units; 0 if one rank holds them."""
         experts = sum(unit.experts for unit in units)
         others = sum(unit.gathered for unit in units) - experts
         return others * (self.group > 1) + experts * (self.expert_shards > 1)
 
     def copy(self, message: float) -> float:
-        """gloo makes another one of each message, for a moment."""
+        """Return the bytes of the temporary copy that gloo makes of a message; 0 on a GPU."""
         return message if self.device == "cpu" and self.group > 1 else 0.0
 
     def forward(self) -> None:
-        """The embedding and the blocks. A unit's message stays until the next unit's is copied out.
+        """Record the moments of the forward of the embedding and the blocks.
 
-        FSDP2's `wait_for_unshard` keeps the one before by a local variable until it returns.
+        A unit's message stays until the next unit's is copied out: FSDP2's `wait_for_unshard` keeps
+        the previous one in a local variable until it returns.
         """
         self.teach()
         mine = self.first.gathered
@@ -354,9 +373,10 @@ class Step:
             self.gathered += 0 if self.reshard else mine
 
     def teach(self) -> None:
-        """The teacher's forward, which leaves its head gathered, and hidden states.
+        """Record the moments of the teacher's forward.
 
-        A reference has a head of its own, and leaves nothing.
+        A teacher leaves its head gathered, and its hidden states. A reference model computes its
+        own logits and leaves nothing.
         """
         if self.teacher is None:
             return
@@ -386,10 +406,10 @@ class Step:
         self.at("forward", end, before + 2 * hidden)
 
     def head(self) -> None:
-        """Final norm, head and loss, forward and backward.
+        """Record the moments of final norm, head and loss, forward and backward.
 
-        Gradients are made with the logits, that of the weight in float32. Backward returns scaled
-        copies.
+        The gradients are computed together with the logits, the weight's gradient in float32.
+        Backward returns scaled copies of them.
         """
         if not self.share.is_last:
             return
@@ -418,13 +438,13 @@ class Step:
             self._send(self.last, whole, fetched, "head")
 
     def _gather_head(self) -> None:
-        """The moment in which the head's own unit is gathered."""
+        """Record the moment in which the head's own unit is gathered."""
         when, activations = "gathering before the head", self.kept + self.stream
         message, before = self.message(self.last), self.message(self.units[-1])
         self.at("head and loss", when, activations, self.last.gathered, message, before)
 
     def _logits(self, trained: int) -> float:
-        """Return the bytes of a chunk's logits. trained: numbers of the head's matrix."""
+        """Return the bytes of a chunk's logits. trained: size of the head's matrix, 0 if frozen."""
         config, half = self.config, self.compute < 4
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
@@ -434,22 +454,22 @@ class Step:
 
     @property
     def _compares(self) -> bool:
-        """Return True where a chunk's logits are compared with those of a teacher in memory."""
+        """True if a chunk's logits are compared with those of a teacher in memory."""
         return self.teacher is not None and self.teacher.compares
 
     def _logits_of(self, reference: PlannedTeacher) -> float:
-        """Return the bytes of a chunk's logits in a reference's head, which has no gradients."""
+        """Return the bytes of a chunk's logits in the head of a reference, without gradients."""
         config, half = reference.config, self.compute < 4
         rows = rows_at_once(self.cfg, config, self.tokens, self.device)
         each = self.compute + (4 if half else 0) + (4 if config.final_logit_softcapping else 0)
         return rows * config.vocab_size * each / self.cfg.sharding.tensor
 
     def backward(self) -> None:
-        """Backward of the blocks, last ones first, and of the embedding."""
+        """Record the moments of backward of the blocks, last ones first, and of the embedding."""
         done = len(self.traced)
         for i, unit in reversed([*enumerate(self.units)]):
             if done <= self.backward_from:
-                break  # nothing in front of here is trained
+                break  # nothing before this block is trained
             mine, whole = unit.gathered, 0.0
             fetched = (
                 self.message(*self.units[max(0, i - max(1, self.cfg.sharding.prefetch)) : i])
@@ -487,18 +507,20 @@ class Step:
         self._send(self.first, whole, 0.0, "embedding")
 
     def trained_table(self, table: Tensor) -> int:
-        """Return the numbers of the embedding's or the head's matrix, 0 where it is frozen."""
+        """Return the size of the embedding's or the head's matrix, 0 if it is frozen."""
         return table.numel() if table.requires_grad else 0
 
     def _send(self, unit: FsdpUnit, whole: float, fetched: float, name: str) -> None:
-        """Send whole gradients as a message, which stays until the next unit's.
+        """Record the moments in which a unit's gradients are reduced to this rank's shard.
 
-        Reduced, it is this rank's gradient.
+        whole: bytes of the unsharded gradients, which are copied into a message. Messages stay
+        until later units send theirs (sharding.reduce_scatter_buffers); fetched: bytes of messages
+        of parameters; name: of the unit.
         """
         phase = "head and loss" if name == "head" else "backward"
         when = f"reduction of the gradient of {name}"
         if not unit.trained:
-            return  # and the message before stays until the next one
+            return  # the previous message stays until the next one
         while len(self.flying) >= self.cfg.sharding.reduce_scatter_buffers:
             self.flying.popleft()
         numbers = unit.trained_padded
@@ -506,7 +528,7 @@ class Step:
         self.flying.append(message)
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.trained * self.reduce if self.whole else 0
-        # FSDP2 divides by 1.0 what it does not send
+        # a single rank sends nothing, but FSDP2 still makes a copy, divided by 1.0
         again = message if self.group == 1 else self.copy(message)
         self.at(phase, when, self.kept + self.stream, 0, fetched, again + out)
         if self.replicated and self.reduce != self.master:
@@ -516,7 +538,7 @@ class Step:
             self.sharded += unit.own * self.stored
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Record the moment of the optimizer's step."""
         self.flying.clear()
         self.gathered, self.kept = 0.0, 0.0
         self.reduced, self.gradients = 0.0, self.trained * self.stored
@@ -531,7 +553,7 @@ class Step:
 
 
 def matrix_numbers(share: StageShare, cfg: TrainConfig, config: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of the largest matrix of a rank's blocks that is trained, and of all."""
+    """Return the size of the largest trained matrix of a rank's blocks, and the sum of all."""
     shapes = matrices_of(share, cfg, config)
     return max((rows * columns for _, rows, columns in shapes), default=0), sum(
         map(math.prod, shapes)
@@ -543,7 +565,7 @@ def moved_bytes(
 ) -> list[int]:
     """Return for each block the bytes that activation_checkpoint.offload moves to the host.
 
-    The last block's stay. Where the device is the host, nothing is saved.
+    Those of the last block stay on the device. On a CPU nothing is moved.
     """
     itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
@@ -553,7 +575,7 @@ def moved_bytes(
 
 
 def pinned_bytes(moved: float, stream: float) -> float:
-    """Return the host memory for a block's moved bytes. stream: of a block's input."""
+    """Return the bytes of host memory for a block's moved bytes. stream: bytes of its input."""
     if moved <= stream:  # one tensor
         return 2 ** math.ceil(math.log2(moved)) if moved else 0.0
     return PINNED * moved
@@ -562,9 +584,9 @@ def pinned_bytes(moved: float, stream: float) -> float:
 def trace_blocks(
     cfg: TrainConfig, config: ModelConfig, device: str, load: float = 1.0
 ) -> tuple[list[TracedPart], float]:
-    """The traces of every block, and the bytes that all blocks share: rotations and masks.
+    """Return the memory of every block, and the bytes of rotations and masks that all share.
 
-    load: rows that come to this rank's experts over the even number.
+    load: rows that the experts of this rank get, divided by the number with even routing.
     """
     length, rows, precision, recompute = (
         own_length(cfg.sharding, cfg.batch.seq_len),
@@ -652,12 +674,12 @@ def traced_rows(
     given: Input,
     saved: ActivationCheckpoint,
 ) -> TracedPart:
-    """Return a block's bytes, traced once for each number of rows that does not follow."""
+    """Return a block's bytes, traced only if they do not follow from other numbers of rows."""
     arguments = (kind.signature, cfg.adapter.name, replace(given, rows=0), saved)
     traces: dict[int, PartTrace] = remembered("block", config, arguments, dict)
     if given.rows in traces:
         return traces[given.rows].part()
-    # experts get rows in portions
+    # experts get rows in portions: their memory is not linear in the number of rows
     by_others = None if has_experts(kind.block) else trace_of_rows(given.rows, traces)
     if by_others:
         return by_others.part()
@@ -668,9 +690,9 @@ def traced_rows(
 def with_others_keys(
     cfg: TrainConfig, config: ModelConfig, traced: TracedPart, mode: str
 ) -> TracedPart:
-    """Return a block's bytes with the keys and values that it has of ranks that share rows.
+    """Add to a block's bytes the keys and values that it gets from ranks that share its rows.
 
-    config: of a rank of a tensor group.
+    config: the part of the model on one rank of a tensor group.
     """
     itemsize = getattr(torch, cfg.precision.param_dtype).itemsize
     more = others_keys(cfg, config, itemsize)
@@ -682,7 +704,7 @@ def with_others_keys(
 
 
 def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> TracedPart:
-    """Return what the norm before the head takes."""
+    """Return the memory of the norm before the head."""
     norm, config = parts.norm, parts.model.config
     arguments = (signature_of(norm), tokens, dtype)
     traced: TracedPart = remembered(
@@ -692,6 +714,6 @@ def norm_traced(parts: ModelParts, tokens: int, dtype: str) -> TracedPart:
 
 
 def rows_at_once(cfg: TrainConfig, config: ModelConfig, tokens: int, device: str) -> int:
-    """Tokens whose logits the head makes at a time."""
+    """Return the number of tokens whose logits the head computes at a time."""
     head: Any = SimpleNamespace(chunk_mib=cfg.loss.chunk_mib, vocab_size=config.vocab_size)
     return Head.rows_at_once(head, tokens, device)

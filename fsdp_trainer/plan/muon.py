@@ -1,4 +1,4 @@
-"""Muon's update in the arithmetic of a plan: the owners of matrices, and what they are sent."""
+"""Muon's update in a plan: the ranks that own matrices, and the messages to and from them."""
 
 import math
 from typing import NamedTuple
@@ -16,9 +16,10 @@ from fsdp_trainer.plan.units import model_parts
 
 
 class OwnerTraffic(NamedTuple):
-    """Bytes that a rank sends in a step: parts of matrices to their owners, and owners' answers.
+    """Bytes that a rank sends in a step of Muon.
 
-    across: of both, those that leave its node.
+    sent: parts of matrices, to their owners; answered: updated parts, from the owners; across: the
+    part of both that leaves the node.
     """
 
     sent: float = 0.0
@@ -26,7 +27,10 @@ class OwnerTraffic(NamedTuple):
     across: float = 0.0
 
     def seconds(self, device: Device, efficiency: float) -> float:
-        """Return the seconds on the slower of the links. Nothing is computed meanwhile."""
+        """Return the seconds on the slower of the links. No computation overlaps with them.
+
+        efficiency: share of the links' rate that is reached.
+        """
         whole = self.sent + self.answered
         return max(whole / device.link, self.across / device.network) / efficiency
 
@@ -34,9 +38,10 @@ class OwnerTraffic(NamedTuple):
 def owner_traffic(
     share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, per_node: int
 ) -> OwnerTraffic:
-    """Return what a rank with these stages sends in an update, as a mean; nothing without Muon.
+    """Return the mean traffic of a rank with these stages in an update; 0 without Muon.
 
-    An owner gets the parts of its own replica's ranks, and answers those of all replicas.
+    An owner gets the parts of a matrix from the ranks of its own replica, and answers the ranks of
+    all replicas.
     """
     ranks = stage_ranks(cfg, world)
     if cfg.optim.name != "muon" or ranks == 1:
@@ -55,9 +60,9 @@ def owner_traffic(
 def newton_schulz_flops(
     share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int
 ) -> float:
-    """Return the operations of a step's owners, in each round those of the one with most.
+    """Return the operations of an update: in each round those of the busiest owner, summed.
 
-    share: the stages of which the owners have the matrices.
+    share: the stages that contain the owners' matrices.
     """
     if cfg.optim.name != "muon":
         return 0.0
@@ -69,7 +74,7 @@ def newton_schulz_flops(
 
 
 def _most_in_rounds(shapes: list[tuple[int, int, int]], ranks: int) -> float:
-    """Return the sum over rounds of the most operations of a rank, for a step of Newton-Schulz."""
+    """Return the busiest owner's operations, summed over rounds, for a step of Newton-Schulz."""
     whole, owner = 0.0, 0
     for chosen in rounds_of(shapes, ranks):
         operations = np.zeros(ranks)

@@ -1,4 +1,7 @@
-"""The plan of a run: memory, time and messages. Nothing is allocated; hundreds take a second."""
+"""The plan of a run: memory, time and messages.
+
+Nothing is allocated, and hundreds of plans take a second.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -15,16 +18,16 @@ from fsdp_trainer.plan.time import Times, Wire, times, wire
 from fsdp_trainer.plan.units import model_parts
 
 HOST_GIB = 1024
-"""Memory of a node beyond which many do not have it."""
+"""Host memory in GiB that many nodes do not exceed."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run on one world: what it needs, and how long a step takes.
+    """The needs of a run on a number of ranks, and the duration of a step.
 
-    tokens, flops (PaLM's count), rows: of a step; micro_rows: of a rank and forward; batch_ranks:
-    how many ranks read different rows;
-    checkpoint: bytes on disk.
+    slow, fast: times at the slow and the fast end of the range; wire: by dimension of the mesh;
+    tokens, flops (PaLM's count), rows: of a step; micro_rows: rows of one rank in a micro-batch;
+    batch_ranks: number of ranks that read different rows; checkpoint: bytes on disk.
     """
 
     world_size: int
@@ -41,58 +44,58 @@ class RunPlan:
     micro_rows: int
     batch_ranks: int
     rollouts: Rollouts | None = None
-    """None where no answers are made; else rows are those that they fill."""
+    """The answers generated in a step, which fill `rows`; None without generation."""
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes that a device has."""
+        """Memory of a device, in bytes."""
         return self.device.memory_gib * GIB
 
     @property
     def fits(self) -> bool:
-        """True if a device has enough for the peak."""
+        """True if a device has enough memory for the peak."""
         return self.memory.peak.total <= self.memory_bytes
 
     @property
     def host_bytes_per_node(self) -> float:
-        """Bytes of the host that all ranks of a node hold together."""
+        """Bytes of host memory that all ranks of a node use together."""
         return self.memory.host * min(self.world_size, self.device.per_node)
 
     @property
     def host_fits(self) -> bool:
-        """True if most nodes have that much."""
+        """True if most nodes have enough host memory."""
         return self.host_bytes_per_node <= HOST_GIB * GIB
 
     @property
     def empty_share(self) -> float:
-        """Share of the rows that ranks compute which are empty, since rows do not divide."""
+        """Share of empty rows among those that ranks compute: rows may not divide evenly."""
         return 1 - self.rows / self.computed_rows
 
     @property
     def computed_rows(self) -> int:
-        """Rows of a step that ranks compute, empty ones included."""
+        """Number of rows that ranks compute in a step, including empty ones."""
         return self.micro_batches * self.micro_rows * self.batch_ranks
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, the middle of the range.
+        """Seconds of a step, in the middle of the range.
 
-        On an H100 if the device's speed is not known, to compare overrides by.
+        If the speed of the device is unknown, that of an H100, which suffices to compare overrides.
         """
         return (self.slow.step + self.fast.step) / 2
 
     @property
     def step_seconds(self) -> tuple[float, float] | None:
-        """The shortest and the longest time of a step; None if the device's speed is not known."""
+        """Shortest and longest seconds of a step; None if the device's speed is unknown."""
         return (self.fast.step, self.slow.step) if self.device.flops else None
 
     def mfu(self, seconds: float) -> float:
-        """Return PaLM's FLOPs over all devices' bfloat16 peak, if a step takes this long."""
+        """Return PaLM's FLOPs over the devices' bfloat16 peak, if a step takes this long."""
         return self.flops / seconds / self.world_size / (self.device.flops or 1.0)
 
     @property
     def checkpoint_seconds(self) -> float:
-        """To write a checkpoint, all nodes together."""
+        """Seconds to write a checkpoint, with all nodes writing at the same time."""
         nodes = max(1, self.world_size // self.device.per_node)
         return self.checkpoint / (self.device.disk * nodes)
 
@@ -100,11 +103,11 @@ class RunPlan:
 def make_plan(
     cfg: TrainConfig, config: ModelConfig, world: int, device: Device, load: float = 1.0
 ) -> RunPlan:
-    """The plan of `cfg` for a model of shape `config` on `world` ranks.
+    """Return the plan of `cfg` for a model of shape `config` on `world` ranks.
 
-    load: rows of the rank that gets most of them over the even number, where experts are divided.
+    load: with expert parallelism, rows of the busiest rank divided by the number with even routing.
     """
-    if cfg.sharding.tensor > 1:  # a rank's part of a matrix may be too narrow for their rank
+    if cfg.sharding.tensor > 1:  # a rank's part of a matrix may be too narrow for adapter.rank
         cfg = replace(cfg, adapter=fitted_adapter(cfg.adapter, config))
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     answers = rollouts(cfg, config, world, rated)

@@ -1,4 +1,4 @@
-"""The answers of a step with objective=grpo: what they take to make, and the rows they fill."""
+"""The answers of a step with objective=grpo: cost of generating them, and the rows they fill."""
 
 import math
 from dataclasses import dataclass, replace
@@ -8,20 +8,20 @@ from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 
 PROMPT_TOKENS = 256
-"""Tokens that a prompt is taken to have, where a row has room for them."""
+"""Assumed tokens of a prompt, if a row has room for them."""
 REACHED = (0.25, 0.75)
-"""Shares of the memory's rate that eager generation is taken to reach."""
+"""Assumed range of the share of the memory's rate that eager generation reaches."""
 BYTES = 2
-"""Of a number while generating: bfloat16."""
+"""Bytes of a number in generation: bfloat16."""
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """The answers of a step on one rank.
+    """The answers generated in a step.
 
-    answers: of all ranks; at_once: on this one; cache, weights: bytes, of keys and values and of
-    the model gathered for generation. seconds: shortest and longest, all answers as long as
-    objective.max_new_tokens.
+    answers: number on all ranks; at_once: number that a rank generates at the same time; cache:
+    bytes of keys and values on a rank; weights: bytes of the model gathered for generation;
+    seconds: shortest and longest time, if all answers have objective.max_new_tokens.
     """
 
     answers: int
@@ -32,7 +32,7 @@ class Rollouts:
 
 
 def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
-    """Return the configuration whose batch.rows are the packed rows that a step learns from."""
+    """Return `cfg` with batch.rows set to the number of packed rows that answers fill in a step."""
     if cfg.objective.name not in PROMPTED:
         return cfg
     each = answer_tokens(cfg)
@@ -42,14 +42,14 @@ def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
 
 
 def answer_tokens(cfg: TrainConfig) -> int:
-    """Return the tokens of a prompt and its answer, at most."""
+    """Return the maximum number of tokens of a prompt with its answer."""
     return min(cfg.batch.seq_len, PROMPT_TOKENS + cfg.objective.max_new_tokens)
 
 
 def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
-    """Return what answers take; None for an objective that makes none.
+    """Return the cost of generating answers; None for an objective that generates none.
 
-    Each token reads all weights once, and on average half of the cache.
+    Each generated token reads all weights once, and on average half of the cache.
     """
     if cfg.objective.name not in PROMPTED:
         return None

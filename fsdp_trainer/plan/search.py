@@ -1,6 +1,7 @@
-"""Layouts of a run that fit its devices: each tried by the same plan, fastest first.
+"""Search for the layouts of a run that fit its devices, sorted by speed.
 
-Fixed are the model, the devices and their number, the length of rows and the rows of a step.
+Every layout is judged by its plan. The model, the devices and their number, the length of rows and
+the number of rows in a step are fixed.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,32 +18,33 @@ from fsdp_trainer.plan.plan import RunPlan
 
 
 class Choice(NamedTuple):
-    """Overrides, and the keys that they set."""
+    """A choice: its overrides, and the keys that they set."""
 
     overrides: tuple[str, ...]
     keys: dict[str, Any]
 
 
 class PlannedLayout(NamedTuple):
-    """Overrides, and the plan with them."""
+    """A layout: its overrides, and the plan with them."""
 
     overrides: tuple[str, ...]
     plan: RunPlan
 
     @property
     def computes_once(self) -> bool:
-        """True if nothing is computed again, nor moved to the host."""
+        """True if nothing is recomputed or moved to the host."""
         again = {"activation_checkpoint=full", "activation_checkpoint=selective"}
         moved = {f"{key}=true" for key in ON_HOST}
         return (again | moved).isdisjoint(self.overrides)
 
 
 class Dimension(NamedTuple):
-    """One thing that is chosen about a layout.
+    """One property of a layout for which the search makes a choice.
 
-    choices: those that hold least memory first, or those that are always tried. always_grows: after
-    one that does not fit, no other does; else only after one that fits. is_needed: returns False
-    for a choice that is not worth a try after these layouts of the choices before it.
+    choices: yields the choices, the one with least memory first; always_grows: True if every choice
+    needs more memory than the one before, so that after one that does not fit no other does;
+    otherwise the search ends only at the first misfit after a fit; is_needed: returns False if a
+    choice is not worth trying, given the layouts found with the choices before it.
     """
 
     choices: Callable[[Candidate], Iterator[Choice]]
@@ -52,23 +54,23 @@ class Dimension(NamedTuple):
 
 ACTIVATIONS, STATES = "activation_checkpoint.offload", "sharding.cpu_offload"
 ON_HOST = {ACTIVATIONS: ("activations",), STATES: ("parameters", "gradients", "optimizer")}
-"""Keys that move something to the host, and the categories of memory that they free at most."""
+"""Keys that move tensors to the host, and the categories of memory that this may free."""
 
 
 def tensor_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
-    """Return False where larger tensor groups have begun to make the fastest layout slower.
+    """Return False if larger tensor groups no longer make the fastest layout faster.
 
-    Larger ones send more; they gather less, of which the time is hidden by then. Where no layout
-    fits and gives each rank a row, they are tried all the same.
+    Larger groups send more. They also gather less, but at that size computation already hides the
+    time of gathering. They are tried anyway while no layout fits and gives each rank a row.
     """
     return _still_grows("tensor", run, layouts)
 
 
 def pipeline_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
-    """Return False where longer pipelines have begun to make the fastest layout slower.
+    """Return False if longer pipelines no longer make the fastest layout faster.
 
-    Nor are any tried where communication holds up that layout for less than a quarter of a step:
-    they would rather wait for each other.
+    Also returns False if exposed communication takes less than a quarter of the fastest layout's
+    step: a pipeline would lose more time by waiting for its stages.
     """
     full = [layout.plan for layout in layouts if not layout.plan.empty_share]
     if run.cfg.sharding.pipeline > 1 and full:
@@ -79,7 +81,7 @@ def pipeline_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
 
 
 def expert_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
-    """Return False where more ranks that divide the experts have begun to make it slower."""
+    """Return False if larger expert groups no longer make the fastest layout faster."""
     size = run.cfg.sharding.expert
     smaller = [count for count in expert_counts(run) if count < size]
     return len(smaller) < 2 or _is_fastest(f"sharding.expert={smaller[-1]}", layouts)
@@ -91,7 +93,7 @@ def _still_grows(name: str, run: Candidate, layouts: list[PlannedLayout]) -> boo
 
 
 def _is_fastest(override: str, layouts: list[PlannedLayout]) -> bool:
-    """Return whether the fastest layout has an override. True where none gives each rank a row."""
+    """Return True if the fastest layout has an override, or if no layout gives each rank a row."""
     full = [layout for layout in layouts if not layout.plan.empty_share]
     if not full:
         return True
@@ -99,12 +101,12 @@ def _is_fastest(override: str, layouts: list[PlannedLayout]) -> bool:
 
 
 def tensor_groups(run: Candidate) -> Iterator[Choice]:
-    """Powers of two up to the devices of a node, which a run would not refuse."""
+    """Yield tensor sizes to try: powers of two up to the devices of a node that pass validation."""
     yield from _groups("tensor", run, run.device.per_node)
 
 
 def expert_groups(run: Candidate) -> Iterator[Choice]:
-    """1, and the divisors of the number of experts that divide the ranks."""
+    """Yield expert sizes to try: common divisors of the numbers of experts and of ranks."""
     others = run.changed(ANY_SIZE)
     typed = ("sharding.expert=1",) if run.cfg.sharding.expert > 1 else ()
     for size in expert_counts(others):
@@ -114,12 +116,15 @@ def expert_groups(run: Candidate) -> Iterator[Choice]:
 
 
 def pipelines(run: Candidate) -> Iterator[Choice]:
-    """Powers of two up to the nodes, which a run would not refuse: between nodes little is sent."""
+    """Yield pipeline sizes to try: powers of two up to the nodes that pass validation.
+
+    Pipelines run across nodes, because they send little.
+    """
     yield from _groups("pipeline", run, max(1, run.world // run.device.per_node))
 
 
 def context_groups(run: Candidate) -> Iterator[Choice]:
-    """Powers of two up to the ranks, which a run would not refuse."""
+    """Yield context sizes to try: powers of two up to the number of ranks that pass validation."""
     auto = () if run.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
     for overrides, keys in _groups("context", run, run.world):
         keys = keys | {"sharding.context_method": "auto"}
@@ -129,7 +134,10 @@ def context_groups(run: Candidate) -> Iterator[Choice]:
 
 
 def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:
-    """Yield 1, and the powers of two that divide the ranks and break no rule between keys."""
+    """Yield 1, and the powers of two up to `largest` that pass validation.
+
+    name: a field of Sharding.
+    """
     key = f"sharding.{name}"
     typed = getattr(run.cfg.sharding, name) > 1
     yield Choice((f"{key}=1",) if typed else (), {key: 1})
@@ -140,10 +148,11 @@ def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:
 
 
 def context_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
-    """Return False where ranks that share rows would only send more.
+    """Return False if a larger context group would only send more.
 
-    Inside a node: where with longer parts of rows nothing has to be computed again or moved to the
-    host, and each rank has a row. Beyond it: where any layout fits and each rank has a row.
+    Within a node that is so if a layout with a smaller group fits without recomputation or moving
+    tensors to the host, and has a row for each rank. Across nodes it is so if any layout fits and
+    has a row for each rank.
     """
     sharding = run.cfg.sharding
     full = [layout for layout in layouts if not layout.plan.empty_share]
@@ -153,9 +162,9 @@ def context_is_needed(run: Candidate, layouts: list[PlannedLayout]) -> bool:
 
 
 def meshes(run: Candidate) -> Iterator[Choice]:
-    """Shards over all ranks, over groups that replicate each other, and none.
+    """Yield FSDP over all ranks, then HSDP with more and more replicas, then DDP.
 
-    The ranks that divide experts are those of one replica.
+    Meshes that do not fit the expert groups are left out: a replica holds all experts.
     """
     for choice in _meshes(run):
         if layout_problem(run.changed(choice.keys).cfg.sharding, run.world) is None:
@@ -164,7 +173,7 @@ def meshes(run: Candidate) -> Iterator[Choice]:
 
 def _meshes(run: Candidate) -> Iterator[Choice]:
     cfg = run.cfg
-    # the sizes of other dimensions are chosen already: these two have the remaining ranks
+    # the other dimensions have been chosen: shards and replicas share the remaining ranks
     ranks = run.changed(_sharding("fsdp", 1)).readers
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
     yield Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
@@ -185,15 +194,15 @@ ANY_SIZE = _sharding("fsdp", 1) | {
     "activation_checkpoint.offload": False,
     "batch.micro_rows": 1,
 }
-"""Choices that come later, as they may be with any size of those before."""
+"""Values of the later choices that are valid with any size of an earlier choice."""
 
 
 def micro_rows(run: Candidate) -> Iterator[Choice]:
-    """One row at a time, and powers of two with which no row is empty; the rest is accumulation."""
+    """Yield 1 row, and powers of two with which no row is empty; the rest is accumulated."""
     batch = run.cfg.batch
     largest = max(1, batch.rows // run.readers)
     if run.cfg.sharding.context > 1:
-        largest = 1  # half the rows on half the ranks: as many tokens, and fewer messages
+        largest = 1  # half the context size with half the rows has the same tokens, and sends less
     for rows in (2**i for i in range(largest.bit_length())):
         choice = Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
         fills = rows == 1 or batch.rows % (rows * run.readers) == 0
@@ -202,7 +211,7 @@ def micro_rows(run: Candidate) -> Iterator[Choice]:
 
 
 def recomputation(run: Candidate) -> Iterator[Choice]:
-    """Blocks that are computed again as a whole, in part, and not at all."""
+    """Yield activation checkpointing: full, selective and none."""
     for mode in ("full", "selective", "none"):
         yield Choice((f"activation_checkpoint={mode}",), {"activation_checkpoint.mode": mode})
 
@@ -216,17 +225,21 @@ DIMENSIONS = (
     Dimension(micro_rows),
     Dimension(recomputation, always_grows=True),
 )
-"""In the order in which they are chosen: each sees what was chosen before it.
+"""The choices in their order: each one depends on those before it.
 
-Most of the time goes into tracing a block, anew for each size of a tensor group, number of tokens
-and mode of recomputation, whatever the mesh. So Llama 70B on 512 GPUs takes 21 traces: larger
-groups are not tried once they slow the step down, rows that are shared are taken one at a time, and
-more than two rows follow from the traces of one and of two.
+Most of the time is spent on tracing a block. There is a trace for each tensor size, number of
+tokens and mode of recomputation, whatever the mesh is. Llama 70B on 512 GPUs takes only 21 traces:
+larger groups are not tried when they no longer help, shared rows are computed one at a time, and
+the memory of more than two rows is extrapolated from the traces of one and two.
 """
 
 
 class Search:
-    """Tries layouts. layouts: those that fit, fastest first; nearest: of all the least memory."""
+    """Tries layouts.
+
+    layouts: layouts that fit, fastest first; nearest: the layout with least memory of all; tried:
+    number of layouts planned.
+    """
 
     def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: Device):
         self.world = world
@@ -241,7 +254,10 @@ class Search:
     def _choose(
         self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
     ) -> bool:
-        """Try all choices of the first dimension with all of the others. Returns if any fits."""
+        """Try all choices of the first dimension with all choices of the other dimensions.
+
+        Returns True if any of them fits.
+        """
         if not dimensions:
             return self._try_with_host(run, overrides)
         dimension, *others = dimensions
@@ -257,16 +273,16 @@ class Search:
         return fits
 
     def _try_with_host(self, run: Candidate, overrides: tuple[str, ...]) -> bool:
-        """Try a layout; where it does not fit, the same with something in host memory.
+        """Try a layout and, if it does not fit, the same with tensors in host memory.
 
-        What could not make it fit is not tried.
+        Offloading that could not make it fit is not tried. Returns True if any of them fits.
         """
         typed = (f"{ACTIVATIONS}=false",) if run.cfg.activation_checkpoint.offload else ()
         run = run.changed({ACTIVATIONS: False})
         plan = self._try(run, (*overrides, *typed))
         if self._fits(plan) or not run.on_gpu:
             return self._fits(plan)
-        # one that the host has no room for alone has none with another
+        # if one kind of offloading exceeds the host's memory, so does its combination with another
         refused = {STATES} if self.states_typed else set()
         for keys in ((ACTIVATIONS,), (STATES,), (ACTIVATIONS, STATES)):
             moved = run.changed(dict.fromkeys(keys, True))
@@ -291,12 +307,15 @@ class Search:
         return layout.plan
 
     def _fits(self, plan: RunPlan) -> bool:
-        """Return True if device and host have enough; who typed that states move knows the host."""
+        """Return True if device and host have enough memory.
+
+        The host is not judged if the user configured sharding.cpu_offload.
+        """
         return plan.fits and (plan.host_fits or self.states_typed)
 
 
 def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
-    """Return the bytes that a rank holds at least if these of ON_HOST are set."""
+    """Return a lower bound on the bytes of a rank if these keys of ON_HOST are set."""
     freed = {category for key in keys for category in ON_HOST[key]} | {"allowance"}
     held = [
         sum(size for category, size in moment.bytes.items() if category not in freed)
@@ -306,10 +325,10 @@ def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
 
 
 def lack(layout: PlannedLayout) -> tuple[bool, float]:
-    """Return the order of layouts that do not fit: last those that the host has no room for."""
+    """Return a sort key for layouts: peak memory, with those that exceed the host's memory last."""
     return not layout.plan.host_fits, peak(layout)
 
 
 def peak(layout: PlannedLayout) -> float:
-    """Return the bytes that a rank holds at most."""
+    """Return the peak memory of a rank, in bytes."""
     return layout.plan.memory.peak.total

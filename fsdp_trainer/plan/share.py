@@ -1,4 +1,4 @@
-"""The part that one rank of a tensor or a context group has, for the arithmetic of a plan."""
+"""The part of the model and its messages on one rank of a tensor or context group, for a plan."""
 
 import math
 from dataclasses import replace
@@ -18,8 +18,8 @@ FLOAT32 = 4  # bytes of a number
 def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
     """Return a model as large as the part that one of `ranks` ranks of a tensor group computes.
 
-    Of key heads that are fewer than the ranks it counts a whole one as held: at most a share of
-    the head more than there is.
+    If there are fewer key heads than ranks, each rank is counted with a full key head, although it
+    holds only a share of it.
     """
     if ranks == 1:
         return config
@@ -32,15 +32,15 @@ def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
         vocab_multiple=1,
         shared_expert_intermediate_size=config.shared_size // ranks,
         n_shared_experts=0,
-        # experts stay whole: each rank has its own tokens
+        # experts are not split: each rank has its own tokens
         moe_intermediate_size=config.expert_size if config.num_experts else None,
     )
 
 
 def part_tokens(block: Any, ranks: int) -> None:
-    """Have a block take and return a part of the tokens, as the ranks of a tensor group do.
+    """Make a block accept and return a part of the tokens, as on one rank of a tensor group.
 
-    Without communication: what is gathered is as large, and its numbers are of no interest.
+    Nothing is communicated: gathered tensors have the right sizes, and their values do not matter.
     """
     if ranks == 1:
         return
@@ -65,9 +65,9 @@ def part_tokens(block: Any, ranks: int) -> None:
 
 
 class OthersKeys(NamedTuple):
-    """Bytes of keys and values that a block has beside those of its rank's own tokens.
+    """Bytes of keys and values in a block in addition to those of the rank's own tokens.
 
-    forward, backward: while it computes; saved: between them.
+    forward, backward: during these; saved: kept between them.
     """
 
     forward: int
@@ -76,9 +76,9 @@ class OthersKeys(NamedTuple):
 
 
 def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKeys:
-    """Return what a block has of ranks that share rows. config: of a rank of a tensor group.
+    """Return the bytes of keys and values that a block gets from ranks that share its rows.
 
-    number: bytes of one number.
+    config: the part of the model on one rank of a tensor group; number: bytes of one number.
     """
     ranks, heads = cfg.sharding.context, config.num_key_value_heads
     own = own_length(cfg.sharding, cfg.batch.seq_len) * cfg.batch.micro_rows
@@ -87,8 +87,8 @@ def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKey
         return OthersKeys(0, 0, 0)
     method = context_method(cfg, config).method
     if method == "ring":
-        # forward: a copy of its own, those that are here and those that come, and sums in float32;
-        # backward: of each with its gradients, of which those being added to are in float32
+        # forward: a copy of the own pair, the pair in use and the one arriving, and float32 sums;
+        # backward: each with its gradients, where the gradients being added to are in float32
         pair = heads * of_token * own
         sums = config.num_attention_heads * config.head_dim * own * FLOAT32
         return OthersKeys(2 * pair + sums, 4 * pair + 2 * pair // number * FLOAT32 + sums, 0)
@@ -100,10 +100,10 @@ def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKey
 
 
 class KeyExchange(NamedTuple):
-    """The messages of a rank to those that share its rows, in a block.
+    """The messages of a rank to the ranks that share its rows, in one block.
 
-    numbers: of its own tokens, in forward. messages: with all of them, in forward and in backward.
-    receivers: `each` rank gets a part, `all` get the same, or only the `next` one gets something.
+    numbers: how many numbers one message has; forward, backward: number of messages; receivers:
+    `each` rank gets its own part, `all` get the same message, or only the `next` rank gets it.
     """
 
     numbers: int
@@ -113,7 +113,10 @@ class KeyExchange(NamedTuple):
 
 
 def exchanged(cfg: TrainConfig, config: ModelConfig) -> KeyExchange:
-    """Return what a rank sends to those that share a row. config: of a rank of a tensor group."""
+    """Return the messages of a rank to the ranks that share its rows, in one block.
+
+    config: the part of the model on one rank of a tensor group.
+    """
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     ranks, own = cfg.sharding.context, own_length(cfg.sharding, cfg.batch.seq_len)
     both = 2 * keys * config.head_dim * own

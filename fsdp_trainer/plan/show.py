@@ -1,4 +1,4 @@
-"""A plan as people read it, on one screen, and as scripts do."""
+"""Output of a plan: one screen of text, or JSON."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ from fsdp_trainer.plan.suggest import Suggestion
 from fsdp_trainer.plan.teacher import list_bytes
 from fsdp_trainer.plan.time import Times
 
-BAR = 32  # characters for the whole of the device's memory
-NARROW = 110  # characters
+BAR = 32  # characters that represent the memory of the device
+NARROW = 110  # characters; a narrower terminal shows reasons below the overrides
 GATHERING = ("shard", "eshard", "tensor")
-"""Dimensions of the mesh over which something is gathered; over others it is exchanged."""
+"""Dimensions of the mesh along which tensors are gathered; along others they are exchanged."""
 UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
 COMPARED = "; GPU time below is compared as on an H100"
 
@@ -30,7 +30,8 @@ COMPARED = "; GPU time below is compared as on an H100"
 def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
     """Return the plan for one kind of device.
 
-    Of several worlds the smallest that fits, else the largest, with all of them under `worlds`.
+    With several world sizes it is that of the smallest one that fits, else of the largest, and
+    `worlds` lists all.
     """
     each = zip(answer.plans, answer.suggestions, answer.least_memory, strict=True)
     worlds = [
@@ -48,9 +49,10 @@ def one_world(
     suggestions: list[Suggestion],
     needs: Suggestion | None,
 ) -> dict[str, Any]:
-    """Return the figures of one world: GiB, seconds and bytes of a rank, tokens of all ranks.
+    """Return the figures for one world size: GiB, seconds and bytes per rank, tokens of all ranks.
 
-    Times are null where the device's speed is not known.
+    needs: the changes with which a rank needs least memory. Times are null if the device's speed is
+    unknown.
     """
     peak, timed = plan.memory.peak, plan.step_seconds
     steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.world_size
@@ -99,7 +101,7 @@ def one_world(
 
 
 def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
-    """Return what the answers of a step take; None where none are made."""
+    """Return the figures of a step's generated answers; None without generation."""
     if rollouts is None:
         return None
     return {
@@ -112,17 +114,16 @@ def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
 
 
 def reference_of(cfg: PlanConfig) -> str | None:
-    """Return where the objective's reference is: the `base` of adapters, or `stored`; None: there
-    is none."""
+    """Return the kind of the objective's reference: `base` of adapters, `stored`, or None."""
     if stores_reference(cfg):
         return "stored"
     return "base" if has_reference(cfg.objective) else None
 
 
 def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | None:
-    """Return the figures that differ where one rank gets more rows than the others.
+    """Return the figures that differ if one rank's experts get more rows than those of the others.
 
-    uneven: the plan with plan.expert_load; None: ranks divide no experts.
+    uneven: the plan with plan.expert_load; None if experts are not divided among ranks.
     """
     if uneven is None:
         return None
@@ -135,13 +136,13 @@ def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | Non
 
 
 def suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Return what to type, what is held then, and what it costs."""
+    """Return the override, the peak memory with it, and its cost in time."""
     peak = round(suggestion.peak_bytes / GIB, 3)
     return {"override": suggestion.override, "peak_gib": peak, "cost": suggestion.cost}
 
 
 def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
-    """Optimizer steps of the run; None where that depends on data that nobody has counted."""
+    """Return the number of steps of the run; None if it depends on the size of the data."""
     if cfg.plan.tokens:
         return round((cfg.train.epochs or 1) * cfg.plan.tokens / plan.tokens)
     return cfg.train.steps
@@ -150,7 +151,8 @@ def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
 def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
     """Print the plan for one kind of device.
 
-    A table of the worlds if there are several, then the smallest that fits, else the largest.
+    With several world sizes a table of all comes first, then the smallest that fits, else the
+    largest.
     """
     console = Terminal()
     plan = answer.plans[answer.chosen]
@@ -177,7 +179,7 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
 
 
 def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> None:
-    """Print what is planned, and what was assumed about it."""
+    """Print the model and the batch of the plan, and the assumptions."""
     size = short(config.parameters())
     model = cfg.model.name if cfg.model.name != "auto" else cfg.model.init_from or config.family
     step = f"{cfg.batch.rows:,} rows × {cfg.batch.seq_len:,} tokens a step"
@@ -187,12 +189,12 @@ def show_head(console: Terminal, cfg: PlanConfig, config: ModelConfig, assumed: 
 
 
 def yes_or_no(fits: bool) -> Text:
-    """Return the word in its colour."""
+    """Return `yes` or `no`, in colour."""
     return Text("yes", "green") if fits else Text("no", "red")
 
 
 def worlds(plans: list[RunPlan]) -> Table:
-    """Return a row for each world. empty: share of the rows that ranks compute for nothing."""
+    """Return a table with a row for each world size. Its column `empty`: share of empty rows."""
     table = Table(
         "ranks",
         "peak",
@@ -227,7 +229,7 @@ def worlds(plans: list[RunPlan]) -> Table:
 
 
 def verdict(plan: RunPlan) -> Text:
-    """Return one line that says if it fits, on which devices."""
+    """Return a line on whether the run fits, and on which devices."""
     ranks = f"{plan.world_size:,}"
     devices = {"any": f"{ranks} devices", "cpu": f"{ranks} ranks on this machine"}
     where = devices.get(plan.device.name, f"{ranks} × {plan.device.name}")
@@ -237,7 +239,7 @@ def verdict(plan: RunPlan) -> Text:
 
 
 def categories(plan: RunPlan) -> Table:
-    """Return a bar for each category of the peak."""
+    """Return a table with a bar for each category of the peak."""
     peak = plan.memory.peak
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -257,7 +259,7 @@ def categories(plan: RunPlan) -> Table:
 
 
 def host_line(plan: RunPlan) -> str:
-    """Return what the ranks of a node hold of its memory, and a warning where that is much."""
+    """Return the host memory that a node's ranks use, with a warning if that is a lot."""
     held = f"of the host's memory, each rank: {plan.host_bytes_per_node / GIB:,.0f} GiB a node"
     if plan.host_fits:
         return held
@@ -265,9 +267,10 @@ def host_line(plan: RunPlan) -> str:
 
 
 def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bool) -> Table:
-    """Return times, wire, length and checkpoints. compares: suggestions with times come after.
+    """Return a table of times, messages, duration of the run and checkpoints.
 
-    uneven: the plan with plan.expert_load.
+    uneven: the plan with plan.expert_load; compares: True if suggestions with times are printed
+    after it.
     """
     table = Table.grid(padding=(0, 2))
     count = "one micro-batch" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches"
@@ -304,7 +307,7 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
 
 
 def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
-    """Return the row on what the stored lists of a teacher take on disk, if there are any."""
+    """Return the row on the disk space of a teacher's stored lists, if there are any."""
     size, tokens = list_bytes(cfg), cfg.plan.tokens
     if not size:
         return []
@@ -315,7 +318,7 @@ def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
 
 
 def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
-    """Return what the answers of a step take, and what is assumed of them."""
+    """Return the cost of generating the answers of a step, and the assumptions about them."""
     text = (
         f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on a rank: "
         f"{gib(rollouts.weights)} of weights and {gib(rollouts.cache)} of cache while they are made"
@@ -326,7 +329,7 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
 
 
 def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:
-    """Return peak and time where one rank's experts get more rows than the others'."""
+    """Return peak and time if one rank's experts get more rows than those of the others."""
     text = f"{cfg.plan.expert_load:g} × the even rows at one rank's experts: "
     text += f"{uneven.memory.peak.total / GIB:,.1f} GiB"
     if timed := uneven.step_seconds:
@@ -357,7 +360,7 @@ def wires(plan: RunPlan) -> str:
 
 
 def length(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Return a sentence about how long the run takes."""
+    """Return the duration of the run, its steps and tokens."""
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
         return "as long as the data is: plan.tokens=N or train.steps=N says"
@@ -367,7 +370,7 @@ def length(cfg: PlanConfig, plan: RunPlan) -> str:
 
 
 def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Return their size, and the time that writing them takes."""
+    """Return the size of a checkpoint, and the time to write it."""
     rate = f"{plan.device.disk / 1e9:g} GB/s a node"
     size = f"{gib(plan.checkpoint)}, {plan.checkpoint_seconds:,.0f} s at {rate}"
     every = cfg.checkpoint.every
@@ -380,7 +383,10 @@ def checkpoints(cfg: PlanConfig, plan: RunPlan) -> str:
 
 
 def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
-    """Return overrides with peak, cost and reason; in a narrow terminal the reason is below."""
+    """Return a table of overrides with peak, cost and reason.
+
+    narrow: True to show the reason below the override.
+    """
     table = Table(
         "override",
         "peak",
@@ -389,7 +395,7 @@ def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1),
     )
-    table.columns[0].overflow = "fold"  # it is to be typed
+    table.columns[0].overflow = "fold"  # never cut: the user types it
     for column in table.columns[1:3]:
         column.justify, column.no_wrap = "right", True
     for option in suggestions:
@@ -403,5 +409,5 @@ def table_of(suggestions: list[Suggestion], narrow: bool) -> Table:
 
 
 def cost_text(cost: float) -> str:
-    """0.25 → +25%: how much more time of GPUs a token takes."""
+    """Format the additional GPU time per token: 0.25 → +25%."""
     return f"{cost:+.0%}" if abs(cost) >= 0.005 else "same"

@@ -1,4 +1,4 @@
-"""Several GPUs compared, as people read it: a row for each of them and each world."""
+"""Output of plans for several GPUs: a table with a row for each GPU and world size."""
 
 from typing import NamedTuple
 
@@ -15,12 +15,14 @@ from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.show import cost_text, show_head, yes_or_no
 from fsdp_trainer.plan.suggest import Suggestion
 
-WIDE = 115  # characters: room for a change and its figures beside the others
+WIDE = 115  # characters; a terminal this wide shows changes in the same table
 
 
 class GpuRow(NamedTuple):
-    """The cells of one GPU and world. change: what to type, the peak then and its cost; empty if it
-    fits."""
+    """The cells for one GPU and world size.
+
+    change: an override, and its peak and cost; empty if the run fits.
+    """
 
     device: str
     figures: list[str | Text]
@@ -48,7 +50,7 @@ def show_gpus(cfg: PlanConfig, config: ModelConfig, answers: list[Answer]) -> No
 
 
 def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
-    """Return the row of one plan. The first suggestion is the best."""
+    """Return the row for one plan. suggestions: the best one first."""
     rate = plan.tokens / plan.seconds / plan.world_size
     figures: list[str | Text] = [
         f"{plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f}",
@@ -66,7 +68,7 @@ def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
 
 
 def table_of(rows: list[GpuRow], with_changes: bool) -> Table:
-    """Return the table, with what would make a run fit or without."""
+    """Return the table of GPUs. with_changes: True to include a change that makes each run fit."""
     table = Table("GPUs", "peak, GiB", "fits", "tokens/s\na GPU", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -78,7 +80,7 @@ def table_of(rows: list[GpuRow], with_changes: bool) -> Table:
 
 
 def changes_of(rows: list[GpuRow]) -> Table:
-    """Return a table of what would make each run fit."""
+    """Return a table of the changes that make each run fit."""
     table = Table("GPUs", box=box.SIMPLE_HEAD)
     table.columns[0].no_wrap = True
     add_change_columns(table, "override")
@@ -88,7 +90,7 @@ def changes_of(rows: list[GpuRow]) -> Table:
 
 
 def add_change_columns(table: Table, name: str) -> None:
-    """Add the columns of a change: what to type, which is never cut, and its figures."""
+    """Add the columns of a change: its override, which is never cut, and its figures."""
     table.add_column(name, overflow="fold")
     table.add_column("peak", justify="right", no_wrap=True)
     table.add_column("GPU time", justify="right", no_wrap=True)

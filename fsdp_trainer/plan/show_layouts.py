@@ -1,4 +1,4 @@
-"""The layouts that a search found, as people read them, and as scripts do."""
+"""Output of a search for layouts, as text or JSON."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ from fsdp_trainer.plan.search import PlannedLayout, Search, peak
 from fsdp_trainer.plan.show import UNTIMED, one_world, show_head
 
 SHOWN = 15
-"""Layouts in the table: a screen of them."""
+"""Maximum number of layouts in the table, which then fits a screen."""
 FIGURES = (
     "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu_palm", "peak_gib",
     "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step",
 )  # fmt: skip
-"""Figures of a layout's plan, under the names that a single plan has."""
+"""Figures of a layout, with the same names as those of a single plan."""
 
 
 def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict[str, Any]:
-    """Return the layouts, fastest first; nearest: of a search without any, that of least memory."""
+    """Return the layouts, fastest first. nearest: the layout with least memory, if none fits."""
     nearest = None
     if search.nearest and not search.layouts:
         nearest = layout_as_json(cfg, search.nearest)
@@ -40,13 +40,13 @@ def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict
 
 
 def layout_as_json(cfg: PlanConfig, layout: PlannedLayout) -> dict[str, Any]:
-    """Return what to type and the figures that its plan would print."""
+    """Return the overrides and figures of a layout."""
     figures = one_world(cfg, layout.plan, [], None)
     return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
 
 
 def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: list[str]) -> None:
-    """Print the fastest layouts with what to type, or how much memory the nearest would need."""
+    """Print the fastest layouts and their overrides or, if none fits, the one with least memory."""
     console = Terminal()
     show_head(console, cfg, config, assumed)
     device = search.device
@@ -65,15 +65,15 @@ def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: 
 
 
 def typed(layout: PlannedLayout) -> str:
-    """Return what to type."""
+    """Return the overrides of a layout as typed."""
     return " ".join(layout.overrides)
 
 
 def table_of(layouts: list[PlannedLayout]) -> Table:
-    """Return a row for each layout. host: of a node."""
+    """Return a table with a row for each layout. Its column `host`: host memory of a node."""
     columns = ["overrides", "peak", "host", "tokens/s", "a GPU", "micro-\nbatches"]
     table = Table(*columns, box=box.SIMPLE_HEAD)
-    table.columns[0].overflow = "fold"  # they are to be typed
+    table.columns[0].overflow = "fold"  # never cut: the user types them
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     for layout in layouts:

@@ -1,4 +1,4 @@
-"""The part that one rank of a pipeline has, for the arithmetic of a plan."""
+"""The part of the model on one rank of a pipeline, for a plan."""
 
 from typing import NamedTuple, TypeVar
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class StageShare(NamedTuple):
-    """The stages of a rank: their blocks, and whether the first or the last is among them.
+    """The stages of a rank: their blocks, and if the first or the last stage is among them.
 
-    waiting: forwards of a stage that have not come back when another one begins, at most.
-    turns: one stage follows the other, so that nothing is sent between them.
+    waiting: maximum number of forwards that wait for their backward when another one begins;
+    turns: True if the rank's two stages are adjacent, so that nothing is sent between them.
     """
 
     blocks: tuple[int, ...]
@@ -26,16 +26,16 @@ class StageShare(NamedTuple):
     turns: bool = False
 
     def of(self, blocks: list[T]) -> list[T]:
-        """Return this rank's blocks of all."""
+        """Select the entries of this rank's blocks from a list with an entry for each block."""
         return [blocks[i] for i in self.blocks]
 
     def of_blocks(self, config: ModelConfig) -> float:
-        """Return the share of the model's blocks."""
+        """Return the share of the model's blocks that this rank has."""
         return len(self.blocks) / config.num_hidden_layers
 
 
 def stage_shares(cfg: TrainConfig, config: ModelConfig, world: int) -> list[StageShare]:
-    """Return what the ranks of a pipeline have, each kind once; without one, the whole model."""
+    """Return the distinct shares of a pipeline's ranks; without a pipeline, the whole model."""
     sharding = cfg.sharding
     if sharding.pipeline == 1:
         return [StageShare(tuple(range(config.num_hidden_layers)))]
@@ -54,20 +54,20 @@ def stage_shares(cfg: TrainConfig, config: ModelConfig, world: int) -> list[Stag
 
 
 def stage_ranks(cfg: TrainConfig, world: int) -> int:
-    """Return how many ranks have the same stages."""
+    """Return the number of ranks that have the same stages."""
     return world // cfg.sharding.pipeline
 
 
 def matrices_of(
     share: StageShare, cfg: TrainConfig, config: ModelConfig
 ) -> list[tuple[int, int, int]]:
-    """Return the trained stacks of matrices of a rank's stages: matrices, rows, columns of each."""
+    """Return (matrices, rows, columns) of each trained stack of matrices in a rank's stages."""
     parts = model_parts(config, cfg)
     return parts.matrices(share.of(parts.kind_of))
 
 
 def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
-    """Return the shares that differ in more than which of equal blocks they have."""
+    """Return one of each group of shares that are equal but for the indices of equal blocks."""
     kinds = {
         (tuple(kind_of[i] for i in share.blocks), *share[1:]): share for share in reversed(shares)
     }
@@ -77,8 +77,9 @@ def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
 def units_of(share: StageShare, cfg: TrainConfig, config: ModelConfig, group: int) -> ModelUnits:
     """Return the units of a rank's stages.
 
-    A tied embedding is a unit of the first one too, unless the rank has the last one as well.
-    config: of a rank of a tensor group. group: ranks that share each parameter out.
+    A tied embedding is also a unit of the first stage, unless the rank has the last stage as well.
+    config: the part of the model on one rank of a tensor group; group: number of ranks over which
+    each parameter is sharded.
     """
     parts = model_parts(config, cfg)
     units = parts.units(cfg, group)
@@ -93,7 +94,7 @@ def units_of(share: StageShare, cfg: TrainConfig, config: ModelConfig, group: in
 
 
 def fetched_units(units: ModelUnits, cfg: TrainConfig) -> ModelUnits:
-    """Return the units with the bytes that a micro-batch gathers: 0 where they stay gathered."""
+    """Return the units with the bytes that each micro-batch gathers: 0 if they stay gathered."""
     if not stays_gathered(cfg):
         return units
     first, last, *blocks = (
@@ -103,10 +104,10 @@ def fetched_units(units: ModelUnits, cfg: TrainConfig) -> ModelUnits:
 
 
 def stays_gathered(cfg: TrainConfig) -> bool:
-    """Return whether weights stay gathered from a step's first micro-batch to its last."""
+    """Return True if weights stay gathered from a step's first micro-batch to its last."""
     return cfg.sharding.pipeline > 1 and keeps_gathered(cfg.sharding)
 
 
 def reduces_once(cfg: TrainConfig) -> bool:
-    """Return whether a step's gradients are reduced behind its last micro-batch alone."""
+    """Return True if a step's gradients are reduced only once, after its last micro-batch."""
     return cfg.sharding.accumulate == "unsharded" or schedule_of(cfg.sharding).splits

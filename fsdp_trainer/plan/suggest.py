@@ -1,4 +1,4 @@
-"""Overrides that would make a run fit, or faster: each one planned, with what it costs."""
+"""Suggestions: overrides that make a run fit, or faster, each with the figures of its plan."""
 
 import math
 import re
@@ -26,20 +26,20 @@ from fsdp_trainer.plan.plan import GIB, RunPlan
 
 MAX_SUGGESTIONS = 8
 ENOUGH = 4
-"""Suggestions of fewer changes with which longer ones are not looked for."""
+"""Number of suggestions from which on combinations of more changes are not tried."""
 GAIN = 0.02
-"""Share of the time below which a change is not said to be faster."""
+"""Smallest share of the time that a change must save to be suggested as faster."""
 SAVING = 0.01
-"""Share of the memory below which a change is not said to save any."""
+"""Smallest share of the memory that a change must save to be added for the least memory."""
 USUAL = ("sharding=fsdp", "activation_checkpoint=full", "batch.micro_rows=1")
-"""The changes that are made first to save memory."""
+"""The changes that people usually make first to save memory."""
 
 
 class Suggestion(NamedTuple):
-    """Words of a command line, and the plan with them.
+    """Overrides, and the figures of the plan with them.
 
-    peak_bytes: of a rank. cost: how much more time of all devices a token takes, 0.25 for a
-    quarter; below 0 it takes less. effect: what else than time and memory it alters.
+    peak_bytes: peak memory of a rank; cost: additional device time per token, 0.25 for a quarter
+    more, negative if it takes less; effect: what the overrides alter besides time and memory.
     """
 
     override: str
@@ -50,10 +50,9 @@ class Suggestion(NamedTuple):
 
 
 def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> list[Suggestion]:
-    """Return changes with which a run fits, or for one that fits those that make it faster.
+    """Return changes that make a run fit or, if it fits, changes that make it faster.
 
-    First those that leave alone what is learnt, then those that may change it, each by the time
-    it costs.
+    Changes that do not alter the training come first, then those that may, each group by cost.
     """
     run = Candidate(cfg, config, world, device)
     plan = run.plan()
@@ -61,15 +60,17 @@ def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -
 
 
 def faster(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the changes with which a step takes less time and still fits, fastest first."""
+    """Return the changes with which a run is faster and still fits, fastest first."""
     tried = [suggestion(change, run, plan) for change in changes_of(run, FASTER)]
     gains = [option for option in tried if option and option.cost < -GAIN]
     return sorted(gains, key=lambda option: option.cost)[:MAX_SUGGESTIONS]
 
 
 def fitting(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the changes with which a run fits that does not: on these devices, on more of them,
-    with an adapter, and with shorter rows."""
+    """Return changes that make a run fit.
+
+    They concern these devices, more devices, adapters, and shorter rows.
+    """
     options = best_of_each(sufficient_changes(run, plan))
     elsewhere = [*larger_world(run, plan), *with_adapters(run, plan)]
     here = [option for option in options if option.effect < Effect.ADAPTER]
@@ -80,13 +81,13 @@ def fitting(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def learning_then_cost(option: Suggestion) -> tuple:
-    """Return a key that sorts by what may be learnt, then by cost."""
+    """Return a sort key: changes that may alter the training last, then by cost."""
     alters_learning = option.effect >= Effect.COMPUTATION
     return alters_learning, option.cost, option.effect, -option.peak_bytes
 
 
 def sufficient_changes(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return groups of up to three changes with which it fits, of which none can be left out."""
+    """Return groups of up to three changes that make the run fit, without superfluous changes."""
     sufficient: dict[frozenset[str], Suggestion] = {}  # by what is typed
     for count in (1, 2, 3):
         for group in combinations(changes_of(run, SMALLER), count):
@@ -102,7 +103,10 @@ def sufficient_changes(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def best_of_each(options: Iterable[Suggestion]) -> list[Suggestion]:
-    """Return, of suggestions that differ in a number alone, the one that alters and costs least."""
+    """Return the best of each group of suggestions that differ only in a number.
+
+    That is the one that alters least, then costs least.
+    """
 
     def effect_then_cost(option: Suggestion) -> tuple:
         return option.effect, option.cost, -option.peak_bytes
@@ -114,7 +118,10 @@ def best_of_each(options: Iterable[Suggestion]) -> list[Suggestion]:
 
 
 def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the smallest world that fits, with few usual changes; nothing if there is none."""
+    """Return the smallest number of ranks that fits, with as few of the usual changes as possible.
+
+    Returns [] if there is none.
+    """
     for usual in usual_changes(run):
         changed = run.changed(usual.keys)
         world = None if changed.is_refused() else smallest_world(changed)
@@ -133,7 +140,7 @@ def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def usual_changes(run: Candidate) -> list[Change]:
-    """Return combinations of the usual ways to save memory, the shortest first."""
+    """Return combinations of the USUAL changes, the shortest first."""
     by_name = {change.override.split()[0]: change for change in changes_of(run, SMALLER)}
     usual = [by_name[name] for name in USUAL if name in by_name]
     groups = [group for count in range(len(usual) + 1) for group in combinations(usual, count)]
@@ -141,9 +148,9 @@ def usual_changes(run: Candidate) -> list[Change]:
 
 
 def smallest_world(run: Candidate) -> int | None:
-    """Return the fewest ranks beyond the run's own on which it fits; None: no number does.
+    """Return the smallest number of ranks above the run's own with which it fits, or None.
 
-    A part of a node, in powers of two, or whole nodes.
+    Tries powers of two within a node, then multiples of a node.
     """
     sharding = run.cfg.sharding
     inner = sharding.context * sharding.tensor
@@ -166,7 +173,7 @@ def smallest_world(run: Candidate) -> int | None:
 
 
 def with_adapters(run: Candidate, plan: RunPlan) -> list[Suggestion]:
-    """Return the adapters with which it fits, each with as few usual changes as it takes."""
+    """Return the adapters with which the run fits, each with as few usual changes as possible."""
     suggestions = []
     for adapter in changes_of(run, FINE_TUNING):
         changes = [together(adapter, usual) for usual in usual_changes(run)]
@@ -176,9 +183,10 @@ def with_adapters(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 
 
 def least_memory(run: Candidate, plan: RunPlan) -> Suggestion:
-    """Return the changes with which a rank holds least on as many devices, fitting or not.
+    """Return the changes with which a rank needs least memory, on the same number of devices.
 
-    One after the other, each time the one that saves most. Rows stay as long as they are.
+    Greedy: repeatedly adds the change that saves most. The length of rows is not changed, and the
+    result need not fit.
     """
     changes = [*changes_of(run, SMALLER), *changes_of(run, FINE_TUNING)]
     changes = [change for change in changes if change.effect != Effect.ROWS]
@@ -197,7 +205,7 @@ def least_memory(run: Candidate, plan: RunPlan) -> Suggestion:
 def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | None:
     """Return a change with its figures; None if the run does not fit with it.
 
-    plan: the run's own, to compare with.
+    plan: plan of the run without the change, for comparison.
     """
     new = plan_with(change, run)
     if new is None:
@@ -210,11 +218,14 @@ def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | No
 
 
 def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan | None:
-    """Return the plan with a change; None if it does not fit, or if training would refuse it."""
+    """Return the plan with a change; None if training would refuse it, or if it does not fit.
+
+    must_fit: False to return also a plan that does not fit.
+    """
     changed = run.changed(change.keys)
     try:
         plan = changed.plan()
-    except UserError:  # an adapter that the model has no place for
+    except UserError:  # an adapter that does not fit the model
         return None
     if must_fit and not plan.fits:
         return None
@@ -222,14 +233,14 @@ def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan 
 
 
 def peak(plan: RunPlan) -> float:
-    """Return the bytes that a rank holds at most."""
+    """Return the peak memory of a rank, in bytes."""
     return plan.memory.peak.total
 
 
 def cost(new: RunPlan, old: RunPlan) -> float:
-    """Return how much more time of all devices a token takes than in the old plan, if that fitted.
+    """Return the additional device time per token compared with the old plan, as if that fitted.
 
-    0.25: a quarter. Two digits, which is more than the plan knows.
+    0.25 stands for a quarter more. Rounded to two digits: the plan is less precise than that.
     """
     per_token = new.seconds * new.world_size / new.tokens
     before = old.seconds * old.world_size / old.tokens

@@ -1,5 +1,8 @@
-"""Memory and time that a teacher or a reference adds to a plan: its weights, its forward in front
-of the trained model's, its logits; or the disk that stored lists of it take."""
+"""Memory and time that a teacher or a reference model adds to a plan.
+
+These are its weights, its forward before that of the trained model, and its logits, or the disk
+space of its stored lists.
+"""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -18,16 +21,19 @@ from fsdp_trainer.plan.share import share_of_rank
 from fsdp_trainer.plan.units import FsdpUnit, model_parts
 
 COMPARED_BYTES = 12
-"""Float32 bytes of a logit while both models' are compared: the student's log-probabilities, the
-teacher's, and a temporary of as many numbers."""
+"""Bytes for each logit while both models are compared.
+
+The student's log-probabilities, the teacher's, and a temporary tensor of the same size, in float32.
+"""
 SOFT_BYTES = 60
-"""Bytes of memory traffic of a logit for that, in about fifteen passes that are not fused."""
+"""Memory traffic for each logit of this comparison, in about fifteen passes that are not fused."""
 
 
 class PlannedTeacher(NamedTuple):
-    """A teacher, or a reference in memory, as a rank of a run has it. cfg: of a run of its own.
+    """A teacher, or a reference model in memory.
 
-    compares: all its logits are compared with the student's, in whose head they are made.
+    cfg: configuration of a run of the teacher itself; compares: True if all its logits are compared
+    with the student's, in which case the student's head computes them.
     """
 
     config: ModelConfig
@@ -37,8 +43,11 @@ class PlannedTeacher(NamedTuple):
 
 
 class TeacherUnits(NamedTuple):
-    """states: bytes of a rank's shards. first, last, block: units that are gathered, the largest
-    of the blocks; gathered: bytes of all units. stays: they are gathered all the time."""
+    """The units of a teacher on one rank.
+
+    states: bytes of its shards; first, last: units at the ends; block: the largest unit of a block;
+    gathered: bytes of all units when gathered; stays: True if they are gathered all the time.
+    """
 
     states: float
     first: FsdpUnit
@@ -49,7 +58,7 @@ class TeacherUnits(NamedTuple):
 
 
 def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
-    """Return the teacher in a run's memory, or the reference; None: there is neither.
+    """Return the teacher or reference model in a run's memory; None if there is neither.
 
     Raises UserError as `architecture` does.
     """
@@ -57,7 +66,7 @@ def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
 
 
 def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
-    """Return what teacher_of does, also a teacher of which lists are stored."""
+    """Return the teacher or reference model like `teacher_of`, even if its lists are stored."""
     frozen_model = frozen_source(cfg)
     if frozen_model is None:
         return None
@@ -72,7 +81,7 @@ def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | No
         adapter=Adapter(),
         train=replace(cfg.train, freeze=[]),
         precision=precision,
-        activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps nothing but inputs
+        activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps only inputs of blocks
         objective=replace(cfg.objective, name="sft", teacher=None),
     )
     config = student if is_start else _architecture(source)
@@ -81,12 +90,12 @@ def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | No
 
 @lru_cache
 def _architecture(named: str) -> ModelConfig:
-    """Return the architecture of a teacher: a plan asks for it hundreds of times."""
+    """Return the architecture of a teacher. Cached, because plans need it hundreds of times."""
     return architecture(replace(TrainConfig(), model=Model(init_from=named)))[0]
 
 
 def assumed_of(cfg: TrainConfig) -> list[str]:
-    """Return a sentence for each thing that was assumed about a run's teacher or reference."""
+    """Return a sentence for each assumption about a run's teacher or reference model."""
     frozen_model = frozen_source(cfg)
     if frozen_model is None or frozen_model[1] in REFERENCES:
         return []
@@ -94,12 +103,12 @@ def assumed_of(cfg: TrainConfig) -> list[str]:
 
 
 def compares_logits(cfg: TrainConfig) -> bool:
-    """Return True where all logits of a chunk are compared with a teacher's."""
+    """Return True if all logits of a chunk are compared with a teacher's."""
     return cfg.objective.name == DISTIL and cfg.objective.teacher is not None
 
 
 def list_bytes(cfg: TrainConfig) -> int:
-    """Return the bytes on disk of the stored lists, for each learnt token; 0: there are none."""
+    """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
     named = cfg.objective.teacher
     if named is None or not lists_teacher(cfg):
         return 0
@@ -107,7 +116,7 @@ def list_bytes(cfg: TrainConfig) -> int:
 
 
 def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:
-    """Return what a rank holds and gathers. group: ranks that share each parameter out."""
+    """Return a teacher's units on a rank. group: ranks over which each parameter is sharded."""
     config, cfg = share_of_rank(teacher.config, teacher.cfg.sharding.tensor), teacher.cfg
     units = model_parts(config, cfg).units(cfg, group)
     size = getattr(torch, cfg.precision.param_dtype).itemsize
@@ -120,7 +129,7 @@ def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:
 
 
 def hidden_bytes(teacher: PlannedTeacher) -> float:
-    """Return the bytes of the hidden states of all tokens of a micro-batch."""
+    """Return the bytes of a teacher's hidden states for all tokens of a micro-batch."""
     cfg = teacher.cfg
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     size = getattr(torch, cfg.precision.param_dtype).itemsize

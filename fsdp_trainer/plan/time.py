@@ -1,6 +1,6 @@
-"""The seconds of a step: arithmetic, bytes on the wire, and which of them wait for each other.
+"""The seconds of a step: computation, communication, and how far they overlap.
 
-Closed forms; docs/plan.md has them in words.
+All are closed formulas, which docs/plan.md explains.
 """
 
 from math import ceil
@@ -45,36 +45,39 @@ from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINKS = (0.5, 0.85)
-"""Share of a link's rate that collectives reach: NCCL's own tests on 256 H100 gave 200 (all-gather)
-to 340 GB/s of 400 (NVIDIA/nccl#1218)."""
+"""Lower and upper share of a link's rate that collectives reach.
+
+NCCL's own tests on 256 H100 measured 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218).
+"""
 HOST_ADAMW = 20e9
-"""Bytes per second and rank of the host's memory with sharding.cpu_offload: assumed."""
+"""Rate of host memory in bytes per second and rank with sharding.cpu_offload. Assumed."""
 
 
 class Group(NamedTuple):
-    """Ranks that communicate: how many, and how many of them are on one node."""
+    """A group of ranks that communicate: their number, and the number of them on one node."""
 
     ranks: int
     on_node: int
 
     @property
     def sent(self) -> float:
-        """The share of a gathered or reduced message that each rank sends: (n - 1) / n.
+        """Share of a gathered or reduced message that each rank sends: (n - 1) / n.
 
-        In a ring, as in every algorithm that sends nothing twice.
+        It is the same for a ring and for every other algorithm that sends nothing twice.
         """
         return (self.ranks - 1) / self.ranks
 
     @property
     def across(self) -> float:
-        """The share of it that leaves the node through each rank's part of the network cards."""
+        """Share of the message that leaves the node through each rank's part of the network."""
         nodes = self.ranks / self.on_node
         return (nodes - 1) / nodes / self.on_node
 
     def seconds(self, size: float, device: Device, efficiency: float) -> float:
-        """Seconds to gather or reduce a message of `size` bytes.
+        """Return the seconds to gather or reduce a message of `size` bytes.
 
-        On the slower of the links within and between nodes.
+        The slower of the links within and between nodes determines them. efficiency: share of the
+        links' rate that is reached.
         """
         within = size * self.sent / device.link if self.on_node > 1 else 0.0
         return (
@@ -83,9 +86,9 @@ class Group(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """Bytes that a rank sends in one step over one dimension of the mesh.
+    """Bytes that a rank sends in one step along one dimension of the mesh.
 
-    Also: how many of them leave its node.
+    ranks: size of the dimension; across: the part of the bytes that leaves the node.
     """
 
     ranks: int
@@ -95,11 +98,12 @@ class Wire(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of one step. exposed: of the communication that no computation hides.
+    """Seconds of one step.
 
-    idle: those in which a rank of a pipeline waits for its first micro-batch or for others' last.
-    forwards: those of further forwards without gradients, as of a reference. reading: of one such
-    forward over a step's rows, which is no part of the step.
+    exposed: communication that does not overlap with computation; idle: time in which a rank of a
+    pipeline waits for its first micro-batch or for the last one of other ranks; forwards:
+    additional forwards without gradients, such as those of a reference model; reading: one such
+    forward over the rows of a step, which is not part of the step.
     """
 
     compute: float
@@ -112,13 +116,15 @@ class Times(NamedTuple):
 
     @property
     def step(self) -> float:
-        """Seconds from one step to the next."""
+        """Seconds from the start of a step to the start of the next."""
         return self.compute + self.exposed + self.optimizer + self.idle + self.forwards
 
 
 def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
-    """The shard and the replicate dimension of the mesh: neighbouring ranks share shards, but for
-    those of a tensor group."""
+    """Return the shard and the replicate group of a rank.
+
+    Ranks of a tensor group are neighbours, then ranks of a shard group.
+    """
     sizes = dimension_sizes(sharding, world)
     replicas, shards = sizes["replicate"], fsdp_ranks(sizes)
     on_node = max(1, per_node // sizes["tensor"])
@@ -127,13 +133,16 @@ def groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]
 
 
 def tensor_group(sharding: Sharding, per_node: int) -> Group:
-    """The tensor dimension of the mesh: neighbouring ranks."""
+    """Return the tensor group of a rank, which consists of neighbouring ranks."""
     return Group(sharding.tensor, min(sharding.tensor, per_node))
 
 
 class TensorTraffic(NamedTuple):
-    """Messages of a micro-batch in a tensor group: bytes of each, with all of its tokens, and how
-    often they are gathered and summed."""
+    """Messages of a micro-batch in a tensor group.
+
+    size: bytes of a message with all tokens of the micro-batch; gathers, sums: how often it is
+    gathered, and summed.
+    """
 
     size: float
     gathers: float
@@ -143,10 +152,10 @@ class TensorTraffic(NamedTuple):
 def tensor_traffic(
     cfg: TrainConfig, config: ModelConfig, share: StageShare | None = None
 ) -> TensorTraffic:
-    """Return what a tensor group sends. share: of a pipeline's stages; None: all of them.
+    """Return the messages of a tensor group. share: stages of a pipeline's rank; None for all.
 
-    Each block gathers and sums twice forward, and twice backward; so do the embedding and the head
-    once. What is computed again ends in front of the block's last sum, unless a norm or a gate follows it.
+    Each block gathers and sums twice in forward, and twice in backward; the embedding and the head
+    once. Recomputation ends before the last sum of the block, unless a norm or a gate follows it.
     """
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     again = recomputed(cfg.activation_checkpoint).elementwise
@@ -155,8 +164,8 @@ def tensor_traffic(
     needs_last_sum = NORMS[family.norms][3] is not None or family.gates_shared_expert
     summed_again = 2 if needs_last_sum else 1
     own = share.blocks if share else tuple(range(config.num_hidden_layers))
-    # each rank sends its own tokens to experts: only for a dense feed-forward beside them is
-    # anything gathered
+    # each rank sends its own tokens to experts: tokens are gathered only for a dense feed-forward
+    # next to them
     with_experts = 0 if config.shared_size else mixtures(config, own)
     blocks = len(own) - with_experts
     once = with_experts * (1 + reached * (1 + again))
@@ -169,25 +178,29 @@ def tensor_traffic(
 
 
 def context_group(sharding: Sharding, per_node: int) -> Group:
-    """The context dimension of the mesh: neighbours, but for the ranks of a tensor group."""
+    """Return the context group of a rank: after tensor groups, its ranks are nearest neighbours."""
     return Group(sharding.context, min(sharding.context, max(1, per_node // sharding.tensor)))
 
 
 class ContextTraffic(NamedTuple):
-    """Bytes that a rank sends to those that share its rows in a micro-batch, and how many of them
-    leave its node. As many come in meanwhile."""
+    """Bytes that a rank sends in a micro-batch to the ranks that share its rows.
+
+    across: the part of them that leaves the node. At the same time it receives as many.
+    """
 
     sent: float
     across: float
 
     def seconds(self, device: Device, efficiency: float) -> float:
-        """Return the seconds on the slower of the links. Nothing is computed meanwhile."""
+        """Return the seconds on the slower of the links. No computation overlaps with them."""
         return max(self.sent / device.link, self.across / device.network) / efficiency
 
 
 def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> ContextTraffic:
-    """Return what a context group exchanges in every block, forward, backward and anew in what is
-    computed again. config: of a rank of a tensor group."""
+    """Return the traffic of a context group in all blocks: forward, recomputation and backward.
+
+    config: the part of the model on one rank of a tensor group.
+    """
     if group.ranks == 1:
         return ContextTraffic(0.0, 0.0)
     block = exchanged(cfg, config)
@@ -200,13 +213,16 @@ def context_exchange(cfg: TrainConfig, config: ModelConfig, group: Group) -> Con
     shares = {
         "each": others / (group.ranks - 1),
         "all": group.across / group.sent,
-        "next": float(others > 0),  # of the last rank of a node, for which the others wait
+        "next": float(others > 0),  # for the last rank of a node: the others wait for it
     }
     return ContextTraffic(sent, sent * shares[block.receivers])
 
 
 def expert_groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group, Group]:
-    """Return the ranks that divide a block's experts, neighbours, and those that hold the same."""
+    """Return the group over which a block's experts are divided, and that of the same experts.
+
+    Ranks of the first one are neighbours.
+    """
     sizes = expert_sizes(sharding, world)
     experts, shards = sizes["expert"], sizes["eshard"]
     on_node = max(1, per_node // experts)
@@ -214,11 +230,11 @@ def expert_groups(sharding: Sharding, world: int, per_node: int) -> tuple[Group,
 
 
 class RowTraffic(NamedTuple):
-    """Bytes of rows that a rank sends to others' experts and back in a micro-batch.
+    """Bytes of rows that a rank sends to other ranks' experts and back in a micro-batch.
 
-    across: of them, those that leave its node. waits: how often the host waits for the numbers of
-    rows, which a block that is computed again still knows. As many bytes come in meanwhile, with
-    even routing.
+    across: the part of them that leaves the node; waits: how often the host waits for the numbers
+    of rows, which are kept for recomputation. With even routing the rank receives as many bytes at
+    the same time.
     """
 
     sent: float = 0.0
@@ -226,9 +242,9 @@ class RowTraffic(NamedTuple):
     waits: float = 0.0
 
     def seconds(self, device: Device, efficiency: float, load: float) -> float:
-        """Return the seconds on the slower of the links. Nothing is computed meanwhile.
+        """Return the seconds on the slower of the links. No computation overlaps with them.
 
-        load: rows of the busiest rank over the even number; all wait for it.
+        load: rows of the busiest rank, for which all wait, divided by the number with even routing.
         """
         link = max(self.sent / device.link, self.across / device.network)
         return load * link / efficiency + self.waits * HOST_WAIT
@@ -237,9 +253,9 @@ class RowTraffic(NamedTuple):
 def expert_exchange(
     cfg: TrainConfig, config: ModelConfig, group: Group, share: StageShare
 ) -> RowTraffic:
-    """Return what a rank of an expert group sends: forward, backward and in what is computed again.
+    """Return the rows that a rank of an expert group sends: forward, recomputation and backward.
 
-    group: the ranks that divide the experts. share: of a pipeline's stages.
+    group: the ranks among which the experts are divided; share: stages of a pipeline's rank.
     """
     if group.ranks == 1:
         return RowTraffic()
@@ -253,10 +269,10 @@ def expert_exchange(
 
 
 class Hops(NamedTuple):
-    """Messages that a rank of a pipeline passes on in a micro-batch: bytes of each, and how many
-    go on to the next stage and back to the one before.
+    """Messages that a rank of a pipeline sends in a micro-batch.
 
-    leaves: the neighbours in the pipeline are on other nodes.
+    size: bytes of each; forward, backward: number of messages to the next and to the previous
+    stage; leaves: True if the neighbours in the pipeline are on other nodes.
     """
 
     size: float
@@ -265,7 +281,10 @@ class Hops(NamedTuple):
     leaves: bool
 
     def seconds(self, device: Device, efficiency: float) -> float:
-        """Return the seconds in both directions. What comes in comes meanwhile; nothing is computed."""
+        """Return the seconds in both directions.
+
+        Messages are received at the same time. No computation overlaps with them.
+        """
         messages = 2 * max(self.forward, self.backward)
         return (
             messages * self.size / ((device.network if self.leaves else device.link) * efficiency)
@@ -275,7 +294,7 @@ class Hops(NamedTuple):
 def hops(
     cfg: TrainConfig, config: ModelConfig, world: int, device: Device, share: StageShare
 ) -> Hops:
-    """Return what a rank with these stages passes on: its part of the tokens' residual stream."""
+    """Return the messages of a rank with these stages: its part of the residual stream."""
     sharding = cfg.sharding
     if sharding.pipeline == 1:
         return Hops(0.0, 0, 0, False)
@@ -287,10 +306,11 @@ def hops(
 
 
 def wire(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> dict[str, Wire]:
-    """Bytes of one step by dimension of the mesh, of the rank of a pipeline that sends most.
+    """Return the bytes sent in one step, by dimension of the mesh.
 
-    All-gathers forward and, of blocks that were freed, backward; reductions of each gradient. In a
-    pipeline weights are gathered once a step, and the residual stream is sent on and back.
+    In a pipeline they are those of the rank that sends most. Counted are all-gathers in forward
+    and, for blocks that were freed, in backward, and the reduction of each gradient. In a pipeline
+    weights are gathered once per step, and the residual stream and its gradient are sent.
     """
     shares = stage_shares(cfg, config, world)
     ways = [_wire_of(share, cfg, config, world, device) for share in shares]
@@ -315,8 +335,8 @@ def _wire_of(
     gathers = 1 if stays_gathered(cfg) else count
     gathered = gathers * ((units.all_blocks.gathered + again) * float8_share(cfg) + ends)
     if cfg.sharding.accumulate == "unsharded" and gathers > 1 and not units.tied:
-        # FSDP2 prefetches it once too often: it forgets which unit comes next only when gradients
-        # are reduced
+        # FSDP2 prefetches this unit once too often: it resets the order of units only when
+        # gradients are reduced
         gathered += units.last.gathered
     experts = gathers * (units.all.experts + freed.experts)
     gathered -= experts
@@ -368,7 +388,7 @@ def _wire_of(
 def teacher_message(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
     """Return the bytes of a teacher's weights that are gathered in a micro-batch.
 
-    config: the whole model in training.
+    config: the complete model that is trained.
     """
     teacher = teacher_of(cfg, config)
     if teacher is None:
@@ -380,7 +400,10 @@ def teacher_message(cfg: TrainConfig, config: ModelConfig, group: int) -> float:
 def _expert_ways(
     groups: tuple[Group, Group], gathered: float, reduced: float, rows: RowTraffic, count: int
 ) -> dict[str, Wire]:
-    """Return the bytes of experts' weights and gradients, and of rows. count: of micro-batches."""
+    """Return the bytes of experts' weights and gradients, and of rows.
+
+    count: number of micro-batches.
+    """
     experts, shards = groups
     ways = {
         "eshard": Wire(
@@ -399,7 +422,10 @@ def _expert_ways(
 def freed_blocks(
     share: StageShare, units: ModelUnits, cfg: TrainConfig, config: ModelConfig
 ) -> list[FsdpUnit]:
-    """Return the blocks that backward gathers again. config: of a rank of a tensor group."""
+    """Return the blocks that backward gathers again.
+
+    config: the part of the model on one rank of a tensor group.
+    """
     if keeps_gathered(cfg.sharding):
         return []
     first = model_parts(config, cfg).backward_from
@@ -407,7 +433,7 @@ def freed_blocks(
 
 
 def float8_share(cfg: TrainConfig) -> float:
-    """Return the bytes of a block gathered in float8, where that is so, over those of it else."""
+    """Return the factor on a block's gathered bytes if it is gathered in float8; otherwise 1."""
     tensorwise = cfg.precision.float8 == "tensorwise"
     return 1 / BYTES[cfg.precision.param_dtype] if tensorwise else 1.0
 
@@ -420,10 +446,11 @@ def times(
     best: bool,
     load: float = 1.0,
 ) -> Times:
-    """The times of one step, at the upper or the lower end of measured arithmetic and links.
+    """Return the times of one step.
 
-    In a pipeline they are those of the slowest rank, for which the others wait. load: rows that
-    come to the busiest rank's experts over the even number.
+    In a pipeline they are those of the slowest rank, for which the others wait. best: True for the
+    fast end of measured rates of computation and links, False for the slow end; load: rows that the
+    busiest rank's experts get, divided by the number with even routing.
     """
     shares = stage_shares(cfg, config, world)
     each = [_times_of(share, cfg, config, world, device, best, load) for share in shares]
@@ -472,7 +499,7 @@ def _times_of(
     blocks = gather(all_blocks, float8_share(cfg))
     unit = 1 / ceil(
         len(share.blocks) / cfg.sharding.blocks_per_unit
-    )  # whose share of the blocks nothing hides: the one at an end
+    )  # share of the blocks in one unit: nothing hides the communication of the first and last
     forward, backward, head = compute_seconds(cfg, config, device, best)
     own = share.of_blocks(config)
     slowest = own * busiest_over_mean(cfg, config, load)
@@ -498,7 +525,7 @@ def _times_of(
             + ends
         )
         total += ends + middle + lasts
-    # nothing is computed meanwhile
+    # no computation overlaps with the following messages
     context = context_group(cfg.sharding, device.per_node)
     exchange = context_exchange(cfg, config, context)
     messages = count * (traffic.gathers + traffic.sums)
@@ -511,7 +538,7 @@ def _times_of(
     waited += count * of_teacher.exposed
     exposed, total = exposed + waited, total + waited
     compute = count * (forward + backward + head + of_teacher.compute)
-    # of three passes over the blocks one, and of three products of the head
+    # a forward is one of three passes over the blocks, and one of three products of the head
     reading = count * (forward + head / 3) + waited / 3
     reading += gathers * (first + blocks * unit + max(0.0, blocks * (1 - unit) + last - forward))
     return Times(
@@ -526,7 +553,7 @@ def _times_of(
 
 
 class TeacherSeconds(NamedTuple):
-    """A teacher's work of a micro-batch, and the messages that it does not hide."""
+    """Seconds of a teacher's computation in a micro-batch, and of its exposed messages."""
 
     compute: float = 0.0
     exposed: float = 0.0
@@ -535,9 +562,9 @@ class TeacherSeconds(NamedTuple):
 def teacher_seconds(
     cfg: TrainConfig, config: ModelConfig, shard: Group, device: Device, best: bool
 ) -> TeacherSeconds:
-    """Return the seconds of a teacher's forward, of its logits, and of comparing both models'.
+    """Return the seconds of a teacher's forward, its logits, and the comparison of both models.
 
-    Its messages within a tensor group are not counted. config: the whole model in training.
+    Messages within a tensor group are not counted. config: the complete model that is trained.
     """
     named, teacher = named_teacher(cfg, config), teacher_of(cfg, config)
     if named is None:
@@ -546,7 +573,7 @@ def teacher_seconds(
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     logits = tokens * named.config.vocab_size / ranks * SOFT_BYTES
     compared = named.compares * logits / (device.memory_rate * MEMORY)
-    if teacher is None:  # its lists are compared as its logits would be
+    if teacher is None:  # its stored lists are compared in the same way as logits
         return TeacherSeconds(compared)
     forward, _, head = compute_seconds(
         teacher.cfg, share_of_rank(teacher.config, ranks), device, best
@@ -561,7 +588,7 @@ def teacher_seconds(
 def moving_seconds(
     cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
 ) -> float:
-    """Return the seconds in which a micro-batch's activations cross to the host, or come back."""
+    """Return the seconds to copy a micro-batch's activations to the host, or back."""
     if not cfg.activation_checkpoint.offload:
         return 0.0
     traced, _ = trace_blocks(cfg, config, "cuda")
@@ -576,9 +603,9 @@ def owners_seconds(
     device: Device,
     best: bool,
 ) -> float:
-    """Return the seconds in which Muon's owners get matrices, make them orthogonal and answer.
+    """Return the seconds in which Muon's owners receive matrices, orthogonalise them and answer.
 
-    share: the stages of which the owners have the matrices.
+    share: the stages that contain the owners' matrices.
     """
     if cfg.optim.name != "muon":
         return 0.0
@@ -589,9 +616,9 @@ def owners_seconds(
 
 
 def _optimizer_seconds(cfg: TrainConfig, numbers: float, device: Device) -> float:
-    """Seconds of norm, clipping and AdamW of `numbers` trained parameters.
+    """Return the seconds of gradient norm, clipping and AdamW for `numbers` trained parameters.
 
-    Each of them is read from and written to memory.
+    They are determined by reading from and writing to memory.
     """
     stored = BYTES[cfg.precision.master_dtype]
     state = state_bytes(cfg.optim, cfg.precision.master_dtype)

@@ -1,6 +1,6 @@
-"""Units: parameters that `fully_shard` gathers and reduces together, in bytes.
+"""Sizes of FSDP units: parameters that `fully_shard` gathers and reduces together.
 
-Read from the model that would be trained, with its adapters and 4-bit matrices, on the meta device.
+Computed from the model to train, with its adapters and 4-bit matrices, on the meta device.
 """
 
 import math
@@ -29,7 +29,7 @@ from fsdp_trainer.rounding import round_up
 
 
 class Sizes(NamedTuple):
-    """Bytes of a number: master, of a trained weight; frozen; compute, of a gathered one."""
+    """Bytes of a number in a trained weight (master), a frozen weight, and a gathered weight."""
 
     master: int
     frozen: int
@@ -39,10 +39,11 @@ class Sizes(NamedTuple):
 class FsdpUnit(NamedTuple):
     """Parameters that are gathered and reduced together.
 
-    trained: numbers, whole; trained_padded: with all ranks' shards made equal. gathered: bytes of
-    the gathered weights, shards made equal. own: numbers of the trained shards on the rank that has
-    most rows; frozen, state: bytes of its frozen shards and of the optimizer's state. experts,
-    trained_experts: of `gathered` and `trained_padded`, what is on the experts' own mesh.
+    trained: how many numbers are trained; trained_padded: the same with the shards of all ranks
+    padded to equal size; gathered: bytes of the gathered weights, padded; own: how many trained
+    numbers the largest shard has; frozen, state: bytes of its frozen weights and of its optimizer
+    state; experts, trained_experts: the part of `gathered` and `trained_padded` that is sharded on
+    the separate mesh of experts.
     """
 
     trained: int = 0
@@ -58,7 +59,11 @@ class FsdpUnit(NamedTuple):
     def of(
         cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int, in_block: bool = False
     ) -> "FsdpUnit":
-        """group: ranks that share each parameter out by its rows; in_block: they are a block's."""
+        """Return the unit of some parameters.
+
+        group: number of ranks over which the rows of each parameter are sharded; in_block: True if
+        the parameters belong to a block.
+        """
         sizes = number_sizes(cfg)
         units = []
         for parameter in parameters:
@@ -69,7 +74,10 @@ class FsdpUnit(NamedTuple):
 
     @classmethod
     def of_block(cls, block: nn.Module, cfg: TrainConfig, group: int) -> "FsdpUnit":
-        """group: ranks that share out all parameters but experts on a mesh of their own."""
+        """Return the unit of a block.
+
+        group: number of ranks over which parameters are sharded, except experts on a separate mesh.
+        """
         separate = separate_parameters(block, cfg.sharding)
         others = [p for p in block.parameters() if p not in separate]
         unit = cls.of(others, cfg, group, in_block=True)
@@ -98,7 +106,7 @@ def _of_one(
     shards: int,
     in_block: bool,
 ) -> FsdpUnit:
-    """numbers: that are gathered, and the same with equal shards."""
+    """Return the unit of one parameter. numbers: size when gathered, and the same with padding."""
     own, padded = numbers
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
@@ -111,12 +119,12 @@ def _of_one(
 
 
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
-    """Return several units as one."""
+    """Combine several units into one."""
     return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
 
 
 def number_sizes(cfg: TrainConfig) -> Sizes:
-    """Return the bytes of a number of each kind."""
+    """Return the bytes of a number in each kind of weight."""
     precision = cfg.precision
     adapters = cfg.adapter if cfg.adapter.name != "none" else None
     names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
@@ -124,11 +132,12 @@ def number_sizes(cfg: TrainConfig) -> Sizes:
 
 
 class AdapterCounts(NamedTuple):
-    """Work that adapters and 4-bit matrices add to blocks.
+    """Sizes of the adapters and 4-bit matrices of blocks, which add to their work.
 
-    numbers: of A and B; ranks: of all together; adapted, encoded: numbers of the matrices that have
-    adapters, and of those in 4 bits; inputs, outputs: widths of the adapted layers together.
-    Of experts those that a token meets; encoded_experts: of all, since all are decoded.
+    numbers: size of A and B; ranks: sum of the ranks; adapted, encoded: size of the matrices that
+    have adapters, and of those in 4 bits; inputs, outputs: sums of the widths of adapted layers;
+    encoded_experts: size of the experts in 4 bits. Of adapted experts only those that a token uses
+    are counted. Of encoded experts all are counted, since all are decoded.
     """
 
     numbers: int = 0
@@ -141,7 +150,7 @@ class AdapterCounts(NamedTuple):
 
     @classmethod
     def of(cls, block: nn.Module) -> "AdapterCounts":
-        """Count them in one block."""
+        """Return the sizes for one block."""
         layers = adapted_layers(block).values()
         encoded = [m for m in block.modules() if isinstance(m, Linear4)]
         linears = cls(
@@ -158,7 +167,7 @@ class AdapterCounts(NamedTuple):
 
     @classmethod
     def of_experts(cls, module: Experts, matrix: str) -> "AdapterCounts":
-        """Count those of one of the matrices of the experts that a token meets."""
+        """Return the sizes for one matrix of the experts, counting only experts a token uses."""
         count, outputs, inputs = module.shapes[matrix]
         chosen = round(count * module.active_share)
         rank = getattr(module.lora_A, matrix).shape[1]
@@ -172,7 +181,7 @@ class AdapterCounts(NamedTuple):
 
 
 def encoded_in_experts(block: nn.Module) -> int:
-    """Return the numbers of a block's experts that are kept in 4 bits."""
+    """Return how many numbers of a block's experts are stored in 4 bits."""
     modules: list[Any] = [*expert_modules([block])]
     return sum(
         math.prod(shape)
@@ -184,14 +193,17 @@ def encoded_in_experts(block: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """Blocks with the same parameters. signature: equal for equal kinds, also of other models."""
+    """A kind of block: blocks with the same parameters.
+
+    block: one of them; signature: the same for equal kinds, even in different models.
+    """
 
     block: nn.Module
     signature: str
 
     @cached_property
     def counts(self) -> AdapterCounts:
-        """Work that adapters and 4-bit matrices add."""
+        """Sizes of the adapters and 4-bit matrices of the block."""
         return AdapterCounts.of(self.block)
 
     @cached_property
@@ -201,10 +213,11 @@ class BlockKind:
 
 
 class ModelParts:
-    """The model's parameters in the parts that `fully_shard` makes of it, on the meta device.
+    """A model on the meta device, divided into the parts that `fully_shard` shards.
 
-    kinds: of blocks; kind_of: for each block which one it is. adapters: of all blocks together.
-    backward_from: the first block that backward reaches; in front of it nothing is trained.
+    kinds: the kinds of blocks; kind_of: for each block the index of its kind; adapters: sizes for
+    all blocks together; backward_from: index of the first block that backward reaches, before which
+    nothing is trained.
     """
 
     def __init__(self, model: Decoder):
@@ -230,10 +243,10 @@ class ModelParts:
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
         self.owners_work: dict[tuple[int, ...], float] = {}
-        """Operations of Muon's owners by the ranks and the kinds of blocks: see plan/muon.py."""
+        """Operations of Muon's owners, by number of ranks and kinds of blocks: see plan/muon.py."""
 
     def _first_with_gradient(self) -> int:
-        """Return the first block whose output has a gradient; backward goes no further."""
+        """Return the index of the first block whose output has a gradient, where backward ends."""
         if self.embedding.requires_grad:
             return 0
         trained = (i for i, kind in enumerate(self.kind_of) if self.kinds[kind].is_trained)
@@ -241,19 +254,19 @@ class ModelParts:
 
     @property
     def backward_share(self) -> float:
-        """The share of the blocks that backward goes through."""
+        """Share of the blocks that backward reaches."""
         return 1 - self.backward_from / len(self.kind_of)
 
     @cached_property
     def trained_active(self) -> int:
-        """Trained numbers of the blocks that a token meets."""
+        """Size of the trained parameters in the blocks that a token uses."""
         each = [count_numbers(kind.block)[1] for kind in self.kinds]
         return sum(each[kind] for kind in self.kind_of)
 
     def matrices(self, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return the trained stacks of matrices of blocks: matrices, rows, columns of each.
+        """Return (matrices, rows, columns) of each trained stack of matrices in some blocks.
 
-        kinds: of the blocks.
+        kinds: index of the kind of each block.
         """
         return [shape for kind in kinds for shape in self._matrices_by_kind[kind]]
 
@@ -263,7 +276,7 @@ class ModelParts:
 
     @cached_property
     def routed(self) -> tuple[int, int]:
-        """Numbers of all experts and routers that a token meets, and those that are trained."""
+        """Size of the experts and routers that a token uses, and of their trained part."""
         each = [routed_numbers(kind.block) for kind in self.kinds]
         whole, trained = zip(*(each[kind] for kind in self.kind_of), strict=True)
         return sum(whole), sum(trained)
@@ -274,7 +287,7 @@ class ModelParts:
         return trained_work(self.model)
 
     def input_has_gradient(self, block: int) -> bool:
-        """Return true where backward goes on in front of this block."""
+        """Return True if backward continues before this block."""
         return self.embedding.requires_grad or block > self.backward_from
 
     def checkpoint(self, cfg: TrainConfig) -> float:
@@ -286,7 +299,7 @@ class ModelParts:
         return self._checkpoints[key]
 
     def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
-        """Return the units on `group` ranks that share each parameter out."""
+        """Return the units if each parameter is sharded over `group` ranks."""
         ranks = cfg.sharding.tensor, cfg.sharding.expert
         key = f"{group} {ranks} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
         if key not in self._units:
@@ -299,7 +312,7 @@ class ModelParts:
 
 
 def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
-    """Return the trained stacks of matrices of a block: matrices, rows, columns of each."""
+    """Return (matrices, rows, columns) of each trained stack of matrices in a block."""
     named = block.named_parameters(prefix="model.layers.0")
     trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
     return [stack_shape(p.shape) for p in trained]
@@ -307,7 +320,10 @@ def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True)
 class ModelUnits:
-    """first: the embedding's; last: that of [norm, head]. With tied weights they are the same."""
+    """The units of a model, or of the stages of one rank.
+
+    first: unit of the embedding; last: unit of norm and head. With tied weights they are the same.
+    """
 
     first: FsdpUnit
     blocks: tuple[FsdpUnit, ...]
@@ -316,18 +332,18 @@ class ModelUnits:
 
     @cached_property
     def all_blocks(self) -> FsdpUnit:
-        """All blocks together."""
+        """All blocks as one unit."""
         return sum_of(self.blocks)
 
     @cached_property
     def all(self) -> FsdpUnit:
-        """The whole model."""
+        """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
         return sum_of([*self.blocks, *ends])
 
 
 def signature_of(block: nn.Module) -> str:
-    """Return the names, shapes and formats of the parameters, and which are trained."""
+    """Return a text with name, shape and dtype of each parameter, and a mark if it is trained."""
     return " ".join(
         f"{name}{[*p.shape]}{p.dtype}{'+' if p.requires_grad else ''}"
         for name, p in block.named_parameters()
@@ -338,7 +354,7 @@ _parts: dict[int, ModelParts] = {}  # a plan tries hundreds of configurations of
 
 
 def model_parts(config: ModelConfig, cfg: TrainConfig) -> ModelParts:
-    """Return the parts of the model with what `adapter` and `train.freeze` leave to train.
+    """Return the parts of the model, with weights frozen as `adapter` and `train.freeze` require.
 
     Raises UserError as `model_to_train` does.
     """

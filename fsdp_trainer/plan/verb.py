@@ -1,4 +1,4 @@
-"""`fsdp-trainer plan`: memory, speed and what to change, from the same overrides as training."""
+"""The command `plan`: estimates memory and speed from the overrides of training."""
 
 import json
 from typing import TYPE_CHECKING
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.devices import has_gpus, nothing_to_plan_for
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # imports torch
     from fsdp_trainer.models.config import ModelConfig
 
 DOES_NOT_FIT = 3
 
 
 def plan(cfg: PlanConfig) -> int:
-    """Print the plan of each GPU and world, as text or JSON.
+    """Print the plan for each GPU and world size, as text or JSON.
 
-    Returns 0 if any of them fits, else 3. Raises UserError.
+    Returns 0 if any of them fits, else 3. Raises UserError if the model or the device is unknown.
     """
     if not (
         cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
@@ -47,7 +47,7 @@ def plan(cfg: PlanConfig) -> int:
 def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
     """Print the layouts that fit, fastest first. Returns 0 if there is any, else 3.
 
-    Raises UserError for several GPUs or worlds.
+    Raises UserError for several GPUs or world sizes.
     """
     from fsdp_trainer.plan.inputs import only_target
     from fsdp_trainer.plan.search import Search

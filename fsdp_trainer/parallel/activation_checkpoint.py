@@ -1,4 +1,4 @@
-"""Activation checkpointing (Chen et al. 2016): which results backward computes again."""
+"""Activation checkpointing (Chen et al. 2016): backward recomputes results of the forward."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,11 +40,11 @@ MATMUL = (
 def checkpoint_activations(
     model: Decoder, cfg: ActivationCheckpoint, offloader: Offloader | None = None
 ) -> None:
-    """Wrap the forward of every n-th block, not the block: names stay as they are.
+    """Wrap the forward of every n-th block; wrapping the block itself would change names.
 
-    offloader: moves the results that `selective` keeps, unless the blocks are compiled.
+    offloader: moves the results that `selective` keeps; None if blocks are compiled.
     """
-    # always set, so that no earlier model's budget remains
+    # always set, so that the budget of an earlier model does not remain
     set_activation_memory_budget(cfg.budget if cfg.mode == "budget" else 1.0)
     if cfg.mode not in ("full", "selective"):
         return
@@ -60,14 +60,14 @@ def checkpoint_activations(
         return checkpoint(with_known_rows, block, [], *args, **options)
 
     for block in list(model.model.layers.values())[:: cfg.every]:
-        # a method, which the compiler reads like any other; it would pass over a partial
+        # a method, which the compiler traces; it would skip a functools.partial
         block.forward = MethodType(
             forward_with_experts if divides_experts(block) else forward, block
         )
 
 
 def selective_contexts(save: frozenset[str], offloader: Offloader | None = None) -> Any:
-    """Return the contexts of one block's forward and of its recomputation, for one micro-batch."""
+    """Return the contexts for forward and recomputation of one block and micro-batch."""
     forward, recomputation = create_selective_checkpoint_contexts(save_policy(save))
     if offloader is not None:
         return offloader.moving_results(forward), recomputation
@@ -75,9 +75,9 @@ def selective_contexts(save: frozenset[str], offloader: Offloader | None = None)
 
 
 def save_policy(save: frozenset[str]) -> Callable[..., CheckpointPolicy]:
-    """Return what decides for each operator: results in `save` are kept, the others computed again.
+    """Return a policy for operators: results of kinds in `save` are kept, others recomputed.
 
-    Matrix products are counted, in forward and in recomputation alike.
+    It counts matrix products, separately in forward and in recomputation.
     """
     count = {False: 0, True: 0}
 

@@ -1,7 +1,8 @@
-"""Activations in host memory: what blocks save for backward leaves the device until it is needed.
+"""Offloading of activations: tensors that blocks save for backward are kept in host memory.
 
-Copies run on streams of their own, as in torchtune's `OffloadActivations`: out while the next block
-computes, and back while backward is at the block behind. The device holds what two blocks save.
+Copies run on separate streams, as in torchtune's `OffloadActivations`: to the host while the next
+block computes, and back while backward is in the following block. The device holds the saved
+tensors of two blocks at a time.
 """
 
 from collections.abc import Callable
@@ -20,28 +21,28 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.torch_private import replace_saved_results
 
 SMALLEST = 2**18
-"""Bytes of a tensor that is moved. A copy over PCIe takes about 10 µs to begin, in which 25 GB/s
-move this much: smaller ones cost more time than their memory is worth."""
+"""Smallest tensor to move, in bytes. A copy over PCIe takes about 10 µs to start, the time in which
+25 GB/s copy this much: for smaller tensors the time is worth more than the memory."""
 
 
 class Copies(Protocol):
-    """Copies between the device and the host, which may go on behind the computation."""
+    """Copies between the device and the host, which may be asynchronous to the computation."""
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
         """Return a copy of a storage's bytes in host memory."""
 
     def to_device(self, data: Tensor) -> Tensor:
-        """Return the bytes on the device again."""
+        """Return a copy of the bytes on the device."""
 
     def mark(self) -> Any:
-        """Return an event after all copies so far."""
+        """Record and return an event after all copies so far."""
 
     def wait(self, event: Any) -> None:
-        """Let the computation wait for an event."""
+        """Make the computation wait for an event."""
 
 
 class CopiesOnHost:
-    """Copies on a device that is the host itself: another buffer, and no streams."""
+    """Copies for a device that is the host itself: into another buffer, without streams."""
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
         """See Copies."""
@@ -59,10 +60,10 @@ class CopiesOnHost:
 
 
 class CopiesOnStreams:
-    """Copies to pinned memory and back, each way on a stream of its own.
+    """Copies to pinned memory and back, with one stream for each direction.
 
-    Buffers of the device belong to the computation's stream: it waits for a copy before it frees or
-    reads one. Those of the host are freed by torch's allocator once their copies are done.
+    Device buffers belong to the computation's stream, which waits for a copy before it frees or
+    reads a buffer. torch's allocator frees host buffers after their copies are done.
     """
 
     def __init__(self, device: torch.device):
@@ -80,7 +81,7 @@ class CopiesOnStreams:
     def to_device(self, data: Tensor) -> Tensor:
         """See Copies."""
         device = torch.empty(data.shape, dtype=data.dtype, device=self.device)
-        # what was in this memory before may still be computed with
+        # the computation may still use what was in this memory before
         self.back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.back):
             return device.copy_(data, non_blocking=True)
@@ -96,12 +97,12 @@ class CopiesOnStreams:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a storage as a tensor, [bytes] uint8."""
+    """Return a view of a storage as a tensor: [bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class Moved:
-    """The bytes of one storage, in host memory. They live as long as a part of them is saved."""
+    """The bytes of one storage, in host memory as long as autograd saves a part of them."""
 
     def __init__(self, storage: torch.UntypedStorage, copies: Copies):
         self.copies = copies
@@ -109,13 +110,13 @@ class Moved:
         self.device: Tensor | None = None
 
     def fetch(self) -> None:
-        """Begin to copy the bytes back."""
+        """Start to copy the bytes back to the device."""
         if self.device is None:
             self.device = self.copies.to_device(self.host)
 
 
 class OffloadedPart(NamedTuple):
-    """A saved tensor: a view of moved bytes."""
+    """A saved tensor, described as a view of moved bytes."""
 
     moved: Moved
     dtype: torch.dtype
@@ -125,10 +126,10 @@ class OffloadedPart(NamedTuple):
 
 
 class SavedByBlock:
-    """The tensors that one block saved in one forward, and where they are.
+    """The tensors that one block saved in one forward, and their location.
 
-    stays: storages that are not moved, the block's parameters and what all blocks share. before:
-    the same of the block before, which backward needs next.
+    stays: storages that are not moved: the block's parameters and inputs common to all blocks.
+    before: the tensors saved by the preceding block, which backward needs next.
     """
 
     def __init__(self, stays: set[int], before: "SavedByBlock | None", copies: Copies):
@@ -142,9 +143,10 @@ class SavedByBlock:
         self.is_fetched = False
 
     def pack(self, tensor: Tensor) -> Tensor | OffloadedPart:
-        """Begin to move a tensor that autograd saves; return it if it stays.
+        """Start to move a tensor that autograd saves, or return it if it stays.
 
-        Detached: an operator that saved its own output would be kept alive by it.
+        A tensor that stays is detached, since an operator's saved output would keep the operator
+        alive.
         """
         if not is_moved(tensor, self.stays):
             return tensor.detach()
@@ -158,7 +160,7 @@ class SavedByBlock:
         return OffloadedPart(moved, tensor.dtype, tensor.size(), tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | OffloadedPart) -> Tensor:
-        """Return a saved tensor on the device, and begin to fetch what the block before saved."""
+        """Return a saved tensor on the device, and start to fetch those of the preceding block."""
         if isinstance(saved, Tensor):
             return saved
         self.fetch()
@@ -171,7 +173,7 @@ class SavedByBlock:
         return data.set_(storage, saved.offset, saved.size, saved.stride)
 
     def fetch(self) -> None:
-        """Begin to copy everything back."""
+        """Start to copy all tensors back to the device."""
         if self.is_fetched:
             return
         self.is_fetched = True
@@ -181,21 +183,21 @@ class SavedByBlock:
         self.fetched = self.copies.mark()
 
     def end(self) -> None:
-        """Note that the block's forward is done."""
+        """Record that the block's forward is done and all copies to the host have been started."""
         self.copied = self.copies.mark()
 
     def free(self) -> None:
-        """Let go of the device's memory, once it is copied."""
+        """Release the device memory as soon as the copies to the host are done."""
         if self.on_device:
             self.copies.wait(self.copied)
             self.on_device.clear()
 
 
 def is_moved(tensor: Tensor, stays: set[int]) -> bool:
-    """Return whether a saved tensor leaves the device. stays: storages that do not.
+    """Return True if a saved tensor is moved to the host. stays: storages that are not moved.
 
-    Masks and positions, which are no floating-point numbers, are shared by all blocks. Tensors made
-    of several are left alone.
+    Tensors of integers or booleans stay: masks and positions, which all blocks share. So do tensor
+    subclasses that wrap several tensors.
     """
     return (
         tensor.is_floating_point()
@@ -206,21 +208,21 @@ def is_moved(tensor: Tensor, stays: set[int]) -> bool:
 
 
 def storages_that_stay(block: nn.Module, shared: Any) -> set[int]:
-    """Return the storages of a block's parameters, and of tensors that all blocks are given."""
+    """Return the storages of a block's parameters and of inputs common to all blocks."""
     own = map(local_part, block.parameters())
     tensors = [*own, *(t for t in tree_iter(shared) if isinstance(t, Tensor))]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 class Offloader:
-    """Moves what the blocks of one model save, in their order."""
+    """Mover of the tensors that the blocks of one model save, called in the blocks' order."""
 
     def __init__(self, copies: Copies | None = None) -> None:
         self.copies = copies
         self.last: SavedByBlock | None = None
 
     def run(self, forward: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
-        """Return what a block computes; what it saves is moved."""
+        """Run a block's forward and move the tensors that it saves."""
         if not torch.is_grad_enabled():
             return forward(block, *args)
         if self.copies is None:
@@ -237,7 +239,7 @@ class Offloader:
         return out
 
     def run_last(self, forward: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
-        """Return what the last block computes. Backward begins with it: what it saves stays."""
+        """Run the last block's forward; its saved tensors stay, since backward starts with it."""
         before, self.last = self.last, None
         if before is None or not torch.is_grad_enabled():
             return forward(block, *args)
@@ -253,7 +255,7 @@ class Offloader:
 
     @contextmanager
     def moving_results(self, forward_context: Any) -> Any:
-        """Run a block's forward under selective checkpointing, and move the results it keeps."""
+        """Return a context for forward with selective checkpointing that moves kept results."""
         with forward_context:
             yield
         if self.last is not None:
@@ -261,7 +263,7 @@ class Offloader:
 
 
 def offload_activations(model: Decoder, offloader: Offloader) -> None:
-    """Wrap the forward of every block, as it is checkpointed and compiled already."""
+    """Wrap the forward of every block, after checkpointing and compilation."""
     *blocks, last = model.model.layers.values()
 
     def wrap(block: nn.Module, run: Callable[..., Any]) -> None:

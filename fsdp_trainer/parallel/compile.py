@@ -1,4 +1,4 @@
-"""torch.compile, block by block: whether it can, what it compiled, and what its errors mean."""
+"""torch.compile per block: its requirements, a count of compilations, and readable errors."""
 
 import os
 from collections.abc import Iterator
@@ -24,13 +24,14 @@ from fsdp_trainer.torch_private import (
     on_compilation,
 )
 
-BACKEND = "inductor"  # tests of gradients take one that writes no kernels
+BACKEND = "inductor"  # tests of gradients use one that generates no kernels
 
 
 def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | None]:
-    """Return whether blocks are compiled, and a note if they should be and cannot. Collective.
+    """Return True if blocks are compiled, and a note if that is requested but impossible.
 
-    All ranks decide alike. Raises UserError for a cache that cannot be written.
+    All ranks return the same decision. Raises UserError for a cache that is not writable.
+    Collective.
     """
     if not cfg.compile.enabled:
         return False, None
@@ -57,7 +58,7 @@ def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | Non
 
 
 def cache_problem(folder: Path) -> str | None:
-    """Return why the compiler cannot write into its cache, or None."""
+    """Return the reason why the compiler's cache is not writable; None if it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,11 +67,11 @@ def cache_problem(folder: Path) -> str | None:
 
 
 def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) -> None:
-    """Compile every block and what the head does to its logits. All blocks share one graph.
+    """Compile every block, and the head's operations on logits. All blocks share one graph.
 
-    forward_alone: the blocks' forward in place of their call, for what wraps it later.
+    forward_alone: compile `forward` instead of the call, so that forward can be wrapped later.
     """
-    # the compiler limits the graphs of one function, and an earlier run in this process had some
+    # the compiler limits the graphs per function, including those of earlier runs in this process
     torch.compiler.reset()
     options: dict[str, Any] = {"mode": cfg.mode, "backend": BACKEND}
     if model.lm_head is not None:
@@ -86,19 +87,19 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
 
 
 def is_one_graph(block: nn.Module) -> bool:
-    """Return False for a block whose experts ranks divide: they are between two graphs."""
+    """Return False for a block with experts on several ranks, which split it into two graphs."""
     return not divides_experts(block)
 
 
 class Compilations:
-    """Counts the graphs that this process compiles; the time is booked as phase `compile`."""
+    """Counter of the graphs that this process compiles; the time is booked as phase `compile`."""
 
     def __init__(self) -> None:
         on_compilation(phases.compiling.begins, phases.compiling.ends)
         self._counted = count_compiled_graphs()
 
     def new(self) -> tuple[int, int]:
-        """Return the number of graphs since the last call, and how many of them the cache had."""
+        """Return the number of graphs since the last call, and how many came from the cache."""
         graphs, cached = count_compiled_graphs()
         before = self._counted
         self._counted = (graphs, cached)
@@ -107,7 +108,7 @@ class Compilations:
 
 @contextmanager
 def summarize_compiler_errors() -> Iterator[None]:
-    """Raise RunFailed, which says what to do, in place of the compiler's hundred lines."""
+    """Replace the compiler's hundred lines of error by RunFailed, which suggests what to do."""
     try:
         yield
     except Exception as error:

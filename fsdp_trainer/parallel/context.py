@@ -1,14 +1,14 @@
 """Context parallelism: ranks that share each row's tokens.
 
 A rank of a context group holds the same part of every row in all blocks. Only attention needs the
-other parts: the layouts here get them, and hand whole rows to those of models/attention.py, which
-so compute packed documents, windows and soft limits as ever.
+other parts. The layouts in this file fetch them and pass complete rows to the layouts of
+models/attention.py, so that packed documents, windows and softcap need no further code.
 
 ulysses (Jacobs et al. 2023): an all-to-all turns all heads of a part of the tokens into some heads
-of all tokens, another turns the results back.
+of all tokens; a second one does the reverse for the results.
 
-gathered (as in Llama 3, §3.3.2): an all-gather brings everyone's keys and values to the queries of
-this rank's tokens, which are dealt so that all ranks' queries cost the same.
+gathered (as in Llama 3, §3.3.2): an all-gather brings the keys and values of all ranks to the
+queries of this rank's tokens. Tokens are assigned so that all ranks' queries cost the same.
 
 ring: see ring.py.
 """
@@ -39,7 +39,7 @@ from fsdp_trainer.parallel.shared_rows import (
 def context_ranks(
     dims: Dims, method: str, windows: Sequence[int | None] = (None,)
 ) -> ContextRanks | None:
-    """Return the ranks that share this rank's rows; None: each rank has whole rows."""
+    """Return the ranks that share this rank's rows; None: each rank has complete rows."""
     group = dims.group("context")
     if group is None:
         return None
@@ -48,9 +48,10 @@ def context_ranks(
 
 
 class Ulysses(SharedRows):
-    """Each rank attends with some of the heads to whole rows.
+    """Layout in which each rank computes attention over complete rows, for some of the heads.
 
-    Key heads that the ranks do not divide are repeated first; query heads must divide.
+    The number of query heads must be divisible by the number of ranks; key heads are repeated
+    until theirs is.
     """
 
     def prepare(self) -> None:
@@ -70,12 +71,12 @@ class Ulysses(SharedRows):
         if repeats > 1:
             k = k.repeat_interleave(repeats, 2)
             v = v.repeat_interleave(repeats, 2)
-        # one message: of each rank's heads q, k and v, [rows, part, ranks, heads, head_dim]
+        # one message with q, k and v of each rank's heads: [rows, part, ranks, heads, head_dim]
         by_rank = torch.cat([x.unflatten(2, (size, -1)) for x in (q, k, v)], 3)
         received = Exchange.apply(by_rank.permute(2, 0, 1, 3, 4), self.ranks.group)
         heads = [x.shape[2] // size for x in (q, k, v)]
         q, k, v = received.transpose(0, 1).flatten(1, 2).split(heads, 2)
-        if scoring.sinks is not None:  # of this rank's heads
+        if scoring.sinks is not None:  # keep those of this rank's heads
             scoring = scoring._replace(sinks=scoring.sinks.chunk(size)[self.ranks.rank])
         mixed = self.whole.attend(q, k, v, scoring)
         by_part = mixed.unflatten(1, (size, -1)).transpose(0, 1)
@@ -84,7 +85,7 @@ class Ulysses(SharedRows):
 
 
 class Gathered(DealtByCost):
-    """Each rank's queries look at everyone's keys and values."""
+    """Layout in which each rank's queries attend to the gathered keys and values of all ranks."""
 
     def prepare(self) -> None:
         """See PackedAttention."""
@@ -93,7 +94,7 @@ class Gathered(DealtByCost):
         starts = np.arange(len(self.lengths))[None, :, None] * self.row
         flat = (self.parts + starts).reshape(-1)
         self.places = to_device(flat, self.device)
-        """[tokens of all ranks] int64: where in the rows each rank's tokens belong."""
+        """[tokens of all ranks] int64: flat position in the rows of each rank's tokens."""
         self.order = to_device(np.argsort(flat), self.device)
 
     def with_window(self, window: int | None) -> "Gathered":
@@ -115,35 +116,35 @@ SHARED_LAYOUTS: dict[str, type[SharedRows]] = {
     "gathered": Gathered,
     "ring": Ring,
 }
-"""Methods by sharding.context_method."""
+"""Layouts by sharding.context_method."""
 
 
 class Exchange(torch.autograd.Function):
-    """An all-to-all: x[i] goes to rank i, whose part comes back in its place. Its own transpose."""
+    """All-to-all: x[i] is sent to rank i and replaced by that rank's part. Its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """x: [ranks, ...]."""
+        """Return the received parts, shaped as x: [ranks, ...]."""
         ctx.group = group
         return all_to_all(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Send each part of the gradient back to where it came from."""
+        """Send each part of the gradient back to its rank."""
         return all_to_all(gradients[0], ctx.group), None
 
 
 class GatherRows(torch.autograd.Function):
-    """All ranks' tokens in the order of their rows. Backward sums what the ranks have added."""
+    """All ranks' tokens in the order of their rows. Backward sums the ranks' gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, order: Tensor, places: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        """Return [rows, row, ...].
+        """Return complete rows, [rows, row, ...].
 
-        x: [rows, part, ...]; order: [tokens of all rows], their places among those of all ranks;
-        places: its inverse.
+        x: [rows, part, ...]; order: [tokens of all rows], index of each token among the gathered
+        tokens; places: its inverse.
         """
         ctx.group, ctx.shape = group, x.shape
         ctx.save_for_backward(places)
@@ -154,7 +155,7 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Return the sum over ranks, for this rank's tokens."""
+        """Return the gradient of this rank's tokens, summed over ranks."""
         (places,) = ctx.saved_tensors
         by_rank = gradients[0].flatten(0, 1).index_select(0, places)
         own = by_rank.new_empty(ctx.shape)
@@ -163,8 +164,8 @@ class GatherRows(torch.autograd.Function):
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return [ranks, ...] with x[i] of rank j at place j on rank i. Collective."""
-    # gloo writes wrong numbers into a strided result, and says nothing
+    """Return [ranks, ...], where element j on rank i is x[i] of rank j. Collective."""
+    # gloo silently writes wrong numbers into a strided result
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)

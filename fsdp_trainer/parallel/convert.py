@@ -1,6 +1,6 @@
-"""Linear layers that compute matrix products in float8 (Micikevicius et al. 2022), by torchao.
+"""Conversion of linear layers to float8 matrix products (Micikevicius et al. 2022), with torchao.
 
-Their weights stay what they were.
+The weights keep their number format.
 """
 
 from dataclasses import replace
@@ -17,12 +17,12 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import ROWS, WHOLE, Decoder
 
 CAPABILITY = (8, 9)  # Ada; the first GPUs with float8 matrix products
-EMULATED = False  # compute what float8 would give in wider products, on any device: for tests
+EMULATED = False  # for tests: emulate float8 products in a wider format, on any device
 INSTEAD = "Use  precision=bf16"
 
 
 def require_float8(precision: Precision, device: torch.device) -> None:
-    """Raise UserError if the configuration asks for float8 products and the device has none."""
+    """Raise UserError if the configuration requests float8 products and the device has none."""
     if precision.float8 is None or EMULATED:
         return
     this = "this run is on the CPU"
@@ -39,10 +39,10 @@ def require_float8(precision: Precision, device: torch.device) -> None:
 def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> None:
     """Replace the blocks' linear layers that are faster in float8; embedding, norms and head stay.
 
-    tensor: ranks that share each matrix.
+    tensor: number of ranks that share each matrix.
 
-    With one scale for a whole matrix (`tensorwise`) the weights are gathered in float8 too: half
-    the bytes of bfloat16. Raises UserError if no layer is faster.
+    With one scale per matrix (`tensorwise`) the weights are also gathered in float8, half the
+    bytes of bfloat16. Raises UserError if no layer is faster.
     """
     recipe = precision.float8
     if recipe is None:
@@ -68,18 +68,18 @@ def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> No
 
 
 def share_of(name: str, ranks: int) -> tuple[int, int]:
-    """Return by what the rows and the columns of a matrix are divided where ranks share it."""
+    """Return the number of parts into which `ranks` ranks divide a matrix's rows and columns."""
     if name in WHOLE:
         return 1, 1
     return (1, ranks) if name in ROWS else (ranks, 1)
 
 
 def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: int = 1) -> bool:
-    """Return whether a linear layer is faster than in bfloat16, casts included.
+    """Return True if a linear layer is faster in float8 than in bfloat16, including casts.
 
-    by_rows, by_columns: in how many parts ranks share its matrix.
-    As measured on H100 by torchao's authors (float8/README.md, and the thresholds of its own
-    filter). The hardware wants sizes that 16 divides.
+    by_rows, by_columns: number of parts into which ranks divide the matrix.
+    Thresholds were measured on H100 by torchao's authors (float8/README.md, and the thresholds of
+    its own filter). The hardware requires sizes divisible by 16.
     """
     if not isinstance(module, nn.Linear):
         return False
@@ -92,17 +92,20 @@ def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: i
 
 
 def float8_layers(model: nn.Module) -> int:
-    """Return how many linear layers compute in float8."""
+    """Return the number of linear layers that compute in float8."""
     return sum(map(is_float8, model.modules()))
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Return whether a module is torchao's linear layer, which is not imported to ask."""
+    """Return True if a module is torchao's linear layer, without importing torchao."""
     return any(cls.__name__ == "Float8Linear" for cls in type(module).__mro__)
 
 
 def float8_product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ in float8 as torchao's layer computes it. weight: its part, perhaps in float8."""
+    """Return x Wᵀ computed by torchao in float8.
+
+    weight: this rank's part of the layer's weight, possibly already in float8.
+    """
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
     return matmul_with_hp_or_float8_args.apply(
@@ -111,15 +114,15 @@ def float8_product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def scale_after_each_step(model: Decoder, optimizer: Optimizer, precision: Precision) -> None:
-    """Have the weights' scales computed after each optimizer step."""
+    """Register a hook that computes the weights' scales after each optimizer step."""
     optimizer.register_step_post_hook(lambda *_: precompute_float8_scales(model, precision))
 
 
 def precompute_float8_scales(model: Decoder, precision: Precision) -> None:
-    """Compute all weights' scales for their next all-gather, with one small all-reduce for all.
+    """Compute the scales of all weights for their next all-gather, with one small all-reduce.
 
-    Otherwise each weight would have its own. Collective; for `tensorwise` only. The weights must
-    not change before that all-gather.
+    Without this there would be one all-reduce per weight. For `tensorwise` only. The weights must
+    not change before that all-gather. Collective.
     """
     if precision.float8 == "tensorwise":
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -132,16 +135,16 @@ def precompute_float8_scales(model: Decoder, precision: Precision) -> None:
 
 @torch.no_grad()
 def share_scales(model: Decoder) -> None:
-    """Give every part of a matrix the scale of the whole, for its next all-gather. Collective.
+    """Set the scale of the complete matrix on every part, for its next all-gather. Collective.
 
-    torchao's own function takes one all-reduce for each dimension of the mesh, and warns of it.
+    torchao's own function needs one all-reduce for each dimension of the mesh, and warns about it.
     """
     from torchao.float8.float8_utils import EPS
 
     layers: list[Any] = [module for module in model.modules() if is_float8(module)]
     weights: list[Any] = [local_part(layer.weight) for layer in layers]
     largest = torch.stack([largest_of(weight._tensor) for weight in weights])
-    dist.all_reduce(largest, dist.ReduceOp.MAX)  # replicas have the same
+    dist.all_reduce(largest, dist.ReduceOp.MAX)  # over all ranks: replicas have equal values
     dtype = layers[0].config.cast_config_weight.target_dtype
     scales = torch.finfo(dtype).max / largest.clamp_min(EPS).double()
     for weight, scale in zip(weights, scales.float(), strict=True):
@@ -149,5 +152,5 @@ def share_scales(model: Decoder) -> None:
 
 
 def largest_of(part: Tensor) -> Tensor:
-    """Return the largest absolute value, 0 of a part without numbers: float32."""
+    """Return the largest absolute value as float32; 0 for an empty part."""
     return part.abs().amax().float() if part.numel() else part.new_zeros((), dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Tokens of a row dealt to the ranks that share it, so that attention costs all of them the same.
+"""Assignment of a row's tokens to the ranks that share it, with equal attention cost per rank.
 
-By arithmetic that every rank does alike. No torch.
+Every rank computes the same assignment. Does not import torch.
 """
 
 from collections.abc import Sequence
@@ -10,15 +10,17 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 BALANCED = 1.02
-"""Cost of the slowest rank over the mean at which blocks are small enough."""
+"""Cost of the slowest rank, relative to the mean, at which blocks are not made smaller."""
 MAX_BLOCKS = 1024
-"""Blocks of a rank at most: 0.03 s for a row of 131,072 tokens on 8 ranks that nothing balances."""
+"""Largest number of blocks per rank. If nothing balances them, the assignment of a row of 131,072
+tokens to 8 ranks takes 0.03 s."""
 
 
 def token_costs(lengths: Sequence[int], row: int, windows: Sequence[int | None]) -> np.ndarray:
-    """Return how many keys each token of a row sees, as a mean over the blocks: [row] float64.
+    """Return the number of keys that each token sees, as a mean over blocks: [row] float64.
 
-    lengths: of its documents. windows: of each block; None: tokens see their whole document.
+    lengths: lengths of the row's documents. windows: window of each decoder block; None: tokens see
+    their whole document.
     """
     visible = np.concatenate([*(np.arange(1, n + 1) for n in lengths), np.ones(row - sum(lengths))])
     costs = [np.minimum(visible, window or row) for window in set(windows)]
@@ -27,10 +29,10 @@ def token_costs(lengths: Sequence[int], row: int, windows: Sequence[int | None])
 
 
 def deal_tokens(costs: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the positions of each rank's tokens, in order: [ranks, row / ranks] int64.
+    """Return the positions of each rank's tokens, ascending: [ranks, row / ranks] int64.
 
-    All get as many tokens. They are dealt in blocks, as large as a balance of BALANCED allows:
-    large blocks are few kernel calls. costs: of each token, [row].
+    All ranks get the same number of tokens. Tokens are assigned in the largest blocks that reach a
+    balance of BALANCED, since large blocks need few kernel calls. costs: cost of each token, [row].
     """
     part = len(costs) // ranks
     best, lowest = np.zeros(0, np.int64), np.inf
@@ -48,9 +50,10 @@ def deal_tokens(costs: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def deal_blocks(costs: np.ndarray, ranks: int) -> np.ndarray:
-    """Return the rank of each block: the costliest first, to the rank that has the least so far.
+    """Return the rank of each block; all ranks get the same number of blocks.
 
-    All get as many blocks. costs: of each block.
+    Blocks are assigned in order of falling cost, each to the rank with the least cost so far.
+    costs: cost of each block.
     """
     owners = np.zeros(len(costs), np.int64)
     room = [len(costs) // ranks] * ranks
@@ -67,5 +70,5 @@ def deal_blocks(costs: np.ndarray, ranks: int) -> np.ndarray:
 
 @lru_cache
 def divisors(number: int) -> list[int]:
-    """Return what divides a number, up to MAX_BLOCKS, smallest first."""
+    """Return the divisors of a number up to MAX_BLOCKS, smallest first."""
     return [n for n in range(1, min(number, MAX_BLOCKS) + 1) if number % n == 0]

@@ -1,4 +1,4 @@
-"""The dimensions in which the ranks of a run are arranged, and over which ranks each sum runs."""
+"""The dimensions of a run's ranks, and the sums over them."""
 
 import math
 from collections.abc import Callable
@@ -27,21 +27,25 @@ BATCH = ("replicate", "shard")  # ranks that differ in one of these read differe
 
 
 class Dims:
-    """This rank's place among all ranks. Whatever depends on the number of ranks asks here.
+    """This rank's position in the dimensions of all ranks, and the process groups along them.
 
-    sizes: of each dimension by name, outermost first; coordinates: this rank's place in each.
-    mesh: what fully_shard gets: [shard], or [replicate, shard], where `shard` holds the ranks of
-    `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard would
-    all-reduce over it; a shard dimension of size 1 turns it into plain replication (ddp).
-    tensor_mesh: the ranks that share each matrix; None: each rank computes with whole ones.
-    expert_sizes: of each dimension of the view that experts have of the same ranks.
-    batch_rank, batch_ranks: which part of each step's rows this rank reads, of how many parts;
-    same_rows: how many ranks of a stage, which are neighbours, read the same part. Ranks of other
-    stages of the pipeline read it too.
+    All code that depends on the number of ranks uses this class.
+    sizes: size of each dimension by name, outermost first; coordinates: this rank's position in
+    each. mesh: mesh for fully_shard: [shard], or [replicate, shard], where `shard` contains the
+    ranks of `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard
+    would all-reduce over it; a shard dimension of size 1 means plain replication (ddp).
+    tensor_mesh: mesh of the ranks that share each matrix; None: each rank has complete matrices.
+    expert_sizes: size of each dimension of the separate mesh of experts, over the same ranks.
+    batch_ranks: number of parts of each step's rows; batch_rank: the part that this rank reads.
+    same_rows: number of (neighbouring) ranks of a stage that read the same part. Ranks of other
+    pipeline stages read it too.
     """
 
     def __init__(self, sharding: Sharding, device_type: str, timeout: float):
-        """timeout: of collectives, in seconds. Collective. Raises UserError for wrong sizes."""
+        """Create the meshes and process groups. Collective.
+
+        timeout: timeout of collectives in seconds. Raises UserError for sizes that do not fit.
+        """
         self.ranks = dist.get_world_size()
         self.timeout = timedelta(seconds=timeout)
         self.sizes = dimension_sizes(sharding, self.ranks)
@@ -81,17 +85,17 @@ class Dims:
 
     @property
     def reads_first(self) -> bool:
-        """Return whether this rank has the first part of its rows, in the first stage."""
+        """True if this rank has the first part of its rows, in the first stage."""
         return self.coordinates["context"] == self.coordinates["pipeline"] == 0
 
     @property
     def is_first_of_context(self) -> bool:
-        """Return True for the first of the ranks that share its rows, by whom they are counted."""
+        """True for the first of the ranks that share this rank's rows; it alone counts them."""
         return self.coordinates["context"] == 0
 
     @property
     def place(self) -> str:
-        """Return this rank's coordinates, as `context 1, tensor 0`; "" where all ranks shard."""
+        """This rank's coordinates, such as `context 1, tensor 0`; "" if all ranks only shard."""
         sizes = {name: size for name, size in self.sizes.items() if size > 1}
         places = {name: self.coordinates[name] for name in sizes}
         if self.expert_sizes["expert"] > 1:
@@ -102,14 +106,14 @@ class Dims:
 
     @property
     def parts_experts(self) -> bool:
-        """True if experts are on another mesh than the rest of a block."""
+        """True if experts are on a different mesh from the rest of a block."""
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1
 
     @cached_property
     def stage_group(self) -> dist.ProcessGroup | None:
-        """All ranks of this rank's stage of the pipeline; None: there is one stage, all ranks.
+        """All ranks of this rank's pipeline stage; None: there is only one stage.
 
-        The first time it is read is collective.
+        The first access is collective.
         """
         if self.sizes["pipeline"] == 1:
             return None
@@ -117,10 +121,10 @@ class Dims:
 
     @cached_property
     def expert_mesh(self) -> DeviceMesh:
-        """All ranks as experts see them: [pipeline, replicate, eshard, expert], without sizes of 1.
+        """Mesh of all ranks for experts: [pipeline, replicate, eshard, expert], without sizes of 1.
 
-        `eshard` always remains: fully_shard divides over it what a rank of `expert` holds. The
-        first time it is read is collective.
+        `eshard` is always present: fully_shard shards over it the experts of a rank of `expert`.
+        The first access is collective.
         """
         names = tuple(n for n, size in self.expert_sizes.items() if n == "eshard" or size > 1)
         shape = tuple(self.expert_sizes[name] for name in names)
@@ -131,17 +135,17 @@ class Dims:
         return mesh
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """Return the ranks that differ from this one in dimension `name` alone.
+        """Return the group of ranks that differ from this one only in dimension `name`.
 
-        name: `pipeline`, `context` or `tensor`; None where the dimension has one rank.
+        name: `pipeline`, `context` or `tensor`. None if the dimension has size 1.
         """
         return self._groups.get(name)
 
     def sum_over_batch(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that read different rows: counts of rows. Collective.
+        """Sum in place over the ranks that read different rows, for counts of rows. Collective.
 
-        Ranks that read the same rows have the same numbers: of these their mean is taken, so that
-        the sums are the same on every rank to the last bit.
+        Ranks that read the same rows have equal numbers and contribute their mean, so that the sums
+        are bitwise equal on every rank.
         """
         self.sum_over_all(tensor)
         readers = self.ranks // self.batch_ranks
@@ -149,18 +153,18 @@ class Dims:
             tensor /= readers
 
     def sum_over_tokens(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that compute different tokens: losses. Collective.
+        """Sum in place over the ranks that compute different tokens, for losses. Collective.
 
-        Ranks of a tensor group have the same numbers, of which the mean is taken; those of a
-        context group have other tokens of the same rows. In a pipeline the last stage has the
-        numbers and the others have 0.
+        Ranks of a tensor group have equal numbers and contribute their mean; ranks of a context
+        group have different tokens of the same rows. In a pipeline the last stage has the numbers
+        and the other stages have 0.
         """
         self.sum_over_all(tensor)
         if self.sizes["tensor"] > 1:
             tensor /= self.sizes["tensor"]
 
     def sum_over_context(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that have other tokens of this rank's rows. Collective."""
+        """Sum in place over the ranks that share this rank's rows. Collective."""
         if self.sizes["context"] > 1:
             dist.all_reduce(tensor, group=self.group("context"))
 
@@ -175,16 +179,16 @@ class Dims:
             dist.all_reduce(tensor)
 
     def replication_factor(self, parameter: Tensor) -> int:
-        """Return how many ranks of a stage hold each number of a parameter.
+        """Return the number of ranks of a stage that hold each number of a parameter.
 
-        Sums over all ranks count it so.
+        A sum over all ranks counts each number this many times.
         """
         return replication_factor(parameter, self.ranks // self.sizes["pipeline"])
 
     def holders(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the ranks of this rank's stage that hold the same part of a tensor, with this one.
+        """Return the ranks of this rank's stage that hold the same part of a tensor, this included.
 
-        A plain tensor is the same on all of them.
+        A plain tensor is equal on all ranks of the stage.
         """
         if not isinstance(tensor, DTensor):
             return tuple(next(ranks for ranks in self.stages() if dist.get_rank() in ranks))
@@ -194,18 +198,18 @@ class Dims:
         return tuple(mesh.mesh[tuple(index)].flatten().tolist())
 
     def groups_along(self, name: str) -> list[list[int]]:
-        """Return groups of ranks, each of which differ in dimension `name` alone."""
+        """Return all groups of ranks that differ only in dimension `name`."""
         return groups_along(name, self.sizes)
 
     def stages(self) -> list[list[int]]:
-        """Return the ranks of each stage of the pipeline: they do the same work."""
+        """Return the ranks of each pipeline stage."""
         return torch.arange(self.ranks).view(self.sizes["pipeline"], -1).tolist()
 
     def collective_counter(self) -> Callable[[], int]:
-        """Return a function that counts the collectives this rank has begun, in less than 1 µs.
+        """Return a function that counts the collectives started by this rank, in less than 1 µs.
 
-        Ranks whose counts differ are in different collectives. The stages of a pipeline differ in
-        those within a stage: of these none counts.
+        Ranks whose counts differ are in different collectives. Collectives within a pipeline stage
+        are not counted, since stages differ in them.
         """
         own = () if self.sizes["pipeline"] > 1 else self._groups.values()
         groups = {group.group_name: group for group in (dist.group.WORLD, *own) if group}
@@ -215,9 +219,9 @@ class Dims:
 
 
 def groups_along(name: str, sizes: dict[str, int]) -> list[list[int]]:
-    """Return groups of ranks, each of which differ in dimension `name` alone.
+    """Return all groups of ranks that differ only in dimension `name`.
 
-    sizes: of all dimensions, outermost first.
+    sizes: sizes of all dimensions by name, outermost first.
     """
     ranks = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
     return np.moveaxis(ranks, list(sizes).index(name), -1).reshape(-1, sizes[name]).tolist()

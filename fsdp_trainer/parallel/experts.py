@@ -1,11 +1,12 @@
 """Expert parallelism (Lepikhin et al. 2021): the ranks of an expert group divide a block's experts.
 
-Each rank routes its own tokens. An all-to-all brings every row to the rank that has its expert, and
-another brings the results back; no row is dropped, and any number of them may go anywhere.
+Each rank routes its own tokens. An all-to-all sends every row (a token's hidden state) to the rank
+that has its expert, and another one returns the results. No row is dropped, and any number of rows
+may go to any rank.
 
-Experts are on a view of the mesh of their own: what a rank of a group holds of them, fully_shard
-divides further over the ranks that hold the same ones. That view takes the ranks of `shard`,
-`context` and `tensor` alike, since all of them have other tokens.
+Experts are on a separate mesh of the same ranks: fully_shard shards the experts of a rank further
+over the ranks that have the same experts. That mesh treats the ranks of `shard`, `context` and
+`tensor` equally, since all of them have different tokens.
 """
 
 from collections.abc import Callable
@@ -24,13 +25,14 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.torch_private import placement_on
 
 EXPERTS = 0  # the dimension of [experts, out, in] that an expert group divides
-ROWS = 1  # the one that fully_shard divides where there are more ranks than experts
+ROWS = 1  # the dimension that fully_shard divides if there are more ranks than experts
 
 
 def share_experts(model: Decoder, dims: Dims) -> None:
-    """Have the ranks of an expert group compute a part of the experts each, if there are several.
+    """Divide the experts of each block among the ranks of an expert group, if it has several.
 
-    After adapters and freezing, before activation checkpointing, compile and fully_shard.
+    Must be called after adapters and freezing, before activation checkpointing, compile and
+    fully_shard.
     """
     size = dims.expert_sizes["expert"]
     if size == 1:
@@ -40,9 +42,9 @@ def share_experts(model: Decoder, dims: Dims) -> None:
     for experts in all_experts(model):
         experts.__class__ = SHARED[type(experts)]
         experts.expert_ranks = ranks
-        for module in experts.modules():  # matrices, and those of their adapters
+        for module in experts.modules():  # the experts and their adapters
             for name, parameter in list(module.named_parameters(recurse=False)):
-                # no rank sends anything: there are no numbers yet
+                # src_data_rank=None: nothing to send, since the weights are on the meta device
                 placed = distribute_tensor(
                     parameter.detach(), mesh, [Shard(EXPERTS)], src_data_rank=None
                 )
@@ -50,13 +52,14 @@ def share_experts(model: Decoder, dims: Dims) -> None:
 
 
 def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any] | None:
-    """Return what tells fully_shard of a block's parameters which mesh, and which dimension.
+    """Return fully_shard's function from a block's parameter to its mesh and sharded dimension.
 
-    Experts are divided over the ranks that hold the same ones. None: all are on one mesh.
+    Experts are sharded over the ranks that hold the same experts. None: all parameters are on one
+    mesh.
     """
     if FEED_FORWARD not in model.config.feed_forwards or not dims.parts_experts:
         return None
-    # on all stages of a pipeline, also those without experts: the mesh is made by all ranks
+    # on all pipeline stages, including those without experts: creating the mesh is collective
     mesh = dims.expert_mesh
     names = [name for name in mesh.mesh_dim_names or () if name in ("replicate", "eshard")]
     experts = {id(p): p for module in all_experts(model) for p in module.parameters()}
@@ -74,22 +77,22 @@ def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any
 def divided(parameter: Tensor, ranks: int, shards: int) -> int:
     """Return the dimension of experts' weights that fully_shard divides over `shards` ranks.
 
-    ranks: those that divide the experts among them.
+    ranks: number of ranks that divide the experts among them.
     """
     own = parameter.shape[EXPERTS] // ranks
-    # FSDP2 divides no other dimension than the first unevenly
+    # FSDP2 shards only the first dimension unevenly
     divides = parameter.ndim > ROWS and parameter.shape[ROWS] % shards == 0
     return ROWS if own < shards and divides else EXPERTS
 
 
 def all_experts(model: nn.Module) -> list[Any]:
-    """Return the experts of each block that has some."""
+    """Return the experts of each block with experts."""
     return [module.experts for module in model.modules() if isinstance(module, MixtureOfExperts)]
 
 
 @dataclass(eq=False)
 class ExpertRanks:
-    """The ranks that divide a block's experts among them: each has as many, one after the other."""
+    """The ranks of an expert group. Each has the same number of consecutive experts."""
 
     group: dist.ProcessGroup | None
     size: int
@@ -101,25 +104,26 @@ class ExpertRanks:
         come: list[int] | None = None,
         to: list[int] | None = None,
     ) -> None:
-        """Fill `received` with what all ranks send to this one. Collective.
+        """Exchange rows with all ranks: send `sent` and write to `received`. Collective.
 
-        come, to: rows from and for each rank; None: as many for each.
+        come, to: number of rows from and for each rank; None: the same for each.
         """
-        # gloo writes wrong numbers where memory is not contiguous, and says nothing
+        # gloo silently writes wrong numbers if memory is not contiguous
         dist.all_to_all_single(received, sent.contiguous(), come, to, group=self.group)
 
     def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
-        """Return how many rows go to each rank, and come from each. The host waits for them.
+        """Return the number of rows to each rank and from each rank. Synchronises with the device.
 
-        counts, received: [ranks, experts of a rank].
+        counts, received: [ranks, experts of a rank], rows to and from each rank by expert.
         """
         return torch.stack([counts.sum(1), received.sum(1)]).tolist()
 
 
 class RowNumbers(NamedTuple):
-    """Rows that travel for a block and micro-batch.
+    """Numbers of rows that ranks exchange for one block and micro-batch.
 
-    received: [ranks, experts of a rank], of those that come; to, come: by rank, on the host.
+    received: [ranks, experts of a rank], rows from each rank for each expert, on the device. to,
+    come: rows to and from each rank, on the host.
     """
 
     received: Tensor
@@ -128,25 +132,25 @@ class RowNumbers(NamedTuple):
 
 
 class SharedExperts(Experts):
-    """Experts of which each rank has some."""
+    """Experts that are divided among ranks."""
 
     expert_ranks: ExpertRanks
     known: list[RowNumbers] | None = None
-    """Keeps the numbers of rows from forward until backward computes the block again."""
+    """Keeps the numbers of rows from forward until backward recomputes the block."""
 
     def own(self, parameter: Any) -> Tensor:
-        """See Experts: with its graph."""
+        """Return this rank's part of a parameter, attached to the graph."""
         return parameter.to_local()
 
     @torch.compiler.disable
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """See Experts: of all experts, the rows of this rank's tokens. Collective.
+        """See Experts. rows: this rank's rows for all experts. Collective.
 
-        The host waits for the numbers of rows, once for each micro-batch.
+        Synchronises with the device once per micro-batch, for the numbers of rows.
         """
         ranks = self.expert_ranks
         received, sent_to, received_from = self.row_numbers(ends)
-        # from each rank come the rows of one expert after the other
+        # rows arrive sorted by rank, then by expert
         experts = torch.arange(received.shape[1], device=rows.device).repeat(ranks.size)
         of_rows = experts.repeat_interleave(received.flatten(), output_size=sum(received_from))
         order = of_rows.argsort(stable=True)
@@ -176,7 +180,7 @@ class SharedExperts(Experts):
 
 
 class SharedClampedExperts(SharedExperts, ClampedExperts):
-    """GPT-OSS's experts of which each rank has some."""
+    """GPT-OSS's experts that are divided among ranks."""
 
 
 SHARED: dict[type[Experts], type[SharedExperts]] = {
@@ -186,23 +190,23 @@ SHARED: dict[type[Experts], type[SharedExperts]] = {
 
 
 def with_known_rows(block: Any, known: list[RowNumbers], *args: Any) -> Any:
-    """Return a block's output, computed with known numbers of rows; an empty list is filled.
+    """Run a block's forward with known numbers of rows; if the list is empty, fill it.
 
-    Routing is the same when a block is computed again, so its ranks need not exchange them again.
+    Routing does not change in recomputation, so the numbers need not be exchanged again.
     """
     block.mlp.experts.known = known
     return type(block).forward(block, *args)
 
 
 def divides_experts(block: nn.Module) -> bool:
-    """Return True for a block whose experts are on several ranks."""
+    """Return True for a block whose experts are divided among ranks."""
     return any(isinstance(module, SharedExperts) for module in block.modules())
 
 
 def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:
-    """Return how many rows come from each rank for each of this rank's experts. Collective.
+    """Return the number of rows from each rank for each of this rank's experts. Collective.
 
-    counts: [ranks, experts of a rank], of the rows that go to each.
+    counts: [ranks, experts of a rank], number of rows to each rank for each of its experts.
     """
     counts = counts.long()
     received = torch.empty_like(counts, memory_format=torch.contiguous_format)
@@ -211,27 +215,27 @@ def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:
 
 
 class ExchangeRows(torch.autograd.Function):
-    """An all-to-all of rows, as many as there are for each rank. Its own transpose."""
+    """All-to-all of different numbers of rows for each rank. Backward reverses it."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, to: list[int], come: list[int], ranks: ExpertRanks
     ) -> Tensor:
-        """Return [Σ come, width], those of rank 0 first.
+        """Return the received rows, sorted by rank: [Σ come, width].
 
-        rows: [Σ to, width], those for rank 0 first; to, come: by rank.
+        rows: [Σ to, width], sorted by rank; to, come: number of rows for and from each rank.
         """
         ctx.to, ctx.come, ctx.ranks = to, come, ranks
         return exchange_rows(rows, to, come, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each row of the gradient back to where the row came from."""
+        """Send each row of the gradient back to the rank that the row came from."""
         return exchange_rows(gradients[0], ctx.come, ctx.to, ctx.ranks), None, None, None
 
 
 def exchange_rows(rows: Tensor, to: list[int], come: list[int], ranks: ExpertRanks) -> Tensor:
-    """Return the rows that come, [Σ come, width], contiguous. Collective."""
+    """Return the received rows, contiguous: [Σ come, width]. Collective."""
     received = rows.new_empty(sum(come), *rows.shape[1:])
     ranks.exchange(received, rows, come, to)
     return received

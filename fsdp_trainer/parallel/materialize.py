@@ -1,4 +1,4 @@
-"""Storage for a sharded model, and rows for tokens that its weights did not know."""
+"""Storage for a sharded model, and initial rows for new tokens."""
 
 import torch
 import torch.distributed as dist
@@ -9,9 +9,9 @@ from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 
 def allocate(model: Decoder, device: torch.device, computing: torch.device | None = None) -> None:
-    """Give the meta parameters storage on `device`, with undefined content, and buffers zeros.
+    """Allocate the meta parameters on `device`, uninitialised, and buffers filled with zeros.
 
-    computing: the device that computes, where parameters are not on it; there are the buffers.
+    computing: device of the buffers and the computation; None: `device`.
     """
     model.to_empty(device=device)
     for module in model.modules():
@@ -21,9 +21,9 @@ def allocate(model: Decoder, device: torch.device, computing: torch.device | Non
 
 @torch.no_grad()
 def grow_vocabulary(model: Decoder, known: int) -> None:
-    """Set the rows of new tokens, from `known` on, to the mean of the known, padding to 0.
+    """Set the rows of new tokens, from `known` on, to the mean of the first `known`; padding to 0.
 
-    A new token that starts as the mean of all others is neither likely nor unlikely (Hewitt 2021).
+    A token that starts as the mean of all others is neither likely nor unlikely (Hewitt 2021).
     Collective.
     """
     for name, parameter in model.named_parameters():
@@ -39,7 +39,7 @@ def grow_vocabulary(model: Decoder, known: int) -> None:
 
 
 def sum_over_rows(total: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Sum in place over the ranks that hold other rows of the same columns. Collective."""
+    """Sum in place over the ranks that hold different rows of the same columns. Collective."""
     if not isinstance(parameter, DTensor):
         return
     for dimension, placement in enumerate(parameter.placements):

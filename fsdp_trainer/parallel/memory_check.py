@@ -1,4 +1,4 @@
-"""A lower bound of what a rank holds of a model's states, checked before any is allocated."""
+"""Lower bound of the memory of a rank's model states, checked before they are allocated."""
 
 import math
 import os
@@ -23,11 +23,11 @@ from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
-MAX_TIMES_RANKS = 2**19  # while looking for how many ranks would do
+MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
 
 
 class Setup(NamedTuple):
-    """Everything that the size of a rank's states depends on, besides the model."""
+    """Settings that determine, with the model, the size of a rank's states."""
 
     sharding: Sharding
     precision: Precision
@@ -37,7 +37,10 @@ class Setup(NamedTuple):
 
 
 class MemoryItem(NamedTuple):
-    """Bytes that a rank holds, and how they are reckoned. offloads: with sharding.cpu_offload."""
+    """Bytes that a rank holds, and the formula for them.
+
+    offloads: True if sharding.cpu_offload moves them to the host.
+    """
 
     name: str
     size: float
@@ -46,7 +49,7 @@ class MemoryItem(NamedTuple):
 
 
 def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
-    """Return what a rank holds at one moment, at least, without activations and temporaries."""
+    """Return a lower bound of a rank's peak memory, without activations and temporaries."""
     sharding, precision, optim, ranks, adapters = setup
     sizes = dimension_sizes(sharding, ranks)
     shards = fsdp_ranks(sizes) * sizes["tensor"] * sizes["pipeline"]
@@ -80,7 +83,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored)
     if fsdp_ranks(sizes) == 1 and stored == computed:
-        return [*states, gradients]  # nothing need be gathered
+        return [*states, gradients]  # nothing is gathered
     units = block_units(model, sharding)
     largest = max(units, key=lambda unit: gathered_bytes(unit, computed))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
@@ -90,7 +93,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
 
 
 def block_units(model: Decoder, sharding: Sharding) -> list[list[nn.Module]]:
-    """Return the blocks that `fully_shard` takes together, in order."""
+    """Return the blocks of each FSDP unit, in order."""
     return grouped_blocks(list(model.blocks().values()), sharding)
 
 
@@ -101,23 +104,23 @@ def grouped_blocks(blocks: list[nn.Module], sharding: Sharding) -> list[list[nn.
 
 
 def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
-    """Return the bytes of gathered modules; computed: of a number but those in 4 bits."""
+    """Return the bytes of gathered modules. computed: bytes of a number that is not in 4 bits."""
     parameters = [p for module in modules for p in module.parameters()]
     return sum(p.numel() * (1 if is_encoded(p) else computed) for p in parameters)
 
 
 def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the experts of modules, which an expert group divides."""
+    """Return the experts' modules inside these modules."""
     return [part for module in modules for part in module.modules() if isinstance(part, Experts)]
 
 
 def total(items: list[MemoryItem]) -> float:
-    """Return the bytes of all items together."""
+    """Return the total bytes of the items."""
     return sum(item.size for item in items)
 
 
 def mean_state_bytes(model: nn.Module, precision: Precision, optim: Optim) -> float:
-    """Return the bytes of optimizer state for a trained number, at least, on average."""
+    """Return a lower bound of the mean bytes of optimizer state per trained number."""
     total, numbers = 0.0, 0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -129,21 +132,23 @@ def mean_state_bytes(model: nn.Module, precision: Precision, optim: Optim) -> fl
 
 
 def checkpoint_bytes(model: Decoder, precision: Precision, optim: Optim) -> float:
-    """Return the size of a checkpoint: trained weights and optimizer states. Its other files are
-    small. The model may be on the meta device."""
+    """Return the bytes of trained weights and optimizer states, which are most of a checkpoint.
+
+    The model may be on the meta device.
+    """
     stored = getattr(torch, precision.master_dtype).itemsize
     return count_trained(model) * (stored + mean_state_bytes(model, precision, optim))
 
 
 def keeps_gathered(sharding: Sharding) -> bool:
-    """Return whether units stay gathered from forward to backward."""
+    """Return True if units stay gathered from forward to backward."""
     if sharding.reshard_after_forward == "auto":
         return sharding.strategy == "ddp" or sharding.pipeline > 1
     return not sharding.reshard_after_forward
 
 
 class Alternative(NamedTuple):
-    """A model that a suggestion trains instead, on the meta device, and its adapters."""
+    """A suggested override, and the model (on the meta device) and adapters it would train."""
 
     override: str
     model: Decoder
@@ -156,9 +161,10 @@ def check_memory(
     device: torch.device,
     alternatives: Callable[[], list[Alternative]] = list,
 ) -> None:
-    """Raise UserError with the arithmetic if a rank's states cannot fit.
+    """Raise UserError with the calculation if a rank's states cannot fit.
 
-    The weights may be on the meta device.
+    alternatives: returns other models to suggest if they fit. The weights may be on the meta
+    device.
     """
     memory = device_bytes(device)
     host = host_bytes(os.environ)
@@ -177,7 +183,7 @@ def check_memory(
         available += f" and {gib(host)} of the host's"
     lines = arithmetic(least_memory(model, setup), available)
     overrides = suggestions(fits, setup, cuda)
-    overrides += [  # after what trains the same
+    overrides += [  # after overrides that train the same model
         other.override
         for other in alternatives()
         if fits(setup._replace(adapters=other.adapters), other.model)
@@ -188,7 +194,7 @@ def check_memory(
 
 
 def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
-    """Return a line for each thing that a rank holds, and for their sum."""
+    """Return the lines of a message: one for each item and one for the sum."""
     return [
         "each rank holds at least",
         *(f"{item.name:12}{gib(item.size):>12}   {item.formula}" for item in items),
@@ -197,7 +203,7 @@ def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
 
 
 def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
-    """Return what to type instead, as far as it would fit; last what may learn less."""
+    """Return overrides with which the states fit; last the one that may reduce quality."""
     sharding, precision, optim, ranks, _ = setup
     shards = replace(sharding, strategy="fsdp", replicas=1)
     sharded = setup._replace(sharding=shards)
@@ -207,7 +213,7 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
         "sharding=fsdp": sharded,
         in_8_bits: setup._replace(optim=replace(optim, state_dtype="8bit")),
     }
-    if cuda and optim.name != "muon":  # whose products the host would compute
+    if cuda and optim.name != "muon":  # the host would compute Muon's matrix products
         offloaded = replace(shards, cpu_offload=True)
         others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
     overrides = [override for override, other in others.items() if fits(other)]
@@ -222,14 +228,14 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
 
 
 def device_bytes(device: torch.device) -> float:
-    """Return the memory of this rank where it computes: a whole GPU, or its share of the host's."""
+    """Return the memory of this rank's device: of a GPU, or its share of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes(os.environ)
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the memory that this rank can still allocate where it computes."""
+    """Return the memory that this rank can still allocate on its device."""
     if device.type != "cuda":
         return host_bytes(os.environ)
     free, _ = torch.cuda.mem_get_info(device)
@@ -239,9 +245,9 @@ def free_bytes(device: torch.device) -> float:
 def host_bytes(
     env: Mapping[str, str], meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP
 ) -> float:
-    """Return the available host memory for each rank of this node; infinite where nobody says.
+    """Return the available host memory for each rank of this node; infinite if unknown.
 
-    A control group may leave less of it than the machine has.
+    A control group (cgroup) may limit it to less than the memory of the machine.
     """
     try:
         available = first_number(r"MemAvailable:\s+(\d+) kB", meminfo, math.inf) * 1024
@@ -256,11 +262,11 @@ def host_bytes(
 
 
 def first_number(pattern: str, file: Path, default: float) -> float:
-    """Return the number that `pattern` captures in a file. Raises OSError."""
+    """Return the number that `pattern` captures in a file, or the default. Raises OSError."""
     match = re.search(pattern, file.read_text(), re.MULTILINE)
     return float(match[1]) if match else default
 
 
 def gib(size: float) -> str:
-    """Return bytes as people write them: in GiB, or in MiB below a quarter of one."""
+    """Return bytes as text: in GiB, or in MiB below 0.25 GiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"

@@ -1,4 +1,4 @@
-"""Layouts whose queries are some tokens of each row, and whose keys and values are all of them."""
+"""Layouts with queries for some tokens of each row, and keys and values for all tokens."""
 
 from typing import Any, NamedTuple
 
@@ -18,10 +18,17 @@ from fsdp_trainer.rounding import round_up
 
 
 class OwnDocuments(DocumentAttention):
-    """Pieces of documents of similar size share a kernel call: cost follows what is seen."""
+    """Layout with one kernel call for each group of pieces of documents of similar size.
+
+    Cost grows with Σ queries · visible keys.
+    """
 
     def __init__(self, own: np.ndarray, *args: Any):
-        """own: [rows, tokens] int64, ascending positions in the row; args: see PackedAttention."""
+        """Plan the kernel calls.
+
+        own: [rows, tokens] int64, ascending positions of the queries in the row; args: see
+        PackedAttention.
+        """
         self.own = own
         super().__init__(*args)
 
@@ -31,10 +38,14 @@ class OwnDocuments(DocumentAttention):
 
 
 class OwnMask(MaskedAttention):
-    """One kernel call under a mask, [rows, 1, tokens, row] bool: fixed shapes."""
+    """Layout with one masked kernel call and fixed shapes. mask: [rows, 1, tokens, row] bool."""
 
     def __init__(self, own: np.ndarray, *args: Any):
-        """own: [rows, tokens] int64, ascending positions in the row; args: see PackedAttention."""
+        """Build the mask.
+
+        own: [rows, tokens] int64, ascending positions of the queries in the row; args: see
+        PackedAttention.
+        """
         self.own = own
         super().__init__(*args)
 
@@ -59,14 +70,14 @@ class OwnMask(MaskedAttention):
 
 
 OWN_QUERIES: dict[str, type[OwnDocuments | OwnMask]] = {"documents": OwnDocuments, "mask": OwnMask}
-"""Layouts for a rank's own queries, by the name of the layout for whole rows."""
+"""Layouts for a rank's own queries, by the name of the layout for complete rows."""
 
 
 class QueryRun(NamedTuple):
-    """Consecutive tokens of one document.
+    """A run of consecutive tokens of one document.
 
-    query: the first one's place among all queries; key: that of the first key which they see,
-    among all keys; size: tokens; before: keys in front of the first token.
+    query: index of the first token among all queries; key: index of the first visible key among
+    all keys; size: number of tokens; before: number of visible keys before the first token.
     """
 
     query: int
@@ -84,7 +95,7 @@ def plan_pieces(
         for i, documents in enumerate(lengths)
         for piece in find_pieces(own[i], i, documents, row, window)
     ]
-    # keys and values get gradients, see models.document_calls.plan_calls
+    # so that keys and values get gradients, see models.document_calls.plan_calls
     pieces = pieces or [QueryRun(0, int(own[0, 0]), 1, 0)]
     order = np.zeros(own.size, np.int64)
     computed = 0
@@ -108,9 +119,9 @@ def plan_pieces(
 def find_pieces(
     own: np.ndarray, number: int, documents: list[int], row: int, window: int | None
 ) -> list[QueryRun]:
-    """Return the pieces of one row: none longer than the window, none of padding.
+    """Return the pieces of one row, without padding; no piece is longer than the window.
 
-    own: [tokens] int64, ascending; number: of the row.
+    own: [tokens] int64, ascending positions; number: index of the row.
     """
     ends = np.cumsum(documents, dtype=np.int64)
     document = np.searchsorted(ends, own, side="right")
@@ -140,9 +151,10 @@ def piece_call(
     window: int | None,
     device: torch.device,
 ) -> KernelCall:
-    """Return one call for all these pieces. Arrays: [pieces], see QueryRun.
+    """Return one call for these pieces. Arrays are [pieces], see QueryRun.
 
-    Shorter pieces repeat their last query, and their last key behind what any query sees.
+    Shorter pieces are padded with copies of their last query, and of their last key; no real query
+    sees these keys.
     """
     multiple = LENGTH_MULTIPLE[device.type]
     width = round_up(int(size.max()), multiple)

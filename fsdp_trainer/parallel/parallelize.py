@@ -1,4 +1,4 @@
-"""Turn a decoder on the meta device into this rank's share of it, in one visible list."""
+"""Conversion of a decoder on the meta device into this rank's part of it, one step per line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ COMM_BUFFERS = {
     "symmetric": lambda module: module.set_symm_mem_for_comm(),
     "registered": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
 }
-"""Functions that set where FSDP2 allocates its messages, by sharding.messages."""
+"""Functions that set where FSDP2 allocates communication buffers, by sharding.messages."""
 
 
 def parallelize(
@@ -55,11 +55,11 @@ def parallelize(
     adapters: AdapterSpec | None = None,
     compiled: bool = False,
 ) -> Decoder:
-    """Turn a meta-device model into this rank's share of it; its parameters become DTensors.
+    """Turn a meta-device model into this rank's part of it; its parameters become DTensors.
 
-    The order matters. A kind of parallelism is a file beside this one and a line here: a pipeline
-    cuts a model whose adapters and number formats are known, then a tensor group shares its blocks
-    and an expert group its experts.
+    Each kind of parallelism is a file in this folder and a line here. The order matters: the
+    pipeline cuts a model with final adapters and number formats, then blocks are sharded over
+    tensor groups, and experts over expert groups.
     """
     prepare(model, dims, cfg, adapters)
     cut_into_stages(model, cfg.sharding, dims)
@@ -68,7 +68,7 @@ def parallelize(
     offloader = Offloader() if cfg.activation_checkpoint.offload else None
     checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
     if compiled:
-        # before fully_shard: its hooks stay out of the graph, and so do those that offload
+        # before fully_shard and offloading, whose hooks must not be part of the graph
         compile_blocks(model, cfg.compile, forward_alone=offloader is not None)
     if offloader is not None:
         offload_activations(model, offloader)
@@ -77,7 +77,7 @@ def parallelize(
 
 
 def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec | None) -> None:
-    """Give a whole model its number formats and adapters, and choose what is trained."""
+    """Set number formats, adapters and requires_grad of a complete model."""
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
     convert_linears(model, cfg.precision, cfg.sharding.tensor)
@@ -86,7 +86,7 @@ def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec 
     keep_levels(param_dtype, dims.mesh.device_type)
     choose_trained(model, adapters, cfg.train.freeze, master_dtype)
     dtype = getattr(torch, frozen_dtype(cfg.precision, adapters))
-    for parameter in frozen_parameters(model).values():  # never updated: they need no master copy
+    for parameter in frozen_parameters(model).values():  # not updated, so no master copy is needed
         if parameter.is_floating_point():  # not the codes of 4-bit weights
             parameter.data = parameter.data.to(dtype)
 
@@ -95,13 +95,13 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
     """Apply fully_shard to every `blocks_per_unit` blocks, to the embedding, and to [norm, head].
 
     [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be
-    in one unit. The root keeps nothing of its own.
+    in one unit. The root has no parameters of its own.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
         reduce_dtype=getattr(torch, precision.reduce_dtype),
-        # inputs have param_dtype, as the embedding has. What has not, rotations of some families or
-        # weights of tokens, is in float32 for a reason
+        # hidden states have param_dtype already, from the embedding; other inputs, such as token
+        # weights and some families' rotations, must stay in float32
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": dims.mesh, "mp_policy": policy}
@@ -112,19 +112,19 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         shard_part(part, cfg, options, of_blocks)
 
     for module in fsdp_modules(model):
-        # the loss is divided by the step's global weight already
+        # the loss is already divided by the step's global weight
         module.set_gradient_divide_factor(1.0)
-        # gloo has no pre-multiplied sum; NCCL's symmetric reduction is a sum
+        # gloo has no pre-multiplied sum, and NCCL's symmetric reduction supports only sums
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
 
 
 class ShardedPart(NamedTuple):
-    """A model, or a stage of it, whose forward gathers what it needs.
+    """A model, or a stage of it, that becomes one FSDP root.
 
-    embedding: where it is a unit of its own. ends: one unit that stays gathered after forward. In
-    front of the blocks nothing is trained if `is_frozen_before`.
-    inference: the name of its other forward.
+    embedding: the embedding if it is a separate unit. ends: modules of the unit that stays gathered
+    after forward. is_frozen_before: True if nothing before the blocks is trained.
+    inference: name of the method for inference, which must also gather parameters.
     """
 
     root: nn.Module
@@ -136,7 +136,7 @@ class ShardedPart(NamedTuple):
 
 
 def parts_of(model: Decoder) -> list[ShardedPart]:
-    """Return this rank's stages, or the whole model. Tied weights are in one unit."""
+    """Return this rank's stages, or the complete model. Tied weights are in one unit."""
     whole = model.whole
     tied = model.config.tie_word_embeddings
     is_frozen = not whole.model.embed_tokens.weight.requires_grad
@@ -151,7 +151,7 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
 
 
 def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
-    """Return a stage of a pipeline."""
+    """Return a pipeline stage as a ShardedPart."""
     ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
     is_frozen_before = is_frozen and stage.is_first
@@ -163,12 +163,12 @@ def shard_part(
 ) -> None:
     """Apply fully_shard to a part's units, then to the part itself.
 
-    options: fully_shard's; of_blocks: those for units of blocks.
+    options: arguments of fully_shard; of_blocks: arguments for units of blocks.
     """
     reshard = not keeps_gathered(cfg)
     if part.embedding is not None:
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
-        # its gradient needs tokens and the stream's gradient alone: no second all-gather
+        # its backward needs only the tokens and the output's gradient: no second all-gather
         embedding.set_unshard_in_backward(False)
     if part.ends:
         fully_shard(part.ends, reshard_after_forward=False, **options)
@@ -178,16 +178,15 @@ def shard_part(
     fully_shard(part.root, reshard_after_forward=False, **options)
     for frozen in units_in_front(units) if part.is_frozen_before else []:
         frozen.set_unshard_in_backward(False)
-    # samples in training begin as a forward does: after the optimizer's last write
+    # samples during training must, like a forward, wait for the optimizer's last write
     register_fsdp_forward_method(part.root, part.inference)
     prefetch([unit[0] for unit in units], cfg.prefetch)
 
 
 def units_in_front(units: list[list[nn.Module]]) -> list[Any]:
-    """Return the first module of each unit in front of all that is trained.
+    """Return the first module of each unit before all trained units.
 
-    Backward does not reach them. FSDP2 would gather the last of them all the same, ahead of a
-    backward that never comes.
+    Backward does not reach these units, but FSDP2 would prefetch the last of them for backward.
     """
     in_front = []
     for unit in units:
@@ -198,9 +197,9 @@ def units_in_front(units: list[list[nn.Module]]) -> list[Any]:
 
 
 def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
-    """Set what torch's newer releases add to FSDP2's collectives. Collective.
+    """Set options of FSDP2's collectives that newer releases of torch have. Collective.
 
-    Raises UserError for what cannot work here.
+    Raises UserError for options that do not work here.
     """
     key = f"sharding.messages={cfg.messages}"
     instead = "Use  sharding.messages=ordinary"
@@ -217,29 +216,29 @@ def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:
     try:
         for module in fsdp_modules(model):
             COMM_BUFFERS[cfg.messages](module)
-    except RuntimeError as error:  # a torch or a driver without it
+    except RuntimeError as error:  # not supported by this torch or driver
         problem = Problem(key, f"{error}\n{instead}")
         raise UserError("these GPUs cannot communicate like that", [problem]) from None
 
 
 def prefetch(units: list[Any], ahead: int) -> None:
-    """Gather `ahead` units before they are needed: in forward, and in reverse order in backward."""
+    """Prefetch `ahead` units in forward, and in reverse order in backward."""
     if ahead == 0:
-        return  # FSDP2's own order
+        return  # FSDP2's default prefetching
     for i, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
         unit.set_modules_to_backward_prefetch(units[max(0, i - ahead) : i][::-1])
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return every module that fully_shard manages, the root first; of stages all of theirs."""
+    """Return every module that fully_shard manages, the root first; of all stages, if any."""
     roots: list[nn.Module] = [*stages_of(model)] or [model]
     modules = dict.fromkeys(module for root in roots for module in root.modules())
     return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free gathered parameters that stay after a forward that no backward follows."""
+    """Free parameters that are still gathered after a forward without a backward."""
     for module in fsdp_modules(model):
         module.reshard()
 
@@ -248,7 +247,7 @@ def reshard(model: nn.Module) -> None:
 def stay_gathered(model: Decoder, cfg: Sharding, device: torch.device) -> Iterator[None]:
     """Gather a model once for many forwards without a backward, if every rank has the memory.
 
-    It takes at most half of what is free. The caller reshards the model. Collective.
+    The gathered model may use at most half of the free memory. The caller reshards it. Collective.
     """
     computed = max(p.element_size() for p in model.parameters())
     fits = torch.tensor(gathered_bytes([model], computed) <= free_bytes(device) / 2, device=device)
@@ -268,7 +267,7 @@ def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:
     if keeps_gathered(cfg):
         return []
     units: list[Any] = [unit[0] for unit in block_units(model, cfg)]
-    embedding = model.model.embed_tokens  # a stage of a pipeline need not have it
+    embedding = model.model.embed_tokens  # None in some pipeline stages
     if embedding is None or model.config.tie_word_embeddings:
         return units
     return [embedding, *units]

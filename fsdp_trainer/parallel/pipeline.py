@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank has one or two stages, which are some of the blocks in a row."""
+"""Pipeline parallelism: each rank has one or two stages of consecutive blocks."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +31,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Ends(nn.Module):
-    """Norm and head of a last stage, which are gathered together.
+    """Norm and head of a last stage, which are one FSDP unit.
 
-    With them is a tied embedding: its matrix is the head's.
+    A tied embedding belongs to it, since its matrix is the head's.
     """
 
     def __init__(self, model: Decoder):
@@ -43,20 +43,21 @@ class Ends(nn.Module):
         self.norm, self.lm_head = model.model.norm, model.lm_head
 
     def forward(self, hidden: Tensor, *args: Any) -> Any:
-        """Return what the head does, of tokens [tokens, hidden]. args: the head's others."""
+        """Return the head's result for hidden states [tokens, hidden]. args: the head's others."""
         return self.lm_head(self.norm(hidden), *args)
 
 
 class Stage(nn.Module):
-    """Some blocks in a row: with the embedding in the first stage, with norm and head in the last.
+    """Consecutive blocks, with the embedding in the first stage, with norm and head in the last.
 
-    embed_tokens: None where it is not in this stage, and where it is one of its rank's `ends`.
-    number, count: of the stages. scores: of each micro-batch of the last forwards, in the last
-    stage. auxiliary: values of its blocks, of each micro-batch that is learnt from.
+    embed_tokens: None if it is not in this stage or if it belongs to `ends` on this rank.
+    number, count: index of this stage and number of stages. scores: in the last stage, scores of
+    each micro-batch since they were last read. auxiliary: the blocks' auxiliary values for each
+    micro-batch of training.
     """
 
     def __init__(self, model: Decoder, number: int, count: int, names: Sequence[str]):
-        """model: shares its modules with its stages. names: of the blocks."""
+        """Create a stage that shares modules with `model`. names: names of the blocks."""
         super().__init__()
         self.number, self.count = number, count
         self.scores: list[Scores] = []
@@ -70,27 +71,28 @@ class Stage(nn.Module):
 
     @property
     def decoder(self) -> Decoder:
-        """This rank's part of the model, of which this stage is a part or all."""
+        """This rank's part of the model, which contains this stage."""
         return self.__dict__["decoder"]
 
     @property
     def is_first(self) -> bool:
-        """Return whether this stage has the embedding."""
+        """True if this is the first stage, which has the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Return whether this stage has norm and head."""
+        """True if this is the last stage, which has norm and head."""
         return self.number == self.count - 1
 
     def forward(self, x: Tensor, batch: MicroBatch, objective: Objective | None = None) -> Tensor:
-        """x: the tokens in the first stage, else the residual stream, [batch, length, hidden].
+        """Return the residual stream, or in the last stage the objective's value.
 
-        Returns the stream; the last stage the objective's value, a scalar, 0 without an objective.
+        x: in the first stage the tokens, else the residual stream, [batch, length, hidden]. The
+        value is a scalar, 0 without an objective.
         """
         decoder = self.decoder
         x = self.embed(x) if self.is_first else ContiguousGradient.apply(x)
-        share = batch.token_share if objective else None  # a validation minimises nothing
+        share = batch.token_share if objective else None  # a validation has no auxiliary losses
         blocks = dict(self.layers.items())
         x, auxiliary = decoder.run_blocks(
             x, batch.positions, batch.layout, blocks, token_share=share
@@ -105,16 +107,16 @@ class Stage(nn.Module):
         return hidden.new_zeros((), dtype=torch.float32) if value is None else value
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the residual stream in front of the first block."""
+        """Return the residual stream before the first block."""
         if self.embed_tokens is None:
-            # the last stage gathers it, too late for a step's first micro-batch
+            # the last stage would gather it, but too late for a step's first micro-batch
             stages_of(self.decoder)[-1].ends.unshard()
         return self.decoder.embed(tokens)
 
     def minimise(self, x: Tensor, auxiliary: Auxiliary) -> Tensor:
-        """Return the stream; its backward is also that of the blocks' losses. Keeps their values.
+        """Attach the blocks' auxiliary losses to the stream's backward, and keep their values.
 
-        They need no gradient from other stages: each is a part of the sum that is minimised.
+        They need no gradient from other stages, since each is a summand of the total loss.
         """
         balance = self.decoder.balance
         assert balance is not None
@@ -131,9 +133,9 @@ class Stage(nn.Module):
         index: Tensor,
         caches: Mapping[str, Cache],
     ) -> Tensor:
-        """Return the residual stream; the last stage some tokens' logits, [index, vocabulary].
+        """Return the residual stream, or in the last stage logits [index, vocabulary].
 
-        For inference. x: as in `forward`; the others: see Decoder.next_logits.
+        Used for inference. x: as in `forward`; other arguments: see Decoder.next_logits.
         """
         decoder = self.decoder
         with decoder.inference():
@@ -146,31 +148,31 @@ class Stage(nn.Module):
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """The same numbers. Their gradient is sent to another rank: it must lie in one piece."""
+    """Identity with a contiguous gradient, as is required to send it to another rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """x: the residual stream."""
+        """Return the residual stream unchanged."""
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """gradients: of the stream."""
+        """Return the stream's gradient, made contiguous."""
         return gradients[0].contiguous()
 
 
 class WithLoss(torch.autograd.Function):
-    """The residual stream. Its backward is that of the stream and of a loss beside it."""
+    """Identity on the residual stream whose backward also runs backward of a loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
-        """x: the stream; loss: a scalar."""
+        """Return a copy of the stream. loss: a scalar."""
         ctx.loss = loss.dtype, loss.device
-        return x.clone()  # zbv and dualpipev detach in place what a stage returns: no view
+        return x.clone()  # not a view: zbv and dualpipev detach a stage's output in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """gradients: of the stream."""
+        """Return the stream's gradient, and 1 for the loss."""
         dtype, device = ctx.loss
         return gradients[0], torch.ones((), dtype=dtype, device=device)
 
@@ -179,33 +181,33 @@ class WithLoss(torch.autograd.Function):
 
 
 def stages_of(model: nn.Module) -> list[Stage]:
-    """Return this rank's stages of a model; none, where no pipeline has cut it."""
+    """Return this rank's stages of a model; empty without a pipeline."""
     return model.__dict__.get("stages", [])
 
 
 def block_costs(model: Decoder) -> tuple[list[int], int]:
-    """Return how many numbers a token meets in each block, and in the head: what it costs there."""
+    """Return the number of weights that a token uses in each block and in the head, as costs."""
     costs = [sum(map(_numbers_met, block.modules())) for block in model.blocks().values()]
     return costs, model.lm_head.weight.numel()
 
 
 def _numbers_met(module: nn.Module) -> int:
-    """Return how many numbers of a module's own a token meets: of experts, the chosen ones."""
+    """Return how many of a module's own weights a token uses: of experts, the chosen ones."""
     count = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return round(count * getattr(module, "active_share", 1))
 
 
 def blocks_by_stage(model: Decoder, sharding: Sharding) -> list[list[int]]:
-    """Return the numbers of the blocks of each stage. model: whole."""
+    """Return the numbers of each stage's blocks. model: complete model, not yet cut."""
     costs, head = block_costs(model)
     return divide_blocks(costs, head, stage_count(sharding))
 
 
 def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
-    """Leave of a whole model on the meta device what this rank's stages have, if there are several.
+    """Reduce a complete model on the meta device to this rank's stages, if there is a pipeline.
 
-    Names stay. A tied embedding stays on the rank of the first stage and on that of the last.
-    Raises UserError where a rank would have nothing to train.
+    Names do not change. A tied embedding stays on the ranks of the first and of the last stage.
+    Raises UserError if a rank would have nothing to train.
     """
     if sharding.pipeline == 1:
         return
@@ -229,7 +231,7 @@ def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
 
 
 def require_no_auxiliary(model: Decoder, sharding: Sharding) -> None:
-    """Raise UserError if blocks return more than their output, which stages do not pass on."""
+    """Raise UserError if modules declare `auxiliary_names`, which stages do not pass on."""
     if model.auxiliary_names:
         values = ", ".join(model.auxiliary_names)
         reason = f"blocks that return {values} are not divided in this version.\n"
@@ -264,9 +266,9 @@ def is_tied_to_itself(model: Decoder) -> bool:
 
 
 def copies_in_stages(name: str, model: Decoder) -> int:
-    """Return on how many ranks of a pipeline a parameter of this one is.
+    """Return the number of ranks of a pipeline that hold a parameter of this rank.
 
-    A tied embedding is on two, but where one rank has the first and the last stage.
+    A tied embedding is on two, unless one rank has both the first and the last stage.
     """
     is_copied = name == EMBEDDING and model.config.tie_word_embeddings
     return 2 if is_copied and stages_of(model) and not is_tied_to_itself(model) else 1
@@ -276,10 +278,10 @@ def copies_in_stages(name: str, model: Decoder) -> int:
 
 
 class Pipeline:
-    """This rank's stages and the schedule in which they compute.
+    """This rank's stages and their schedule.
 
-    count: of the micro-batches that it takes at a time. after_backward: called on the rank of the
-    first stage with the number of each micro-batch whose backward has come to its end.
+    count: number of micro-batches that it runs at a time. after_backward: called on the rank of the
+    first stage with the number of each micro-batch whose backward is complete.
     """
 
     def __init__(
@@ -290,8 +292,8 @@ class Pipeline:
         micro_batches: int,
         device: torch.device,
     ):
-        """micro_batches: of a step. Collective."""
-        # imported late: importing it takes a second, and torch before 2.13 has another
+        """Build the stages and the schedule. micro_batches: number per step. Collective."""
+        # imported here: importing it takes a second, and torch before 2.13 has another API
         from fsdp_trainer.parallel import pipeline_runtime as runtime
 
         sharding = cfg.sharding
@@ -334,7 +336,7 @@ class Pipeline:
     def _group_of_copies(self) -> dist.ProcessGroup | None:
         """Return the group of the two ranks that have a copy of a tied embedding. Collective.
 
-        None: it is not tied, or one rank has the first and the last stage.
+        None if it is not tied or if one rank has both the first and the last stage.
         """
         last = rank_of_stage(self.sharding, self.stage_count - 1)
         if last == 0 or not self.config.tie_word_embeddings:
@@ -349,16 +351,15 @@ class Pipeline:
 
     @property
     def last(self) -> Stage | None:
-        """Return the last stage, on the ranks that have it."""
+        """The last stage; None on ranks that do not have it."""
         return self.own.get(self.stage_count - 1)
 
     def train(
         self, batches: Sequence[MicroBatch], objectives: Sequence[Objective]
     ) -> list[tuple[Tensor, Scores]]:
-        """Leave the gradients of `count` micro-batches, sharded and summed. Collective.
+        """Compute the summed, sharded gradients of `count` micro-batches. Collective.
 
-        Returns the value of each one's objective and its scores, on ranks without the last stage
-        nothing.
+        Returns value and scores of each micro-batch; empty on ranks without the last stage.
         """
         values = self._run(batches, objectives, train=True)
         for stage in self.stages:
@@ -369,7 +370,7 @@ class Pipeline:
 
     @torch.no_grad()
     def score(self, batches: Sequence[MicroBatch]) -> list[Scores]:
-        """Return the scores of `count` micro-batches, on ranks without the last stage nothing.
+        """Return the scores of `count` micro-batches; empty on ranks without the last stage.
 
         Collective.
         """
@@ -386,7 +387,7 @@ class Pipeline:
         return self.run_schedule(self.schedule, self.stages, inputs, options, train)
 
     def pop_auxiliary(self) -> list[Auxiliary]:
-        """Return the values of this rank's blocks: of each stage, of each micro-batch."""
+        """Return and clear the auxiliary values, one per stage of this rank and micro-batch."""
         values = [value for stage in self.own.values() for value in stage.auxiliary]
         for stage in self.own.values():
             stage.auxiliary = []
@@ -400,7 +401,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _add_gradients_of_copies(self) -> None:
-        """Add up the gradients of a tied embedding's two copies, so that both stay alike."""
+        """Sum the gradients of a tied embedding's two copies, so that both stay equal."""
         if self.copies is None or not {0, self.stage_count - 1} & self.own.keys():
             return
         gradient = self.model.get_parameter(EMBEDDING).grad
@@ -410,7 +411,7 @@ class Pipeline:
     # --- inference
 
     def blocks(self) -> dict[str, nn.Module]:
-        """Return the blocks of this rank by name."""
+        """Return this rank's blocks by name."""
         return self.model.blocks()
 
     @torch.no_grad()
@@ -422,7 +423,10 @@ class Pipeline:
         index: Tensor,
         caches: Mapping[str, Cache] = MappingProxyType({}),
     ) -> Tensor:
-        """See Decoder. One stage after the other, with the same result on each rank. Collective."""
+        """Run one stage after the other, as Decoder.next_logits; all ranks get the logits.
+
+        Collective.
+        """
         x = tokens
         for number in range(self.stage_count):
             if number in self.own:

@@ -1,8 +1,8 @@
-"""torch's pipeline runtime with stages that hold no more than they need.
+"""torch's pipeline runtime with stages that need less memory.
 
-torch's own stage keeps the whole gradient until the last micro-batch, and a buffer for each
-micro-batch of a step. It has no public way to change that: what is overridden here was read in
-torch 2.13.
+torch's own stage keeps the unsharded gradient until the last micro-batch, and a buffer for each
+micro-batch of a step. There is no public API to change that; the methods overridden here are those
+of torch 2.13.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,10 @@ SCHEDULES: dict[str, Any] = {
 
 
 class LeanStage(PipelineStage):
-    """A stage whose receive buffers exist while their micro-batch is on its way through it.
+    """A stage whose receive buffers exist only while it processes their micro-batch.
 
-    after_backward: called with the number of each micro-batch whose backward has reached the first
-    stage's input.
+    after_backward: called with the number of each micro-batch whose backward through this stage is
+    complete.
     """
 
     def __init__(
@@ -51,7 +51,11 @@ class LeanStage(PipelineStage):
         group: dist.ProcessGroup | None,
         after_backward: Callable[[int], None],
     ):
-        """number, count: of the stages. stream: what stages pass on, on the meta device."""
+        """Create a stage.
+
+        number, count: index of this stage and number of stages. stream: a meta tensor with shape
+        and dtype of the residual stream that stages exchange.
+        """
         scalar = torch.empty((), device="meta", requires_grad=True)
         tokens = torch.empty(stream.shape[:2], dtype=torch.int64, device="meta")
         super().__init__(
@@ -89,7 +93,7 @@ class LeanStage(PipelineStage):
         return super().get_bwd_recv_ops(chunk)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        """See PipelineStage, which refuses it in a run of forwards alone, as its schedules ask."""
+        """See PipelineStage, which refuses this call of its schedules in runs without backward."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(
@@ -100,7 +104,7 @@ class LeanStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
-        """See PipelineStage. What was received is kept for backward alone."""
+        """See PipelineStage. Only backward keeps a reference to the received tensors."""
         phases.enter("forward")
         output = super().forward_one_chunk(fwd_chunk_id, *args, **options)
         release(self.args_recv_info[fwd_chunk_id])
@@ -115,7 +119,7 @@ class LeanStage(PipelineStage):
             self.after_backward(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, chunk: int, last_backward: bool = False) -> None:
-        """See PipelineStage. The first stage does all of its backward here."""
+        """See PipelineStage. The first stage runs its complete backward here."""
         phases.enter("backward")
         super().backward_weight_one_chunk(chunk, last_backward)
         if self.has_backward:
@@ -124,10 +128,10 @@ class LeanStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """See PipelineStage. A first stage whose front is frozen may have nothing to do."""
+        """See PipelineStage. Does nothing in a first stage whose output needs no gradient."""
         outputs = bwd_kwargs["stage_output"]
         outputs = outputs if isinstance(outputs, Sequence) else (outputs,)
-        # the gradients of weights come from the graph, which the output may have left
+        # gradients of weights are computed from the graph, from which the output may be detached
         if backward_type != "weight" and not any(output.requires_grad for output in outputs):
             return tuple(None for _ in bwd_kwargs.get("input_values", ())), None
         return self.run_backward(backward_type, bwd_kwargs, last_backward)
@@ -135,17 +139,18 @@ class LeanStage(PipelineStage):
     def run_backward(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Keep the gradient whole until the last micro-batch."""
+        """Run backward; the gradient stays unsharded until the last micro-batch."""
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def finish(self) -> None:
-        """Do what waits for all stages' last backward: nothing."""
+        """Run work that must follow the last backward of all stages; none by default."""
 
 
 class EagerStage(LeanStage):
-    """A stage that reduces the gradient of every micro-batch, as training without a pipeline does.
+    """A stage that reduces the gradient after every micro-batch, like training without a pipeline.
 
-    Its schedule does not split backward. hsdp's all-reduce waits for the last micro-batch.
+    Requires a schedule that does not split backward. The all-reduce of hsdp runs after the last
+    micro-batch.
     """
 
     submod: Any
@@ -153,7 +158,7 @@ class EagerStage(LeanStage):
     def run_backward(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool
     ) -> tuple[tuple[Tensor | None, ...], None]:
-        """Leave this rank's part of the gradient."""
+        """Run backward and reduce the gradient to this rank's part."""
         self.submod.set_is_last_backward(last_backward)
         self.submod.set_reshard_after_backward(False)
         self.submod.set_requires_gradient_sync(True)
@@ -164,28 +169,28 @@ class EagerStage(LeanStage):
         return gradients, None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Free the gathered parameters: the gradients are reduced already."""
+        """Free the gathered parameters; gradients are already reduced."""
         for module in self.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 class LateStage(LeanStage):
-    """A last stage whose head is the embedding of the first stage, which is on the same rank.
+    """A last stage whose head is tied to the embedding of a first stage on the same rank.
 
-    Backwards of the first stage go on after its own: it reduces its gradients in `finish`.
+    The first stage's backwards continue after its own, so it reduces gradients only in `finish`.
     """
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Wait for `finish`."""
+        """Do nothing: gradients are reduced in `finish`."""
 
     def finish(self) -> None:
-        """Leave this rank's part of the gradient."""
+        """Reduce the gradients to this rank's part."""
         super().perform_reduce_grad(1)
 
 
 class WithoutStorage:
-    """While it is entered, a stage makes its tensors on the meta device."""
+    """Context in which a stage allocates its tensors on the meta device."""
 
     def __init__(self, stage: PipelineStage):
         self.stage, self.device = stage, stage.device
@@ -198,7 +203,7 @@ class WithoutStorage:
 
 
 def allocate(infos: Sequence[Any], device: torch.device) -> None:
-    """Give buffers to be received into storage."""
+    """Allocate receive buffers."""
     for info in infos:
         if not info.is_root_arg and info.tensor_meta is not None:
             meta = info.tensor_meta
@@ -206,7 +211,7 @@ def allocate(infos: Sequence[Any], device: torch.device) -> None:
 
 
 def release(infos: Sequence[Any]) -> None:
-    """Forget buffers: what computes with them has its own reference."""
+    """Drop the references to receive buffers; operators that use them have their own."""
     for info in infos:
         if not info.is_root_arg:
             info.buffer = None
@@ -219,11 +224,11 @@ def run_schedule(
     options: list[dict[str, Any]],
     train: bool,
 ) -> list[Tensor]:
-    """Run forwards, and backwards to `train`, of a step's micro-batches.
+    """Run the forwards, and with `train` the backwards, of a step's micro-batches.
 
-    inputs, options: of each micro-batch, for the first stage and for all. Returns what the last
-    stage made of each; on ranks without it nothing. The public way, `step`, would cut one large
-    batch of tensors.
+    inputs: arguments of the first stage for each micro-batch; options: keyword arguments of all
+    stages for each micro-batch. Returns the outputs of the last stage; empty on ranks without it.
+    The public method `step` would split one large batch of tensors instead.
     """
     schedule._has_backward = train
     for stage in stages:
@@ -234,6 +239,6 @@ def run_schedule(
     try:
         schedule._step_microbatches(inputs, options, targets, results, return_outputs=False)
     except RuntimeError as error:
-        # it wraps whatever a stage raises, also what there is a better message for
+        # the runtime wraps exceptions of stages, also those with a better message
         raise error.__cause__ or error from None
     return results

@@ -1,9 +1,8 @@
-"""Ring attention (Liu et al. 2023): keys and values go around, and results are merged.
+"""Ring attention (Liu et al. 2023): keys and values travel around a ring of ranks.
 
-Each rank's queries look at the keys of one rank at a time, while those of the next are on their
-way. A kernel says beside its result the logarithm of the sum of the exponentials of its scores;
-by these the results over all ranks' keys are merged. Backward sends keys and values around again,
-and their gradients with them.
+Each rank's queries attend to the keys of one rank at a time, while the next keys are in transit.
+A kernel returns the logsumexp of its scores with its result; these are used to merge the results
+over all ranks' keys. Backward sends keys and values around again, followed by their gradients.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Ring(DealtByCost):
-    """Each rank's queries look at the keys and values of one rank after the other."""
+    """Layout in which each rank's queries attend to the keys of one rank after the other."""
 
     def prepare(self) -> None:
         """See PackedAttention."""
@@ -43,14 +42,14 @@ class Ring(DealtByCost):
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention. One message fewer than there are ranks."""
+        """See PackedAttention. Sends (ranks - 1) messages."""
         assert scoring.softcap is None, "config/context.py refuses it"
         scale = scoring.scale or q.shape[-1] ** -0.5
         return RingAttention.apply(q, k, v, scoring.sinks, self.steps, scale, self.ranks)
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention of this rank's queries to everyone's keys."""
+    """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
     def forward(
@@ -63,10 +62,10 @@ class RingAttention(torch.autograd.Function):
         scale: float,
         ranks: ContextRanks,
     ) -> Tensor:
-        """Return what is shaped as q, [rows, part, heads, head_dim].
+        """Return the attention, shaped as q: [rows, part, heads, head_dim].
 
-        k, v: of this rank's tokens; sinks: [heads]. steps: calls for the keys of each rank, this
-        one first.
+        k, v: keys and values of this rank's tokens; sinks: [heads]. steps: calls for the keys of
+        each rank, this rank first.
         """
         keys = torch.stack([k, v])
         out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -88,7 +87,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        """Keys and values go around again. What is added to their gradients follows them home."""
+        """Send keys and values around again, followed by the sums of their gradients."""
         q, k, v, sinks, out, total = ctx.saved_tensors
         keys = torch.stack([k, v])
         last = len(ctx.steps) - 1
@@ -119,24 +118,24 @@ class RingAttention(torch.autograd.Function):
 
 
 class Arriving:
-    """A message from the rank before. work: None where it has arrived."""
+    """A message from the previous rank. work: handle of the transfer; None if it is complete."""
 
     def __init__(self, received: Tensor, work: Any):
         self.received = received
         self.work = work
 
     def wait(self) -> Tensor:
-        """Return it once it is here."""
+        """Wait for the transfer and return the received tensor."""
         if self.work is not None:
             self.work.wait()
         return self.received
 
 
 def send_on(x: Tensor, ranks: ContextRanks) -> Arriving:
-    """Send a tensor to the next rank while this one computes. Collective.
+    """Send a tensor to the next rank, asynchronously to the computation. Collective.
 
-    An all-to-all in which each rank has something for one other alone: NCCL sends nothing else, and
-    the compiler knows it, unlike messages between two ranks.
+    Uses an all-to-all in which each rank sends to only one other rank: NCCL transfers nothing else,
+    and the compiler supports it, unlike point-to-point messages.
     """
     x = x.contiguous()
     received = torch.empty_like(x)
@@ -156,7 +155,7 @@ def send_on(x: Tensor, ranks: ContextRanks) -> Arriving:
 def pick(x: Tensor, places: Tensor | None) -> Tensor:
     """Return the tokens of each piece, [n, ..., longest, head_dim].
 
-    x: [rows, tokens, ..., head_dim]; places: of RingCall.
+    x: [rows, tokens, ..., head_dim]; places: queries or keys of a RingCall.
     """
     if places is not None:
         x = x.flatten(0, 1).index_select(0, places.flatten()).unflatten(0, places.shape)
@@ -166,7 +165,8 @@ def pick(x: Tensor, places: Tensor | None) -> Tensor:
 def inputs_of(call: RingCall, q: Tensor, keys: Tensor) -> Inputs:
     """Return queries, keys and values of a call, [n, heads, longest, head_dim], and its mask.
 
-    Kernels that take keys of fewer heads are others. keys: [2, rows, tokens, kv heads, head_dim].
+    Key heads are repeated, since these kernels do not support fewer key heads than query heads.
+    keys: [2, rows, tokens, kv heads, head_dim].
     """
     repeats = q.shape[2] // keys.shape[3]
     k, v = (pick(x, call.keys).repeat_interleave(repeats, 1) for x in keys.unbind())
@@ -178,13 +178,13 @@ def inputs_of(call: RingCall, q: Tensor, keys: Tensor) -> Inputs:
 
 
 def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: Tensor) -> None:
-    """Add a call's results to those of the keys before, in place.
+    """Merge a call's results in place into the results for earlier keys.
 
-    out: [rows, tokens, heads, head_dim] and total: [rows, tokens, heads], the logarithm of the sum
-    so far, both float32. part, logsumexp: [n, heads, longest, head_dim] and without head_dim.
+    out: [rows, tokens, heads, head_dim] and total: [rows, tokens, heads], the logsumexp so far,
+    both float32. part: [n, heads, longest, head_dim]; logsumexp: [n, heads, longest].
     """
     if call.sees is not None:
-        # the kernel's numbers for an empty row mean nothing
+        # the kernel's results for a query without keys are meaningless
         logsumexp = logsumexp.masked_fill(~call.sees, -torch.inf)
         part = torch.where(call.sees[..., None], part, 0)
     part, logsumexp = part.transpose(1, 2), logsumexp.transpose(1, 2)
@@ -203,7 +203,7 @@ def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: T
 
 
 def merged_of(out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logarithm of both sums' sum, and the results weighted by their shares of it."""
+    """Return the merged logsumexp, and the sum of both results weighted by their shares of it."""
     merged = torch.logaddexp(total, logsumexp)
     shares = ((x - merged).exp()[..., None] for x in (total, logsumexp))
     of_before, of_part = shares
@@ -213,7 +213,7 @@ def merged_of(out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor) -> tu
 def results_of(
     call: RingCall, grad: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient, the merged result and logarithm of the sum for a call's queries."""
+    """Return the gradient, the merged result and the merged logsumexp for a call's queries."""
     part = pick(grad, call.queries)
     if call.real is not None:
         part = part * call.real.transpose(1, 2)
@@ -224,7 +224,7 @@ def results_of(
 def add_gradients(
     grad_q: Tensor, grad_keys: Tensor, call: RingCall, gradients: tuple[Tensor, ...]
 ) -> None:
-    """Add a call's gradients in place. grad_keys: of keys and values, [2, rows, tokens, ...]."""
+    """Add a call's gradients in place. grad_keys: for keys and values, [2, rows, tokens, ...]."""
     add(grad_q, call.queries, gradients[0])
     for whole, gradient in zip(grad_keys.unbind(), gradients[1:], strict=True):
         add(whole, call.keys, gradient.unflatten(1, (whole.shape[2], -1)).sum(2))

@@ -14,14 +14,14 @@ from fsdp_trainer.rounding import round_up
 class RingCall(NamedTuple):
     """One kernel call over n pieces of documents.
 
-    queries: [n, longest] and keys: [n, longest] int64, places among this rank's tokens and among
-    those of the rank whose keys they are, all rows one after the other; a shorter piece repeats its
-    last. Both None: all tokens of each row.
-    mask: bool, True where a query may look, broadcast to [n, 1, queries, keys]; None: everywhere.
-    causal: a query sees keys up to its own place. sees: [n, 1, queries] bool, False where a query
-    sees none of these keys; None: all see some.
-    results: int64, where the results of pieces' own queries are among n · longest, and
-    tokens: int64, which of this rank's tokens those are.
+    queries: [n, longest] int64, flat indices into this rank's tokens of all rows. keys: [n,
+    longest] int64, flat indices into the tokens of the rank that the keys come from. A shorter
+    piece repeats its last index. Both None: all tokens of each row.
+    mask: bool, True if a query may attend to a key, broadcastable to [n, 1, queries, keys]; None:
+    no mask. causal: True: a query sees keys up to its own index. sees: [n, 1, queries] bool, False
+    if a query sees none of these keys; None: all queries see some.
+    results: int64, indices of the results of non-repeated queries among n · longest; tokens:
+    int64, this rank's tokens that these results belong to.
     real: [n, longest, 1, 1] bool, False for repeated queries; None: there are none.
     """
 
@@ -36,10 +36,11 @@ class RingCall(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Consecutive tokens of documents that this rank has. Arrays: [runs] int64.
+    """Runs of consecutive tokens of a document on this rank. Arrays are [runs] int64.
 
-    place: of the first one among this rank's tokens; size: tokens; position: of the first one
-    among the tokens of all rows; start: the position of the first token that it may see.
+    place: index of the first token among this rank's tokens; size: number of tokens; position: flat
+    position of the first token in the complete rows; start: position of the first token that it may
+    see.
     """
 
     place: np.ndarray
@@ -51,10 +52,10 @@ class Runs(NamedTuple):
 def whole_calls(
     parts: np.ndarray, rank: int, documents: np.ndarray, window: int | None, device: torch.device
 ) -> list[list[RingCall]]:
-    """Return one call under a mask for each rank of the ring, this one first: fixed shapes.
+    """Return one masked call for each rank of the ring, this rank first, with fixed shapes.
 
     parts: [ranks, rows, tokens] int64, positions of each rank's tokens; documents: [rows, row], the
-    number of each position's document, where no padding shares one.
+    number of each position's document, unique for each padded position.
     """
     own = parts[rank]
     numbers = np.take_along_axis(documents, own, 1)
@@ -79,10 +80,10 @@ def piece_calls(
     window: int | None,
     device: torch.device,
 ) -> list[list[RingCall]]:
-    """Return the calls for the keys of each rank of the ring, this one first.
+    """Return the calls for the keys of each rank of the ring, this rank first.
 
-    The first step begins with each token's own run, so that every token has seen itself.
-    parts: see `whole_calls`. Without a window no mask grows with queries · keys.
+    The first step starts with each token's own run, so that every token has seen itself.
+    parts: see `whole_calls`. Without a window, no mask has the size queries · keys.
     """
     runs = find_runs(parts[rank], lengths, row, window)
     rows = np.arange(len(lengths))[:, None] * row
@@ -110,14 +111,14 @@ def piece_calls(
 
 
 def sources(ranks: int, rank: int) -> list[int]:
-    """Return whose keys come, step by step: each rank sends to the next."""
+    """Return the rank that the keys of each step come from: each rank sends to the next."""
     return [(rank - step) % ranks for step in range(ranks)]
 
 
 def find_runs(own: np.ndarray, lengths: Lengths, row: int, window: int | None) -> Runs:
-    """Return the runs of tokens at the positions `own`, [rows, tokens] int64, ascending in a row.
+    """Return the runs of tokens at the positions `own`, without padding.
 
-    None is longer than the window, none is of padding.
+    No run is longer than the window. own: [rows, tokens] int64, ascending in each row.
     """
     runs = []
     for number, documents in enumerate(lengths):
@@ -143,9 +144,10 @@ def find_runs(own: np.ndarray, lengths: Lengths, row: int, window: int | None) -
 def call_of(
     runs: Runs, first: np.ndarray, count: np.ndarray, device: torch.device, causal: bool = False
 ) -> RingCall:
-    """Return one call of all these runs.
+    """Return one call for these runs.
 
-    first, count: of each run's keys, in places of the rank that has them.
+    first, count: first index and number of each run's keys, among the tokens of the rank that has
+    them.
     """
     multiple = LENGTH_MULTIPLE[device.type]
     width = np.arange(round_up(int(runs.size.max()), multiple))
@@ -170,9 +172,9 @@ def call_of(
 def through_window(
     call: RingCall, own: np.ndarray, theirs: np.ndarray, window: int, device: torch.device
 ) -> RingCall:
-    """Return a call whose queries see what is less than a window before them.
+    """Return a call restricted to keys less than a window before the query.
 
-    own, theirs: positions of this rank's tokens and of those whose keys these are.
+    own, theirs: positions of this rank's tokens and of the tokens of the keys' rank.
     """
     assert call.queries is not None, "a call of pieces"
     assert call.keys is not None, "a call of pieces"

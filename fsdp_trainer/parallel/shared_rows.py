@@ -1,4 +1,4 @@
-"""The base of layouts whose ranks share rows: which ranks, and which tokens each of them has."""
+"""Base classes of layouts for context parallelism: the ranks, and the tokens of each rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class ContextRanks:
-    """The ranks that share this rank's rows, and the method by which they attend to them.
+    """The ranks that share this rank's rows, and the method of attention over them.
 
-    shared: the subclass of SharedRows that is the method. rank: this one's place among `size`
-    ranks. windows: of each block of the model, by which tokens are dealt.
+    shared: the method, a subclass of SharedRows. rank: index of this rank among `size` ranks.
+    windows: window of each block of the model, which determine the cost of tokens.
     """
 
     shared: Any
@@ -34,12 +34,12 @@ class ContextRanks:
     def layout(
         self, attention: str, lengths: Lengths, row: int, device: torch.device
     ) -> PackedAttention:
-        """Return the layout of rows of which this rank holds a part. attention: of LAYOUTS."""
+        """Return the layout of rows of which this rank has a part. attention: key of LAYOUTS."""
         return self.shared(attention, lengths, row, device, self)
 
 
 class SharedRows(PackedAttention):
-    """Base class of layouts whose queries, keys and values are a part of each row's tokens.
+    """Base class of layouts with queries, keys and values for a part of each row's tokens.
 
     parts: [ranks, rows, row / ranks] int64, the positions of each rank's tokens in each row.
     """
@@ -47,14 +47,14 @@ class SharedRows(PackedAttention):
     def __init__(
         self, attention: str, lengths: Lengths, row: int, device: torch.device, ranks: ContextRanks
     ):
-        """See PackedAttention. attention: a name of LAYOUTS, which computes."""
+        """See PackedAttention. attention: key of LAYOUTS, the layout that computes attention."""
         self.attention = attention
         self.ranks = ranks
         self.parts = np.stack([self.deal(documents, row) for documents in lengths], 1)
         super().__init__(lengths, row, device)
 
     def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """[ranks, row / ranks] int64: the positions of each rank's tokens in one row."""
+        """Return the positions of each rank's tokens in one row: [ranks, row / ranks] int64."""
         return np.arange(row).reshape(self.ranks.size, -1)
 
     def own_positions(self) -> np.ndarray:
@@ -62,15 +62,15 @@ class SharedRows(PackedAttention):
         return self.parts[self.ranks.rank]
 
     def document_lengths(self, positions: Tensor) -> Tensor:
-        """[rows, row / ranks] int64: the length of each token's document."""
+        """Return the length of each own token's document: [rows, row / ranks] int64."""
         whole = super().document_lengths(positions)
         return whole.gather(1, to_device(self.own_positions(), whole.device))
 
 
 class DealtByCost(SharedRows):
-    """Rows of which each rank has blocks of tokens that cost all ranks the same."""
+    """Base class of layouts that assign tokens to ranks so that attention costs are equal."""
 
     def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """See SharedRows: by the cost of attention."""
+        """Assign tokens by the cost of attention. See SharedRows."""
         costs = token_costs(documents, row, self.ranks.windows)
         return deal_tokens(costs, self.ranks.size)

@@ -1,12 +1,12 @@
 """Tensor parallelism (Shoeybi et al. 2019) with sequence parallelism (Korthikanti et al. 2022).
 
-The ranks of a tensor group share each block's heads and feed-forward channels, and the rows of the
-vocabulary. Between attention and feed-forward each holds a part of the tokens of a row: an
-all-gather in front of either brings them together, a reduce-scatter behind it sums what the ranks
-have computed and parts the tokens again.
+The ranks of a tensor group divide each block's heads and feed-forward channels, and the rows of
+the vocabulary. Outside attention and feed-forward each rank holds a part of the tokens of a row: an
+all-gather before either of them collects the tokens, and a reduce-scatter after it sums the ranks'
+results and divides the tokens again.
 
-Parameters are DTensors, which fully_shard, checkpoints and the optimizer read. All computation is
-on this rank's plain tensors: torch's DTensor modules cost the host about twice as much.
+Parameters are DTensors, as fully_shard, checkpoints and the optimizer need. All computation uses
+this rank's plain tensors: torch's DTensor modules cost about twice as much host time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +35,15 @@ from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
 
-TOKENS = 1  # the dimension of [batch, length, hidden] that is parted between blocks
+TOKENS = 1  # the dimension of [batch, length, hidden] that is sharded between blocks
 Gradients = tuple[Tensor | None, ...]
 
 
 def shard_tensors(model: Any, dims: Dims) -> None:
-    """Have the ranks of a tensor group compute one model together, if there are several in one.
+    """Shard a model over the ranks of a tensor group, if it has several.
 
-    model: a Decoder, a TensorDecoder afterwards. After adapters and freezing, before activation
-    checkpointing, compile and fully_shard.
+    model: a Decoder, which becomes a TensorDecoder. Must be called after adapters and freezing,
+    before activation checkpointing, compile and fully_shard.
     """
     if dims.tensor_mesh is None:
         return
@@ -53,7 +53,7 @@ def shard_tensors(model: Any, dims: Dims) -> None:
     for block in model.model.layers.values():
         shard_block(block, ranks, mesh)
         few_heads(block.self_attn, model.config.num_key_value_heads, ranks)
-    # a stage of a pipeline need not have them all
+    # a pipeline stage may lack norm, embedding or head
     if model.model.norm is not None:
         turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
     tables = {TensorEmbedding: model.model.embed_tokens, TensorHead: model.lm_head}
@@ -74,8 +74,8 @@ def shard_tensors(model: Any, dims: Dims) -> None:
 class TensorRanks:
     """The ranks of this rank's tensor group.
 
-    parts_tokens: each holds a part of the tokens between two modules; False, for inference on
-    any number of tokens: each holds all.
+    parts_tokens: True: each holds a part of the tokens between two modules; False, for inference
+    on any number of tokens: each holds all tokens.
     """
 
     group: dist.ProcessGroup
@@ -84,25 +84,25 @@ class TensorRanks:
     parts_tokens: bool = True
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Return all tokens, [batch, length, hidden], of what has this rank's part of them."""
+        """Return all tokens, [batch, length, hidden]. x: this rank's part of them."""
         return Gather.apply(x, TOKENS, self.group) if self.parts_tokens else x
 
     def sum_and_part_tokens(self, x: Tensor) -> Tensor:
-        """Return this rank's part of the tokens of the sum over ranks.
+        """Return the sum over ranks, for this rank's part of the tokens.
 
-        x: [batch, length, hidden], what this rank adds.
+        x: [batch, length, hidden], this rank's summand for all tokens.
         """
         if self.parts_tokens:
             return Scatter.apply(x, TOKENS, self.group)
         return sum_over_ranks(x, self.group)
 
     def gather_first_argument(self, module: nn.Module, args: tuple) -> tuple:
-        """Replace a module's input by all tokens of it: a forward_pre_hook."""
+        """Gather all tokens of a module's input, as a forward_pre_hook."""
         return (self.gather_tokens(args[0]), *args[1:])
 
     @contextmanager
     def whole_rows(self) -> Iterator[None]:
-        """Let each rank hold all tokens between the modules."""
+        """Return a context in which each rank holds all tokens between the modules."""
         self.parts_tokens = False
         try:
             yield
@@ -111,100 +111,100 @@ class TensorRanks:
 
 
 class Gather(torch.autograd.Function):
-    """The ranks' parts of one dimension, one after the other. Backward sums, and parts again."""
+    """All-gather along one dimension. Backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        """x: this rank's part."""
+        """Return the concatenated parts of all ranks. x: this rank's part."""
         ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """gradients: each rank has a summand of the gradient of all."""
+        """Return the gradient of this rank's part. gradients: this rank's summand for all."""
         return reduce_scatter(gradients[0], ctx.dim, ctx.group), None, None
 
 
 class Scatter(torch.autograd.Function):
-    """This rank's part of one dimension of the sum over ranks. Backward gathers."""
+    """Reduce-scatter along one dimension. Backward is an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        """x: this rank's summand."""
+        """Return this rank's part of the sum over ranks. x: this rank's summand."""
         ctx.dim, ctx.group = dim, group
         return reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """gradients: of this rank's part."""
+        """Return the gradient of the summand. gradients: gradient of this rank's part."""
         return all_gather(gradients[0], ctx.dim, ctx.group), None, None
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks, forward and backward: what each rank makes of it is a part."""
+    """All-reduce in forward and in backward, for a sum that ranks use for different outputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """x: this rank's summand."""
+        """Return the sum over ranks. x: this rank's summand."""
         ctx.group = group
         return sum_over_ranks(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """gradients: each rank has a summand of it."""
+        """Return the sum of the ranks' gradients. gradients: this rank's summand."""
         return sum_over_ranks(gradients[0], ctx.group), None
 
 
 class SumGradient(torch.autograd.Function):
-    """The same numbers. Backward sums over ranks."""
+    """Identity in forward, all-reduce in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """x: the same on every rank."""
+        """Return x unchanged. x: equal on every rank."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """gradients: each rank has a summand of it."""
+        """Return the sum of the ranks' gradients. gradients: this rank's summand."""
         return sum_over_ranks(gradients[0], ctx.group), None
 
 
 class SumValue(torch.autograd.Function):
-    """The sum over ranks. Backward gives each rank the gradient of its summand."""
+    """All-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """x: this rank's summand."""
+        """Return the sum over ranks. x: this rank's summand."""
         return sum_over_ranks(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """gradients: the same on every rank."""
+        """Return the gradient unchanged. gradients: equal on every rank."""
         return gradients[0], None
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the ranks' parts one after the other, contiguous. Collective."""
+    """Return the ranks' parts concatenated along `dim`, contiguous. Collective."""
     return along(dim, x, x.shape[dim] * dist.get_world_size(group), ALL_GATHER, group)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum over ranks, contiguous. Collective."""
+    """Return this rank's part, along `dim`, of the sum over ranks, contiguous. Collective."""
     return along(dim, x, x.shape[dim] // dist.get_world_size(group), REDUCE_SCATTER, group)
 
 
 def along(
     dim: int, x: Tensor, size: int, collective: Callable[..., Any], group: dist.ProcessGroup
 ) -> Tensor:
-    """Return what a collective over dimension 0 makes of another one, which is then of `size`."""
+    """Apply a collective for dimension 0 to dimension `dim`, whose size becomes `size`."""
     dim %= x.ndim
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     if before.numel() != 1:
         moved = x.movedim(dim, 0)
         return along(0, moved, size, collective, group).movedim(0, dim).contiguous()
     out = torch.empty((*before, size, *after), dtype=x.dtype, device=x.device)
-    # gloo reads and writes memory that is not contiguous without a word, and wrong
+    # gloo silently reads and writes wrong numbers if memory is not contiguous
     collective(out.view(-1), x.contiguous().view(-1), group=group)
     return out
 
@@ -224,7 +224,7 @@ def place(module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str
     for name in names:
         parameter = getattr(module, name)
         if parameter is not None:
-            # no rank sends anything: there are no numbers yet
+            # src_data_rank=None: nothing to send, since the weights are on the meta device
             placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
             setattr(module, name, nn.Parameter(placed, parameter.requires_grad))
 
@@ -232,7 +232,7 @@ def place(module: nn.Module, mesh: DeviceMesh, placement: Placement, *names: str
 def turn_into(
     module: Any, cls: type, ranks: TensorRanks, mesh: DeviceMesh, placement: Placement
 ) -> None:
-    """Give a module the forward of `cls`, and place its weight."""
+    """Change a module's class to one with the forward of `cls`, and place its weight."""
     kind: Any = type(module)
     module.__class__ = cls if issubclass(cls, kind) else both(cls, kind)
     module.tensor_ranks = ranks
@@ -241,20 +241,20 @@ def turn_into(
 
 @lru_cache
 def both(cls: type, kind: type) -> type:
-    """Return a class with the forward of `cls`, and all else of a kind of linear layer."""
+    """Return a subclass of both; its forward is that of `cls`. kind: a class of linear layers."""
     return type(f"{cls.__name__}{kind.__name__}", (cls, kind), {})
 
 
 def local(parameter: Any) -> Tensor:
-    """Return this rank's part of a parameter, with its graph; of a replicated one, all."""
+    """Return this rank's part of a parameter (all, if replicated), attached to the graph."""
     return parameter.to_local()
 
 
 def partial(parameter: Any, ranks: TensorRanks) -> Tensor:
-    """Return a replicated parameter, of whose gradient each rank has a summand.
+    """Return a replicated parameter whose gradient is the sum of the ranks' gradients.
 
-    DTensor's own sum (`grad_placements`) costs the host more, and torch remembers groups by the
-    shape of a mesh: a second run in one process could sum over groups of the first.
+    DTensor's own sum (`grad_placements`) takes more host time. Besides, torch caches groups by the
+    shape of a mesh, so a second run in one process could sum over groups of the first.
     """
     return SumGradient.apply(parameter.to_local(), ranks.group)
 
@@ -263,7 +263,7 @@ def partial(parameter: Any, ranks: TensorRanks) -> Tensor:
 
 
 class SharedLinear(nn.Module):
-    """Base class of linear layers, of torch's kind, in float8 or in 4 bits, that ranks share."""
+    """Base class of linear layers under tensor parallelism: torch's, in float8 or in 4 bits."""
 
     tensor_ranks: TensorRanks
     weight: Tensor
@@ -273,7 +273,7 @@ class SharedLinear(nn.Module):
     lora_magnitude_vector: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, tokens, in]."""
+        """Return the output for x: [batch, tokens, in]."""
         out = self.multiplied(x)
         return out if self.bias is None else out + self.own(self.bias)
 
@@ -282,26 +282,26 @@ class SharedLinear(nn.Module):
         return product(self, x, local(self.weight))
 
     def own(self, parameter: Tensor) -> Tensor:
-        """Return, of a vector of the outputs' channels, what this rank's outputs need."""
+        """Return the part of a vector over output channels that this rank's outputs need."""
         return local(parameter)
 
     def row_squares(self) -> Tensor:
-        """Return the squared length of each row, adapter included, that the outputs need: [out]."""
+        """Return the squared length, including the adapter, of each row of the outputs: [out]."""
         a, b = (local(matrix.weight) for matrix in (self.lora_A, self.lora_B))
         return row_squares(self, local(self.weight), a, b)
 
 
 class ColumnLinear(SharedLinear):
-    """A linear layer of which each rank makes a part of the outputs, for all tokens.
+    """A linear layer sharded over its outputs: each rank computes a part of them for all tokens.
 
-    [batch, length, in] → [batch, length, out / ranks].
+    Maps [batch, length, in] to [batch, length, out / ranks].
     """
 
 
 class RowLinear(SharedLinear):
-    """A linear layer of which each rank has a part of the inputs.
+    """A linear layer sharded over its inputs: the ranks' products are summed.
 
-    [batch, length, in / ranks] → [batch, length / ranks, out].
+    Maps [batch, length, in / ranks] to [batch, length / ranks, out].
     """
 
     def multiplied(self, x: Tensor) -> Tensor:
@@ -318,7 +318,10 @@ class RowLinear(SharedLinear):
 
 
 class PartialLinear(SharedLinear):
-    """A whole linear layer. Each rank's gradient is of its tokens, or of its outputs' channels."""
+    """A replicated linear layer.
+
+    Each rank's gradient is for its tokens or for its output channels only; they are summed.
+    """
 
     def multiplied(self, x: Tensor) -> Tensor:
         """See SharedLinear."""
@@ -330,7 +333,7 @@ class PartialLinear(SharedLinear):
 
 
 def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Return x Wᵀ with this rank's part of a linear layer's matrix, as that layer computes it."""
+    """Return x Wᵀ, computed in the layer's format. weight: this rank's part of its matrix."""
     if isinstance(linear, Linear4):
         return DecodedProduct.apply(x, weight, None)
     if is_float8(linear):
@@ -339,7 +342,7 @@ def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class PartialRouter(Router):
-    """A router of this rank's tokens."""
+    """A replicated router for this rank's tokens."""
 
     tensor_ranks: TensorRanks
 
@@ -353,7 +356,7 @@ class PartialRouter(Router):
 
 
 class PartialGate(Gate):
-    """The gate of a shared expert, for this rank's tokens."""
+    """A replicated gate of a shared expert, for this rank's tokens."""
 
     tensor_ranks: TensorRanks
 
@@ -363,7 +366,7 @@ class PartialGate(Gate):
 
 
 class HeadSinks(Attention):
-    """Attention with sinks, of which each rank has those of its heads."""
+    """Attention with sinks, sharded over heads."""
 
     def own_sinks(self) -> Tensor | None:
         """See Attention."""
@@ -371,43 +374,46 @@ class HeadSinks(Attention):
 
 
 class PartialNorm(RMSNorm):
-    """A norm of whole vectors. Each rank's gradient is of its tokens, heads or columns."""
+    """A replicated norm of complete vectors.
+
+    Each rank's gradient is for its tokens, heads or columns only; they are summed.
+    """
 
     tensor_ranks: TensorRanks
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """Return x normalised, shaped as x: [..., size]."""
         return self.normalize(x, partial(self.weight, self.tensor_ranks))
 
 
 class ColumnNorm(RMSNorm):
-    """A norm of vectors of which each rank has a part."""
+    """A norm of vectors that are sharded over ranks."""
 
     tensor_ranks: TensorRanks
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size / ranks]."""
+        """Return x normalised, shaped as x: [..., size / ranks]."""
         return self.normalize(x, local(self.weight))
 
     def mean_square(self, x: Tensor) -> Tensor:
-        """Return the mean over the parts of all ranks: [..., 1]. Collective."""
+        """Return the mean square over the parts of all ranks: [..., 1]. Collective."""
         ranks = self.tensor_ranks
         total = Sum.apply(x.pow(2).sum(-1, keepdim=True), ranks.group)
         return total / (x.shape[-1] * ranks.size)
 
 
 class TensorEmbedding(nn.Embedding):
-    """An embedding of which each rank has a part of the rows."""
+    """An embedding sharded over rows."""
 
     tensor_ranks: TensorRanks
 
     def know_rows(self) -> None:
-        """Find out which rows these are."""
+        """Set the first row and the number of rows of this rank."""
         rows = local_slice(self.weight)[0]
         self.first, self.rows = rows.start, rows.stop - rows.start
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: [batch, length] int64 → [batch, length / ranks, hidden]."""
+        """Return [batch, length / ranks, hidden] for tokens: [batch, length] int64."""
         index = tokens - self.first
         is_other = (index < 0) | (index >= self.rows)
         x = F.embedding(index.clamp(0, self.rows - 1), local(self.weight))
@@ -415,16 +421,16 @@ class TensorEmbedding(nn.Embedding):
 
 
 class TensorHead(Head):
-    """A head of which each rank makes a part of the logits; one collective for each chunk.
+    """A head sharded over the vocabulary, with one collective for each chunk.
 
-    The ranks have equally many rows (ModelConfig.with_equal_rows), the last ones perhaps padding
-    alone. The gradient of the hidden states is this rank's summand.
+    All ranks have the same number of rows (ModelConfig.with_equal_rows); the last ranks may have
+    only padding. The gradient of the hidden states is this rank's summand.
     """
 
     tensor_ranks: TensorRanks
 
     def know_rows(self) -> None:
-        """Find out which rows of the weight these are."""
+        """Set the first token and the number of logits of this rank."""
         rows = local_slice(self.weight)[0]
         self.first = rows.start
         self.columns = max(0, min(self.vocab_size, rows.stop) - rows.start)
@@ -435,7 +441,7 @@ class TensorHead(Head):
         return local(self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See Head. For inference: no gradient. Collective."""
+        """See Head. Used for inference, has no gradient. Collective."""
         logits = F.linear(hidden, local(self.weight))
         logits = logits if self.softcap is None else cap_logits(logits, self.softcap)
         return all_gather(logits, -1, self.tensor_ranks.group)[..., : self.vocab_size]
@@ -445,8 +451,8 @@ class TensorHead(Head):
     ) -> tuple[Scores, Tensor, Tensor | None]:
         """See Head. Collective.
 
-        The ranks exchange, for each token, their largest logit, the sum of the exponentials behind
-        it, the target's logit or 0, and perhaps the sum of the logits.
+        For each token the ranks exchange their largest logit, Σ exp(logit - largest), the target's
+        logit or 0, and with `with_mean` the sum of the logits.
         """
         softcap_grad = None
         if self.columns:
@@ -454,7 +460,7 @@ class TensorHead(Head):
             columns, softcap_grad = self.score(
                 product, logits, own, is_own, self.softcap, with_mean
             )
-        else:  # padding alone
+        else:  # this rank has only padding
             columns = logits.new_zeros(3 + with_mean, len(targets))
             columns[0] = -torch.inf
         ranks = self.tensor_ranks
@@ -464,7 +470,7 @@ class TensorHead(Head):
         logsumexp = largest + total.log()
         log_probability = gathered[:, 2].sum(0) - logsumexp
         mean = gathered[:, 3].sum(0) / self.vocab_size - logsumexp if with_mean else None
-        # by which this rank's exponentials are divided: infinite where they do not count
+        # divisor of this rank's exponentials; infinite on a rank with only padding
         divisor = (logsumexp - columns[0]).exp()[:, None]
         return Scores(log_probability, logsumexp, mean), divisor, softcap_grad
 
@@ -498,23 +504,23 @@ class TensorHead(Head):
         return all_gather(own, -1, self.tensor_ranks.group)
 
     def own_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' columns on this rank, and True where they are columns of it."""
+        """Return the targets' columns on this rank, and a mask of targets that it has."""
         index = targets - self.first
         is_own = (index >= 0) & (index < self.columns)
         return index.clamp(0, self.columns - 1), is_own
 
 
 class TensorDecoder(Decoder):
-    """A decoder whose modules are those above."""
+    """A decoder made of the modules above."""
 
     tensor_ranks: TensorRanks
 
     def all_tokens(self, x: Tensor) -> Tensor:
-        """See Decoder: gathered from all ranks, on every rank."""
+        """Return the tokens gathered from all ranks. See Decoder."""
         return self.tensor_ranks.gather_tokens(x)
 
     def inference(self) -> AbstractContextManager[None]:
-        """See Decoder. The number of tokens need not divide."""
+        """See Decoder. The number of tokens need not be divisible by the number of ranks."""
         return self.tensor_ranks.whole_rows()
 
     def run_blocks(
@@ -526,7 +532,7 @@ class TensorDecoder(Decoder):
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
     ) -> tuple[Tensor, Auxiliary]:
-        """See Decoder. Auxiliary values are sums over the tokens of all ranks, on every rank."""
+        """See Decoder. Auxiliary values are summed over all ranks' tokens, on every rank."""
         ranks = self.tensor_ranks
         if token_share is not None:
             token_share = token_share.chunk(ranks.size, TOKENS)[ranks.rank]
@@ -545,8 +551,9 @@ def score_columns(
 ) -> tuple[Tensor, Tensor | None]:
     """Return this rank's part of a chunk's scores, [3 or 4, rows], and the softcap's derivative.
 
-    Of each token the largest logit, Σ exp(logit - largest), the target's logit or 0, and Σ logit.
-    product, logits: see models.head.score_chunk. targets: columns of this rank, where is_own.
+    The scores of a token are the largest logit, Σ exp(logit - largest), the target's logit or 0,
+    and with `with_mean` Σ logit. product, logits: see models.head.score_chunk. targets, is_own:
+    columns on this rank, and True if the target is among them.
     """
     softcap_grad = write_logits(product, logits, softcap)
     target_logits = torch.where(is_own, logits.gather(-1, targets[:, None])[:, 0], 0.0)
@@ -557,7 +564,7 @@ def score_columns(
 
 
 def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Turn a block's modules into those above."""
+    """Convert a block's modules to the classes above."""
     readers = [block.self_attn, block.mlp]
     if getattr(block.self_attn, "sinks", None) is not None:
         block.self_attn.__class__ = HeadSinks
@@ -577,9 +584,9 @@ def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
 
 
 def shard_mixture(mixture: MixtureOfExperts, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Have each rank route its own tokens to experts, which are on a mesh of theirs.
+    """Replicate router and gate, so that each rank routes its own tokens.
 
-    What every token meets besides is shared by the ranks as a dense feed-forward is.
+    The experts are on a separate mesh. A shared expert is sharded like a dense feed-forward.
     """
     turn_into(mixture.gate, PartialRouter, ranks, mesh, Replicate())
     place(mixture.gate, mesh, Replicate(), "bias")
@@ -588,7 +595,7 @@ def shard_mixture(mixture: MixtureOfExperts, ranks: TensorRanks, mesh: DeviceMes
 
 
 def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Turn a module of a block, which its parent calls `name`, into one of those above."""
+    """Convert a module of a block to one of the classes above. name: its name in its parent."""
     if name in COLUMNS:
         turn_into(module, ColumnLinear, ranks, mesh, Shard(0))
         place(module, mesh, Shard(0), "bias")
@@ -613,7 +620,7 @@ def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -
 
 
 def keep_whole(module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
-    """Have each rank multiply with a whole matrix, of whose gradient it has a summand."""
+    """Replicate a linear layer; the ranks' gradients of it are summed."""
     vectors = [name for name in ("bias", MAGNITUDE) if hasattr(module, name)]
     turn_into(module, PartialLinear, ranks, mesh, Replicate())
     place(module, mesh, Replicate(), *vectors)
@@ -629,7 +636,7 @@ def shard_adapter(
     ranks: TensorRanks,
     mesh: DeviceMesh,
 ) -> None:
-    """Turn both matrices of a linear layer's adapter, if it has one, into classes `a` and `b`."""
+    """Convert the matrices of a linear layer's adapter, if it has one, to classes `a` and `b`."""
     if hasattr(linear, A):
         turn_into(linear.lora_A, a, ranks, mesh, placement_a)
         turn_into(linear.lora_B, b, ranks, mesh, placement_b)
@@ -638,12 +645,12 @@ def shard_adapter(
 
 
 def lora_forward(self: Any, x: Tensor) -> Tensor:
-    """Return W x + scale · B(A x), and the bias: the matrices communicate by their forward."""
+    """Return W x + scale · B(A x) plus the bias; the matrices' forwards communicate."""
     return type(self).forward(self, x) + self.lora_B(self.lora_A(x)) * self.lora_scale
 
 
 def dora_forward(self: Any, x: Tensor) -> Tensor:
-    """Return what models.adapters computes for DoRA. Collective, of o and down also the lengths."""
+    """Compute DoRA as models.adapters does. Collective; for o and down so are the lengths."""
     with torch.no_grad():
         lengths = self.row_squares().clamp_min(0).sqrt()
     factor = (self.own(self.lora_magnitude_vector).float() / lengths).to(x.dtype)
@@ -652,9 +659,9 @@ def dora_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
-    """Give each rank the key head that its queries look at, of fewer heads than ranks.
+    """Gather the key head that each rank's queries attend to, if there are fewer heads than ranks.
 
-    Each makes a part of a head; the parts of all are gathered. heads: of keys.
+    Each rank computes a part of a key head; a hook gathers the parts. heads: number of key heads.
     """
     if heads >= ranks.size:
         return
@@ -664,7 +671,7 @@ def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
     def gather(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
         return Gather.apply(out, 2, ranks.group)[..., first : first + size]
 
-    # a norm of all heads together comes before their parts are gathered
+    # a norm over all heads together is applied before the parts are gathered
     keys = attention.k_norm if attention.qk_norm == "whole" else attention.k_proj
     for module in (keys, attention.v_proj):
         module.register_forward_hook(gather)

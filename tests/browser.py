@@ -1,4 +1,4 @@
-"""A real browser for the pages that the product writes."""
+"""A real browser for tests of the pages that the product writes."""
 
 import contextlib
 import shutil
@@ -10,10 +10,10 @@ BINARIES = ("chromium", "chromium-browser", "google-chrome")
 
 @contextlib.contextmanager
 def browser_page(served="file:"):
-    """Open an empty page of a headless Chromium; skip the test where there is none.
+    """Open an empty page of a headless Chromium; skip the test if there is none.
 
-    At the end there must have been no error, no warning, and no request but for files, or for what
-    begins with `served`.
+    The test fails at the end if the page logged an error or a warning, or requested a URL that does
+    not begin with `served` or "data:".
     """
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     binary = next(filter(None, map(shutil.which, BINARIES)), None)
@@ -44,8 +44,10 @@ def browser_page(served="file:"):
 
 
 def settle(condition, page):
-    """Wait until `condition()` holds. (playwright's wait_for_function needs eval, which the pages
-    forbid.)"""
+    """Wait until `condition()` holds.
+
+    playwright's wait_for_function needs eval, which the pages forbid.
+    """
     for _ in range(30_000):
         if condition():
             return

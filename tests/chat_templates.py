@@ -1,4 +1,4 @@
-"""Chat templates with the habits of well-known families, and with habits that no family has."""
+"""Chat templates in the styles of well-known families, and with constructs that no family uses."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ def _loop(body: str) -> str:
     return LOOP.replace("BODY", body)
 
 
-# ruff: noqa: E501 - lines as these families write them
+# ruff: noqa: E501 - lines are as long as in these families' templates
 LONG_STYLES = {
     "long": (Path(__file__).parent.parent / "benchmarks" / "long_template.jinja").read_text(),
     "as Qwen 3": """
@@ -129,7 +129,7 @@ LONG_STYLES = {
 {%- endfor -%}
 {{- '<|assistant|>' if add_generation_prompt else '' -}}""",
 }
-"""Templates that a trace follows."""
+"""Templates that tracing supports, in the style of published ones."""
 
 OPAQUE = {
     "tilde": _loop("{{ '<' ~ m.role ~ '>' ~ m.content ~ 1 }}"),
@@ -153,7 +153,7 @@ OPAQUE = {
     "get": _loop("{{ m.get('content') }}{{ m.get('other', 'x') }}"),
     "parted": _loop("{% set p = m.content.partition('|') %}{{ p[0] }}/{{ p[2] }}{{ m.content }}"),
 }
-"""Templates that a trace follows, of parts that are rare."""
+"""Templates that tracing supports, with rare constructs."""
 
 UNUSUAL = {
     "length": _loop("{{ m.content | length }}"),
@@ -209,4 +209,4 @@ UNUSUAL = {
     "negated": _loop("{{ -m.content }}"),
     "includes": _loop("{% include m.content ignore missing %}{{ m.content }}"),
 }
-"""Templates that do to texts what traces cannot follow, or what nobody would think of."""
+"""Templates with operations on texts that tracing does not support, or that are far-fetched."""

@@ -1,8 +1,8 @@
-"""Composing a configuration for a fifth of the processor's time: tests do it some thousand times.
+"""A cache that composes configurations in a fifth of the processor time, for thousands of tests.
 
-Hydra parses about forty files twice for each composition, and merges them one by one. What it
-reads and merges depends on the chosen groups only, so it is kept for each choice of groups.
-Overrides of single values are applied by Hydra each time, and each word is parsed once.
+For each composition Hydra parses about forty files twice and merges them one by one. The result
+depends only on the chosen groups, so it is cached for each choice of groups. Overrides of single
+values are applied by Hydra each time; parsing each override is cached, too.
 """
 
 import copy
@@ -22,7 +22,7 @@ from fsdp_trainer.config.recipe_files import OWN
 
 
 def keep() -> None:
-    """From now on, in this process and in those that are forked from it."""
+    """Enable the cache in this process and in those that are forked from it later."""
     keep_parsed_yaml()
     keep_defaults_lists()
     keep_merged_files()
@@ -38,7 +38,7 @@ def keep_parsed_yaml() -> None:
             return parse(stream, Loader)
         key = stream.read(), Loader.__qualname__
         if key not in kept:
-            stream.seek(0)  # an error names the file
+            stream.seek(0)  # parse the stream, not the text, so that an error names the file
             kept[key] = pickle.dumps(parse(stream, Loader))
         return pickle.loads(kept[key])
 
@@ -101,7 +101,7 @@ def keep_parsed_words() -> None:
 
 
 def never_changes(repo: IConfigRepository) -> bool:
-    """True if all files are the project's or Hydra's; those that tests write may change."""
+    """Return True if all files are the project's or Hydra's; files that tests write may change."""
     if OWN:
         return False
     own = {str(CONF.resolve()), "hydra.conf", "structured://", None, ""}
@@ -109,7 +109,7 @@ def never_changes(repo: IConfigRepository) -> bool:
 
 
 def chooses_option(override: Override, repo: IConfigRepository) -> bool:
-    """True for `model=tiny`; False for `train.steps=3` and for a group that is given as a map."""
+    """Return True for `model=tiny`; False for `train.steps=3` and for a group given as a map."""
     if override.is_sweep_override() or isinstance(override.value(), dict):
         return False
     return repo.group_exists(override.key_or_group)

@@ -1,30 +1,32 @@
-"""What tests share: a world of ranks, and prepared data."""
+"""Fixtures that tests share: a pool of ranks, and prepared data."""
 
 import contextlib
 import os
 import sys
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch: the machine's cores are for the ranks
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # of processes that tests start; see below
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # for processes that tests start; see below
 
 import composing
 import pytest
 from world import Run, World, write_chats
 
-sys.dont_write_bytecode = False  # else each worker compiles every module of tests anew
+sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
 internal_errors: list[str] = []
 
 
 def pytest_internalerror(excrepr):
-    """Keep what broke in pytest itself, or in one of its workers."""
+    """Record an error in pytest itself, or in one of its workers."""
     internal_errors.append(str(excrepr))
 
 
 def pytest_unconfigure():
-    """Print the end of the first such error again: the last lines of a log are what people see,
-    and what xdist prints there is what followed from it."""
+    """Print the end of the first internal error again.
+
+    People read the last lines of a log, where xdist prints only the consequences.
+    """
     if internal_errors:
         print(f"\nthe first internal error ended with:\n{internal_errors[0][-3000:]}")
 
@@ -38,13 +40,13 @@ def world():
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory):
-    """A hundred short chats."""
+    """Return a file with a hundred short chats."""
     return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", 100)
 
 
 @pytest.fixture(scope="session")
 def inputs(chats, tmp_path_factory):
-    """Data, tokenizer and a cache that all tests share, as overrides by key."""
+    """Return overrides by key: data, tokenizer, and a cache that all tests share."""
     return {
         "data.path": chats,
         "tokenizer.path": "demo:bytes",
@@ -54,8 +56,10 @@ def inputs(chats, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
-    """Overrides that compile, patiently, with one cache for all tests that look at what is
-    computed; pytest's workers share it."""
+    """Return overrides for compilation, with a long timeout and one cache for all tests.
+
+    Only for tests of computed numbers. pytest's workers share the cache.
+    """
     folder = tmp_path_factory.getbasetemp()
     cache = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
     return ["compile=enabled", f"compile.cache={cache}", "launch.timeout=300s"]
@@ -63,14 +67,17 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture
 def enter():
-    """`enter(fault)`: from now on until the test ends."""
+    """Return a function `enter(fault)` that applies a fault until the test ends."""
     with contextlib.ExitStack() as stack:
         yield stack.enter_context
 
 
 @pytest.fixture
 def train(world, inputs, tmp_path):
-    """`train("name", *overrides, ranks=2, code=0)`: a small training; gives the Run."""
+    """Return `train("name", *overrides, ranks=2, code=0)`, which does a small training.
+
+    It returns the Run.
+    """
 
     def start(name: str, *overrides: str, ranks: int = 1, **options) -> Run:
         given = {o.split("=")[0] for o in overrides}

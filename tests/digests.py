@@ -1,11 +1,11 @@
-"""Digests of what six small runs end with: a change that should not touch the numbers must leave
-each the same.
+"""Digests of the results of six small runs, to check that a change leaves all numbers unchanged.
 
     python tests/digests.py --save FILE       # before the change
-    python tests/digests.py --against FILE    # after it: names what differs, exit code 1
+    python tests/digests.py --against FILE    # after it; exit code 1 and names if any differ
 
-Digests hold on one machine with one version of torch. They cover every weight, every optimizer
-state, and the figures of metrics.jsonl that do not depend on time."""
+Digests are valid on one machine with one version of torch. They cover every weight, every optimizer
+state, and the figures in metrics.jsonl that do not depend on time.
+"""
 
 import hashlib
 import json
@@ -52,11 +52,11 @@ RUNS = {
 }
 TIMED = {"time", "phases", "tokens_per_second", "step_seconds", "memory_gib"}
 NEWER = {"validation_bits_per_byte"}
-"""Figures that the versions before, whose digests are compared with, did not write."""
+"""Figures that earlier versions, which a digest may come from, did not write."""
 
 
 def digest(run: Run) -> dict[str, str]:
-    """One digest of weights, one of optimizer states, one of the figures of each step."""
+    """Return digests of the weights, of the optimizer states, and of the figures of all steps."""
     tensors = stored(newest(run))
     sums = {"weights": hashlib.sha256(), "optimizer": hashlib.sha256()}
     for name, tensor in sorted(tensors.items()):
@@ -71,7 +71,7 @@ def digest(run: Run) -> dict[str, str]:
 
 
 def all_digests() -> dict[str, dict[str, str]]:
-    """Train the six runs in a folder that is deleted afterwards."""
+    """Train the six runs in a temporary folder and return their digests."""
     world = World()
     with tempfile.TemporaryDirectory() as folder:
         chats = write_chats(Path(folder) / "chats.jsonl", 100)

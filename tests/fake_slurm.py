@@ -1,5 +1,8 @@
-"""Slurm's commands for one machine: `install(folder)` gives a PATH with sbatch, srun, sacct,
-scancel and scontrol, which are this file."""
+"""Stand-ins for Slurm's commands on one machine.
+
+`install(folder)` returns a PATH with sbatch, srun, sacct, scancel and scontrol, which all run this
+file.
+"""
 
 import os
 import re
@@ -13,11 +16,11 @@ from pathlib import Path
 COMMANDS = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 HERE = Path(
     os.environ.get("FAKE_SLURM", ".")
-)  # JOB.state, JOB.pid, JOB.tasks, JOB.script; `hold`: nothing begins
+)  # holds JOB.state, JOB.pid, JOB.tasks and JOB.script; while `hold` exists, no job begins
 
 
 def install(folder: Path) -> dict[str, str]:
-    """The environment in which there is a Slurm, whose queue lies in `folder`."""
+    """Return environment variables for a Slurm whose queue is kept in `folder`."""
     (folder / "bin").mkdir(parents=True)
     for name in COMMANDS:
         (folder / "bin" / name).write_text(
@@ -28,7 +31,7 @@ def install(folder: Path) -> dict[str, str]:
 
 
 def states(folder: Path) -> dict[str, str]:
-    """Of all jobs, by id."""
+    """Return the states of all jobs, by id."""
     return {file.stem: file.read_text() for file in sorted(folder.glob("*.state"))}
 
 
@@ -47,7 +50,7 @@ def sbatch(script: str) -> int:
 
 
 def run(job: str) -> int:
-    """What slurmctld does with a job, until it has ended."""
+    """Run a job as slurmctld does, until it has ended."""
     nodes = re.search(r"--nodes=(\d+)", (HERE / f"{job}.script").read_text())
     again = HERE / f"{job}.again"
     while True:
@@ -77,7 +80,7 @@ def run(job: str) -> int:
 
 
 def srun(*words: str) -> int:
-    """The step's tasks, one a node, all of them here. Passes signals on."""
+    """Run the step's tasks, one per node, all on this machine. Signals are forwarded to them."""
     words = words[
         next(
             i

@@ -1,14 +1,15 @@
-"""Break a training on purpose. The only file of the tests that names the places inside the package
-where that is done.
+"""Faults that break a training on purpose.
 
-A fault is a context manager that can be sent to a rank:
+This is the only file of the tests that names the places inside the package where faults are
+injected. A fault is a context manager that can be sent to a rank:
 
-    train("run", ranks=2, seam=inject.bad_gradient(steps=[3]))
+    train("run", ranks=2, seam=inject.bad_gradient(3))
     with inject.setting("records_kept_bytes", 150): ...
 
-Most faults hang on a phase (`at("clip", act, rank=1, step=3)`), which is public. What no phase
-reaches is in POINTS, and the limits that a test lowers are in SETTINGS: a place that moves or is
-renamed is changed there, in one line."""
+Most faults are tied to a phase (`at("clip", act, rank=1, step=3)`), which is public. Functions that
+no phase reaches are in POINTS, and limits that a test lowers are in SETTINGS. If one of them moves
+or is renamed, only its line there changes.
+"""
 
 import contextlib
 import errno
@@ -104,7 +105,7 @@ POINTS = {
     "reads_disk": "fsdp_trainer.launch.watchdog:reads_disk",
     "suspended": "fsdp_trainer.launch.watchdog:suspended",
 }
-"""Functions and methods by what they do."""
+"""Functions and methods that can be replaced, by a name for what they do."""
 
 SETTINGS = {
     "save_pauses": ["fsdp_trainer.training.saving:pauses"],
@@ -151,18 +152,18 @@ SETTINGS = {
     "sweep_read_seconds": ["fsdp_trainer.launch.sweep:READ_SECONDS"],
     "sweep_tell_seconds": ["fsdp_trainer.launch.jobs:TELL_EVERY_SECONDS"],
 }
-"""Constants by what they limit, with every module that has a copy."""
+"""Constants by a name for what they limit, each with every module that has a copy."""
 
 trainer: Any = None
-"""The trainer of this rank, once it is built under `with_trainer`."""
+"""The trainer of this rank, after it was built inside `with_trainer`."""
 
 
-# --- what a fault is ----------------------------------------------------------------------------
+# --- faults -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Fault:
-    """A context manager with its arguments. Picklable, so that every rank can enter its own."""
+    """A context manager and its arguments. It is picklable, so every rank can enter its own."""
 
     choose: Callable
     args: tuple
@@ -184,7 +185,7 @@ class Fault:
 
 
 def fault(body: Callable) -> Callable[..., Fault]:
-    """Decorate a generator function: called, it gives a Fault instead of entering anything."""
+    """Decorate a generator function so that a call returns a Fault, which is not entered yet."""
 
     @functools.wraps(body)
     def choose(*args, **options):
@@ -196,7 +197,7 @@ def fault(body: Callable) -> Callable[..., Fault]:
 
 @fault
 def together(*faults: Callable):
-    """Enter all of them."""
+    """Enter several faults at once."""
     with contextlib.ExitStack() as stack:
         for one in faults:
             stack.enter_context(one())
@@ -204,16 +205,16 @@ def together(*faults: Callable):
 
 
 def this_rank(rank: int | str | None) -> bool:
-    """Return whether `rank` is this process: a number, "last", or None for every rank."""
+    """Return True if this process is `rank`: a number, "last", or None for every rank."""
     mine, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     return rank is None or mine == (size - 1 if rank == "last" else rank)
 
 
-# --- where and when -----------------------------------------------------------------------------
+# --- injection points ---------------------------------------------------------------------------
 
 
 def replace(place: str, value: Any) -> contextlib.AbstractContextManager:
-    """Replace "module:attribute" by `value`; what it was is put back at the end."""
+    """Replace "module:attribute" by `value`; the context manager restores it at the end."""
     module, path = place.split(":")
     owner, _, name = path.rpartition(".")
     return patch.object(resolve_name(f"{module}:{owner}"), name, value)
@@ -221,7 +222,7 @@ def replace(place: str, value: Any) -> contextlib.AbstractContextManager:
 
 @fault
 def around(point: str, wrapper: Callable, rank: int | str | None = None):
-    """Call `wrapper(real, *args)` instead of what POINTS names, on `rank`."""
+    """Call `wrapper(real, *args)` instead of the function of POINTS, on `rank`."""
     real = resolve_name(POINTS[point])
 
     def replaced(*args, **options):
@@ -233,7 +234,7 @@ def around(point: str, wrapper: Callable, rank: int | str | None = None):
 
 @fault
 def fails(point: str, error: BaseException, rank: int | str | None = None, nth: int | None = None):
-    """Raise `error` in place of what POINTS names; nth: at that call only."""
+    """Raise `error` instead of calling the function of POINTS; nth: only at the nth call."""
     calls = []
 
     def fail(real, *args, **options):
@@ -248,7 +249,7 @@ def fails(point: str, error: BaseException, rank: int | str | None = None, nth: 
 
 @fault
 def setting(name: str, value: Any):
-    """Use `value` for what SETTINGS names."""
+    """Set the constant of SETTINGS to `value`."""
     with contextlib.ExitStack() as stack:
         for place in SETTINGS[name]:
             stack.enter_context(replace(place, value))
@@ -256,15 +257,15 @@ def setting(name: str, value: Any):
 
 
 def no_kernels() -> Fault:
-    """Compile without writing kernels, which is most of the time: for tests of what is computed."""
+    """Compile without generating kernels, which takes most of the time, for tests of numbers."""
     return setting("compile_backend", "aot_eager_decomp_partition")
 
 
 @fault
 def listening(listener: phases.Listener, rank: int | str | None = None):
-    """Have `listener(thread, ended phase)` called whenever `rank` enters a phase.
+    """Call `listener(thread, ended phase)` whenever `rank` enters a phase.
 
-    It is called after all listeners of the product, the profiler's too: within the new phase.
+    It is called within the new phase, after all listeners of the product, including the profiler's.
     """
     real = phases.ThreadPhase.enter
 
@@ -285,9 +286,9 @@ def at(
     step: int | None = None,
     nth: int | None = None,
 ):
-    """Call `act()` whenever `rank` enters a phase, of `step` or for the nth time.
+    """Call `act()` whenever `rank` enters a phase, only in `step` or only the nth time.
 
-    phase: None means the beginning of a step, before anything of it is done.
+    phase: None means the beginning of a step, before any of its work.
     """
     entered, trained = [], [0]
 
@@ -305,7 +306,7 @@ def at(
 
 @fault
 def after(phase: str, act: Callable, rank: int | str | None = None):
-    """Call `act()` whenever `rank` has done with a phase and enters another."""
+    """Call `act()` whenever `rank` leaves a phase and enters another."""
 
     def listen(thread, ended):
         if thread is phases.training and ended == phase != thread.phase:
@@ -329,27 +330,27 @@ def with_trainer(act: Callable = id):
         yield
 
 
-# --- what can happen ----------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------
 
 
 def kill() -> None:
-    """End this process as a lost machine does."""
+    """Kill this process, as if its machine were lost."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(text: str = "as good as killed") -> None:
-    """End the run as an error that the trainer raises itself."""
+    """End the run with an error like those that the trainer raises itself."""
     raise RunFailed(text)
 
 
 def send(signum: int) -> None:
-    """Send this process a signal, and give the thread that listens time to hear it."""
+    """Send this process a signal, and give the listening thread time to receive it."""
     os.kill(os.getpid(), signum)
     time.sleep(0.05)
 
 
 def exhaust_memory() -> None:
-    """Ask for more memory than an address can name: the system's own refusal."""
+    """Allocate more memory than the address space has, so that the system itself refuses it."""
     torch.empty(2**50, dtype=torch.uint8)
 
 
@@ -362,7 +363,7 @@ def signalled(phase, rank=1, nth=2, signum=signal.SIGTERM) -> Fault:
 def signalled_before(step, phase, rank=1, nth=2, signum=signal.SIGTERM):
     """Send `rank` a signal when it enters a phase for the nth time, before it begins `step`.
 
-    The phase may be one of the thread that writes checkpoints, which can be slower than all steps.
+    The phase may be one of the checkpoint thread, which can be slower than all steps.
     """
     sent = threading.Event()
 
@@ -378,28 +379,28 @@ def signalled_before(step, phase, rank=1, nth=2, signum=signal.SIGTERM):
 
 
 def killed(rank=None, step=None) -> Fault:
-    """Kill `rank` hard as it begins a step."""
+    """Kill `rank` by SIGKILL when it begins a step."""
     return at(None, kill, rank=rank, step=step)
 
 
 def failed(step, phase=None, nth=1) -> Fault:
-    """End the run with an error as it begins a step, or enters a phase of it."""
+    """End the run with an error when it begins a step, or enters a phase of it."""
     return at(phase, fail, step=step, nth=nth)
 
 
 def at_phases(acts: dict[tuple[int, str], Callable]) -> Fault:
-    """(step, phase) → what rank 0 does when it enters it. A save tried again meets the same."""
+    """Call on rank 0 the act of each (step, phase) that it enters, also in repeated saves."""
     moments = [at(phase, act, rank=0, step=step) for (step, phase), act in acts.items()]
     return together(quick_retries(), *moments)
 
 
 def quick_retries() -> Fault:
-    """Try a checkpoint that failed at the end of a run again without long pauses."""
+    """Shorten the pauses before a checkpoint that failed at the end of a run is tried again."""
     return setting("save_pauses", two_short_pauses)
 
 
 def two_short_pauses(patience: float) -> list[float]:
-    """Stand in for `saving.pauses`."""
+    """Replace `saving.pauses`."""
     return [0.1, 0.1]
 
 
@@ -408,7 +409,7 @@ def two_short_pauses(patience: float) -> list[float]:
 
 @fault
 def bad_numbers(kind: str, steps: Iterable[int]):
-    """Make a "loss", or only a "gradient", of the last rank not finite in the given steps."""
+    """Make the last rank's "loss", or only its "gradient", non-finite in the given steps."""
 
     def bad(wanted):
         return kind == wanted and phases.training.step in steps
@@ -429,12 +430,12 @@ def bad_numbers(kind: str, steps: Iterable[int]):
 
 
 def bad_gradient(*steps: int) -> Fault:
-    """Make gradients of the last rank NaN in the given steps (the third)."""
+    """Make gradients of the last rank NaN in the given steps, by default the third."""
     return bad_numbers("gradient", steps or (3,))
 
 
 def bad_loss(*steps: int) -> Fault:
-    """Make losses of the last rank infinite in the given steps (the third)."""
+    """Make losses of the last rank infinite in the given steps, by default the third."""
     return bad_numbers("loss", steps or (3,))
 
 
@@ -452,8 +453,10 @@ def infinite_gradient(step: int = 3):
 
 @fault
 def spiked_once(point: str, step: int):
-    """Make what POINTS names 1e4 times as large on the last rank in a step, until the run is taken
-    back."""
+    """Multiply the result of the function of POINTS by 1e4 on the last rank in a step.
+
+    It stops when the run has been rewound.
+    """
 
     def spoilt(real, *args):
         is_spike = phases.training.step == step and not trainer.progress.rewinds
@@ -477,7 +480,7 @@ def flipped_bit(rank: int, after_step: int):
 
 @fault
 def garbage_rows(which: Callable, labels: Callable):
-    """Give the rows for which `which(index)` is true `labels(index, tokens)` to learn."""
+    """Replace the labels of rows for which `which(index)` is true by `labels(index, tokens)`."""
 
     def read(real, self, indices):
         rows = real(self, indices)
@@ -491,16 +494,16 @@ def garbage_rows(which: Callable, labels: Callable):
 
 
 SPIKED = 20
-"""The step that `garbage` is for, of 3 rows a step."""
+"""The step whose rows `garbage` spoils, with 3 rows a step."""
 
 
 def garbage() -> Fault:
-    """Let the rows of step SPIKED hold only noise, wherever and whenever they are trained."""
+    """Replace the labels of step SPIKED's rows by noise, in whatever step they are trained."""
     return garbage_rows(_is_spiked, _noise)
 
 
 def always_garbage() -> Fault:
-    """From row 57 on let one step in three hold nothing else."""
+    """Replace the labels of one step in three by noise, from row 57 on."""
     return garbage_rows(_is_often_spiked, _other_noise)
 
 
@@ -541,15 +544,14 @@ def when_writing(act: Callable):
 
 @fault
 def broken_writes(steps: Iterable[int], error: int):
-    """Let what rank 0 writes in these steps fail: its records after 25 bytes, its shards at
-    once."""
+    """Make rank 0's writes in these steps fail: records after 25 bytes, shards at once."""
     write = os.write
 
     def writes(file, data):
         if phases.training.step not in steps:
             return write(file, data)
         if len(data) > 40:
-            return write(file, bytes(data[:25]))  # the disk takes a part of it first
+            return write(file, bytes(data[:25]))  # a part is written first
         raise OSError(error, os.strerror(error))
 
     def writes_shards(real, *args):
@@ -566,7 +568,7 @@ def broken_writes(steps: Iterable[int], error: int):
 
 @fault
 def unseen(method: str, hides: Callable, rank: int = 1, seconds: float = float("inf")):
-    """For some seconds let Path's `method` find no file for which `hides(path)` is true."""
+    """Hide files for which `hides(path)` is true from Path's `method` on a rank, for `seconds`."""
     real, until = getattr(Path, method), time.monotonic() + seconds
 
     def see(self, **how):
@@ -581,7 +583,7 @@ def unseen(method: str, hides: Callable, rank: int = 1, seconds: float = float("
 
 @fault
 def without_package(name: str):
-    """Let `importlib.util.find_spec` not find a package."""
+    """Make `importlib.util.find_spec` return None for a package."""
     find = importlib.util.find_spec
 
     def find_others(other, *rest):
@@ -591,13 +593,13 @@ def without_package(name: str):
         yield
 
 
-# --- processes that others start ----------------------------------------------------------------
+# --- processes that the product starts ----------------------------------------------------------
 
 
 def seamed(folder: Path, code: str) -> dict[str, str]:
-    """Return an environment in which every Python process first does `code`.
+    """Return an environment in which every Python process first runs `code`.
 
-    For processes that are real, whoever starts them, where the order of events must be certain.
+    For real processes that a test does not start itself, if the order of events must be certain.
     """
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(textwrap.dedent(code))
@@ -605,10 +607,9 @@ def seamed(folder: Path, code: str) -> dict[str, str]:
 
 
 def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
-    """Return an environment in which `rank` is killed hard as it begins that step for the first
-    time.
+    """Return an environment in which `rank` kills itself when it first begins a step.
 
-    A signal from outside might come too late.
+    A signal from the test might arrive too late.
     """
     return seamed(
         folder,
@@ -644,7 +645,6 @@ def stay_in_forward(thread, ended):
 
 phases.add_listener(stay_in_forward)
 """
-"""A process that stays in its first forward: what is in `seamed`."""
+"""Code for `seamed`: a process that never leaves its first forward."""
 ONE_SIGNAL = "from fsdp_trainer import process\nprocess.ECHO_SECONDS = 60"
-"""Signals that are sent one after the other are one request, however slow the machine is between
-them."""
+"""Code for `seamed`: consecutive signals count as one request, however slow the machine is."""

@@ -1,4 +1,4 @@
-"""A few steps of a model, whole or shared by ranks, and what they must have in common."""
+"""A few training steps of a model in one process or on several ranks, and their comparison."""
 
 import pickle
 from unittest import mock
@@ -31,29 +31,35 @@ VOCABULARY = 97
 ROW = 32
 DOCUMENTS = ([20, 9], [7, 9, 16], [32], [5, 5, 5, 5, 5, 5])
 SUPERVISED = (range(21, 28), range(32), range(0), range(0, 32, 3))
-"""Of each row in four; those of the first lie all in one part of two, the third has none."""
+"""Supervised positions of each row in four.
+
+Those of the first row are all in one half, and the third row has none.
+"""
 
 LATENT = {
     "family": "deepseek_v3", "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 12,
     "kv_lora_rank": 10, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "first_k_dense_replace": 9,
 }  # fmt: skip
-"""Latent attention and dense blocks, with 4 heads."""
+"""A model with latent attention of 4 heads, and dense blocks."""
 GROUPED = LATENT | {
     "first_k_dense_replace": 1, "num_experts": 8, "num_experts_per_tok": 2, "n_group": 4,
     "topk_group": 2, "n_shared_experts": 1, "moe_intermediate_size": 12, "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
-"""The same with experts in all blocks but the first."""
+"""The model of LATENT with experts in all blocks but the first."""
 
 
 def configuration(settings, **groups):
-    """settings: the layout, and what else is not as usual. groups: others of the configuration."""
+    """Return a configuration for small steps.
+
+    settings: the layout and other changes from the defaults, by group. groups: further groups.
+    """
     precision = {"param_dtype": "float32", "master_dtype": "float32"}
     return TrainConfig(
         sharding=Sharding(**settings.get("sharding", {})),
         activation_checkpoint=ActivationCheckpoint(**settings.get("checkpoint", {})),
-        # with the usual eps the sign of a gradient that is only rounding would count
+        # with the default eps, Adam would amplify gradients that are only rounding
         optim=Optim(**{"lr": 3e-3, "eps": 1e-3} | settings.get("optim", {})),
         precision=Precision(**precision | settings.get("precision", {})),
         adapter=Adapter(**settings.get("adapter", {})),
@@ -63,7 +69,7 @@ def configuration(settings, **groups):
 
 
 def packed_row(number, step):
-    """A row of packed documents, [1, ROW]."""
+    """Return a row of packed documents, [1, ROW]."""
     random = np.random.default_rng(10 * step + number)
     rows, kind = Rows.empty(1, ROW), number % len(DOCUMENTS)
     rows.documents = [DOCUMENTS[kind]]
@@ -77,7 +83,10 @@ def packed_row(number, step):
 
 
 def take_steps_on_rows(model, cfg, dims, assembler, rows=4, pipeline=None):
-    """See take_steps. rows: packed ones of a step, dealt over the ranks of the assembler."""
+    """Take steps on packed rows, see take_steps.
+
+    rows: number of rows in a step, which are dealt to the assembler's ranks.
+    """
     own = range(assembler.rank, rows, assembler.ranks)
 
     def weight(step):
@@ -90,10 +99,11 @@ def take_steps_on_rows(model, cfg, dims, assembler, rows=4, pipeline=None):
 
 
 def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss_options):
-    """Losses, norms, the first step's gradients and the last weights: whole ones.
+    """Train STEPS steps; return losses, gradient norms, first gradients and last weights.
 
-    dims: None in one process. own: numbers of this rank's rows; batch_of(number, step): one of them
-    as a micro-batch; weight_of(step): the weight of all rows. pipeline: computes all of them.
+    Gradients and weights are complete tensors by name. dims: None in one process. own: indices of
+    this rank's rows. batch_of(number, step): returns one of them as a micro-batch. weight_of(step):
+    returns the weight of all rows. pipeline: the pipeline to use, or None.
     """
     if pipeline:
         return pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline)
@@ -126,7 +136,7 @@ def take_steps(model, cfg, dims, own, batch_of, weight_of, pipeline=None, **loss
 
 
 def compiled_quickly():
-    """Within it blocks are compiled to the operators that they call: inductor takes a minute."""
+    """Return a patch that compiles blocks by aot_eager, because inductor takes a minute."""
     return mock.patch.object(parallelize_module, "compile_blocks", compile_quickly)
 
 
@@ -139,7 +149,7 @@ def compile_quickly(model, cfg, **options):
 
 
 def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
-    """See take_steps."""
+    """Train STEPS steps by a pipeline, see take_steps."""
     optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
     losses, norms, gradients = [], [], {}
     for step in range(STEPS):
@@ -160,10 +170,10 @@ def pipelined_steps(model, cfg, dims, own, batch_of, weight_of, pipeline):
 
 
 def of_all_stages(tensors):
-    """Tensors by name of all ranks' parts and stages: whole ones, on every rank. Copies of one must
-    be alike.
+    """Return complete tensors by name, gathered from all ranks' parts and stages, on every rank.
 
-    By hand: torch's own way remembers groups of worlds that are gone.
+    Copies of a part must be equal. torch's own gathering is not used, because it caches process
+    groups that have been destroyed.
     """
     own = {n: (t.shape, local_slice(t), local_part(t.detach())) for n, t in tensors.items()}
     together = {}
@@ -180,22 +190,28 @@ def of_all_stages(tensors):
 
 
 def whole(tensors):
-    """Tensors by name, as one process has them, which a world of ranks or none shares."""
+    """Return complete tensors by name, gathered from all ranks if there are several."""
     if dist.is_initialized():
         return of_all_stages(tensors)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def without_padding(tensors, expected):
-    """Tensors by name; a vocabulary may be padded, by zeros, which have no gradient either."""
+    """Return tensors without the padding of a vocabulary, which must be zero.
+
+    expected: tensors by name that have the right number of rows.
+    """
     for name in tensors.keys() & expected.keys():
         assert not tensors[name][len(expected[name]) :].any(), f"padding of {name}"
     return {n: t[: len(expected[n])] if n in expected else t for n, t in tensors.items()}
 
 
 def assert_same(got, expected, tolerance=1e-5):
-    """got, expected: the weights at the start, and what `take_steps` gives. tolerance: of weights
-    after the steps."""
+    """Raise AssertionError if two results differ.
+
+    got, expected: the initial weights, followed by the results of `take_steps`. tolerance: largest
+    difference of weights after the steps.
+    """
     got = [
         without_padding(g, e) if isinstance(e, dict) else g
         for g, e in zip(got, expected, strict=False)

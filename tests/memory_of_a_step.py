@@ -1,5 +1,4 @@
-"""A step of training on tensors without storage, and what it holds at its peak, measured in two
-ways that know nothing of the plan."""
+"""Peak memory of a training step, measured in two ways that are independent of the plan."""
 
 import weakref
 from types import MethodType
@@ -36,9 +35,9 @@ from fsdp_trainer.training.weights import draw_weights
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all storages that operators make and that live; peak: the most so far.
+    """Counter of the bytes in all live storages that operators created; peak: the largest so far.
 
-    FSDP2 frees and fills storages by resizing them.
+    Resizing a storage is counted, because FSDP2 frees and fills storages by it.
     """
 
     def __init__(self):
@@ -84,8 +83,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peaks(cases):
-    """[(cfg, config, ranks, by)] → bytes at the peak of the last micro-batch and the clipping, by
-    `live` storages or torch's `tracker`."""
+    """Return the peak bytes up to the clipping for each case (cfg, config, ranks, by).
+
+    by: `live`, by LiveBytes, or `tracker`, by torch's tracker. Tensors have no storage.
+    """
     return [peak(*case) for case in cases]
 
 
@@ -124,13 +125,13 @@ def peak(cfg, config, ranks, by):
 
 
 def micro_step(model, cfg, batch=None):
-    """batch: None: whole rows."""
+    """Run forward and backward of a micro-batch; batch: None: the one of whole_batch."""
     batch = batch or whole_batch(cfg)
     model(batch, CrossEntropy(batch.weights))[0].backward()
 
 
 def whole_batch(cfg):
-    """All of whose tokens are supervised."""
+    """Return a micro-batch of full rows of which all tokens are supervised."""
     rows, length = cfg.batch.micro_rows, cfg.batch.seq_len
     lengths = [[length - length // 4, length // 4]] * rows
     layout = DocumentAttention(lengths, length, torch.device("cpu"))
@@ -141,7 +142,7 @@ def whole_batch(cfg):
 
 
 def batch_of_rank(cfg, config, dims):
-    """This rank's part of whole_batch's rows, where a context group shares them; else None."""
+    """Return this rank's part of whole_batch's rows if a context group shares them, else None."""
     ranks = context_ranks(dims, context_method(cfg, config).method, config.windows)
     if ranks is None:
         return None
@@ -156,7 +157,7 @@ def batch_of_rank(cfg, config, dims):
 
 
 def peak_of_stages(cfg, config):
-    """The bytes of live storages of this rank of a pipeline, at most, in a step and clipping."""
+    """Return the peak bytes of this rank's live storages in a pipeline's step with clipping."""
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
     dims = Dims(cfg.sharding, "cpu", timeout=60)
@@ -181,7 +182,7 @@ def peak_of_stages(cfg, config):
 
 
 def route_evenly(model):
-    """Have every router send as many tokens to each expert, whatever the logits are."""
+    """Make every router send the same number of tokens to each expert, whatever the logits are."""
     for module in model.modules():
         if isinstance(module, Router):
             module.forward = MethodType(_even_routing, module)
@@ -198,8 +199,10 @@ def _even_routing(router, x):
 
 
 def peaks_of_experts(cases):
-    """[(cfg, config)] → of each the most bytes of rank 0's live storages in a step and clipping,
-    with even routing."""
+    """Return this rank's peak bytes of live storages in a step with clipping for each case.
+
+    A case is (cfg, config). Routing is even.
+    """
     dist.init_process_group("gloo")
     return [_peak_of_experts(*case) for case in cases]
 

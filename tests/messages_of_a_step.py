@@ -1,4 +1,4 @@
-"""The messages of a step of training, on tensors without storage and ranks that do not exist."""
+"""Messages of a training step, measured on fake tensors and fake ranks, or on real ranks."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -22,20 +22,20 @@ from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.objective import CrossEntropy
 
-SMALL = 2**20  # bytes: the head gathers a few numbers of each token, which the plan leaves out
+SMALL = 2**20  # bytes; the plan leaves out the few numbers per token that the head gathers
 GATHER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 class Message(NamedTuple):
-    """A collective over so many ranks, which gathers or, if not, reduces."""
+    """A kind of collective: its number of ranks, and gathers: True to gather, False to reduce."""
 
     ranks: int
     gathers: bool
 
 
 class Messages(TorchDispatchMode):
-    """Counts collectives, and the bytes of what they gather or reduce, of all ranks together."""
+    """Counter of collectives, and of the bytes that they gather or reduce on all ranks together."""
 
     def __init__(self):
         super().__init__()
@@ -54,13 +54,12 @@ class Messages(TorchDispatchMode):
 
 
 def messages_of(cases, ranks):
-    """[(cfg, config)] → of each what `messages` returns."""
+    """Return the result of `messages` for each case (cfg, config)."""
     return [messages(cfg, config, ranks) for cfg, config in cases]
 
 
 def messages(cfg, config, ranks):
-    """Return how many messages the last micro-batch of a step sends, by their kind, and the bytes
-    of all of a kind."""
+    """Return the number of messages of a step's last micro-batch by kind, and their total bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         dims = Dims(cfg.sharding, "cpu", timeout=60)
@@ -79,7 +78,7 @@ def messages(cfg, config, ranks):
 
 
 class Sent(TorchDispatchMode):
-    """Adds up the bytes of what a rank sends to another one, gathers and reduces."""
+    """Counter of the bytes that a rank sends to another one, gathers and reduces."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +96,7 @@ class Sent(TorchDispatchMode):
 
 
 def messages_of_stages(cfg, config):
-    """Return the bytes that this rank of a pipeline passes on, gathers and reduces in a step."""
+    """Return the bytes that this rank of a pipeline sends, gathers and reduces in a step."""
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
     dims = Dims(cfg.sharding, "cpu", timeout=60)
@@ -108,16 +107,17 @@ def messages_of_stages(cfg, config):
     pipeline = Pipeline(model, dims, cfg, count, cpu)
     batch = whole_batch(cfg)
     objective = CrossEntropy(batch.weights)
-    pipeline.train([batch] * count, [objective] * count)  # the first one finds out who computes
+    pipeline.train([batch] * count, [objective] * count)  # warm-up: the first run sends more
     with Sent() as sent:
         pipeline.train([batch] * count, [objective] * count)
     return sent.passed, sent.gathered, sent.reduced
 
 
 class SentByKind(TorchDispatchMode):
-    """Adds up the bytes that a rank sends to others, by how many ranks gather or reduce.
+    """Counter of the bytes that a rank sends to others, by (number of ranks, gathers).
 
-    rows: to others' experts and back, or to owners; waits: how often numbers of rows are exchanged.
+    rows: bytes sent to other ranks' experts and back, or to owners. waits: number of exchanges of
+    row counts.
     """
 
     def __init__(self):
@@ -138,13 +138,16 @@ class SentByKind(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def result(self):
-        """What a rank can return."""
+        """Return the counters as values that a rank can send back."""
         return dict(self.bytes), self.rows, self.waits
 
 
 def messages_of_experts(cases):
-    """[(cfg, config)] → of each what rank 0 sends in a step of one micro-batch, with even routing:
-    bytes by (ranks, gathers), bytes of rows, exchanges of their numbers."""
+    """Return this rank's messages in a step of one micro-batch for each case, with even routing.
+
+    A case is (cfg, config). Its result is (bytes by (ranks, gathers), bytes of rows, exchanges of
+    row counts).
+    """
     dist.init_process_group("gloo")
     return [_messages_of_experts(*case) for case in cases]
 
@@ -168,7 +171,7 @@ def _sent_in_a_step(model, dims, cfg):
 
 
 def rows_of_512_ranks(cfg, config):
-    """The same of the first of 512 ranks that do not exist, without numbers."""
+    """Return the result of messages_of_experts for the first of 512 fake ranks, on fake tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     ranks = cfg.sharding.expert
     even = cfg.batch.micro_rows * cfg.batch.seq_len * config.num_experts_per_tok // ranks
@@ -185,7 +188,7 @@ def rows_of_512_ranks(cfg, config):
 
 
 def messages_of_owners(cases):
-    """[(cfg, config)] → of each the bytes that this rank sends in an update of Muon."""
+    """Return the bytes that this rank sends in an update of Muon for each case (cfg, config)."""
     dist.init_process_group("gloo")
     return [_messages_of_owners(*case) for case in cases]
 

@@ -1,5 +1,7 @@
-"""Hosts of one machine: network namespaces with an address each on one switch. The disk is common,
-as a cluster's is."""
+"""Simulated hosts on one machine: network namespaces with their own addresses on one switch.
+
+They share the disk, as in a cluster.
+"""
 
 import os
 import signal
@@ -10,14 +12,14 @@ PATH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 
 
 def ip(*words: str) -> str:
-    """Raises CalledProcessError."""
+    """Run ip(8) and return its output. Raises CalledProcessError."""
     return subprocess.run(
         ["ip", *words], check=True, capture_output=True, text=True, env={**os.environ, "PATH": PATH}
     ).stdout
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts here, if there can be none."""
+    """Return the reason why network namespaces cannot be made here, or None."""
     name = f"probe-{os.getpid()}"
     try:
         ip("netns", "add", name)
@@ -58,24 +60,24 @@ class Network:
             ip("-n", name, "link", "set", device, "up")
 
     def at(self, i: int) -> list[str]:
-        """The words before a command that is to run on host i, or at the switch for 0."""
+        """Return the words before a command that runs it on host i, or at the switch if i is 0."""
         return ["ip", "netns", "exec", self.names[i - 1] if i else self.switch]
 
     def processes(self, i: int) -> list[int]:
-        """Of host i."""
+        """Return the process ids on host i."""
         return [int(pid) for pid in ip("netns", "pids", self.names[i - 1]).split()]
 
     def power_off(self, i: int) -> None:
-        """Host i loses its power: all its processes end at once."""
+        """Kill all processes of host i, as if it lost its power."""
         for pid in self.processes(i):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def cable(self, i: int, plugged: bool) -> None:
-        """Host i is cut off, or is back on the network."""
+        """Connect host i to the network, or disconnect it."""
         ip("-n", self.switch, "link", "set", f"to{i}", "up" if plugged else "down")
 
     def close(self) -> None:
-        """No host is left."""
+        """Delete all hosts and the switch."""
         for name in [*self.names, self.switch]:
             ip("netns", "del", name)

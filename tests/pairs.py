@@ -1,4 +1,4 @@
-"""Preference pairs for tests, and what an objective makes of them by the textbook."""
+"""Preference pairs for tests, and reference formulas of the objectives on them."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def write_pairs(path, count=30):
-    """Pairs of many lengths, of which the better answers are sums."""
+    """Write pairs of different lengths, whose chosen answers are sums; return the file."""
     rows = [
         {"prompt": f"{i}+{i % 7}?", "chosen": f"{i + i % 7}" + "!" * (i % 4), "rejected": f"no {i}"}
         for i in range(count)
@@ -17,8 +17,11 @@ def write_pairs(path, count=30):
 
 
 def textbook(name, policy, reference, tokens, beta, smoothing=0.0, gamma=0.0, sft_weight=0.0):
-    """The loss of one pair, as the papers write it. policy, reference: Σ log-probability of both
-    answers; tokens: of both."""
+    """Return the loss of one pair by the formula of its paper.
+
+    policy, reference: Σ log-probability of the chosen and of the rejected answer. tokens: number of
+    tokens of both.
+    """
     (chosen, rejected), (chosen_ref, rejected_ref) = policy, reference
     mean, mean_other = chosen / tokens[0], rejected / tokens[1]
     if name == "dpo":

@@ -35,8 +35,8 @@ PUBLISHED = {
     "gpt_oss_20b": (201_088, 20_914_757_184), "gpt_oss_120b": (201_088, 116_829_156_672),
     "gemma2_2b": (256_000, 2_614_341_888), "gemma2_9b": (256_000, 9_241_705_984),
     "gemma2_27b": (256_000, 27_227_128_320),
-    # of the whole 4B (4,300,079,472) 416,866,032 belong to the vision tower and 2,950,272 to the
-    # projector
+    # of the complete 4B (4,300,079,472), 416,866,032 belong to the vision tower and 2,950,272 to
+    # the projector
     "gemma3_1b": (262_144, 999_885_952),
     "gemma3_4b": (262_208, 4_300_079_472 - 416_866_032 - 2_950_272),
     "gemma3_12b": (262_208, 11_766_034_176), "gemma3_27b": (262_208, 27_009_346_304),
@@ -57,15 +57,15 @@ def recipe_as_it_is(name):
 
 
 def named_size(name):
-    """A file of conf/model/ as it is: composing all of them takes half a minute.
+    """Return a file of conf/model/ without composing it: composing all takes half a minute.
 
-    Raises for a key that the schema does not have.
+    Raises TypeError for a key that the schema does not have.
     """
     return Model(**yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text()))
 
 
 def published_model(name):
-    """A named size with its published vocabulary."""
+    """Return the configuration of a named size with its published vocabulary."""
     return resolve_model(named_size(name), PUBLISHED[name][0])
 
 

@@ -1,4 +1,4 @@
-"""The order in which torch's schedules compute, followed on paper."""
+"""Simulation of the order in which torch's pipeline schedules compute."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ from fsdp_trainer.parallel import pipeline_runtime
 SECONDS = {
     Kind.FORWARD: 1, Kind.FULL_BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1,
 }  # fmt: skip
-"""Of a stage."""
+"""Simulated duration of each computation of a stage."""
 
 
 def actions(name, ranks, count):
-    """By rank what it computes, in order."""
+    """Return each rank's computations, in order. count: number of micro-batches."""
     stages = [
         SimpleNamespace(
             num_stages=ranks * SCHEDULES[name].stages, group_size=ranks, group_rank=0,
@@ -36,7 +36,10 @@ def actions(name, ranks, count):
 
 
 def followed(name, ranks, count):
-    """The share of a step in which the busiest rank waits, and the forwards that each one holds."""
+    """Return the share of a step in which ranks wait, and each rank's most forwards held at once.
+
+    A forward is held from its computation until that of its backward.
+    """
     orders = actions(name, ranks, count)
     last = ranks * SCHEDULES[name].stages - 1
     ready, clock, held, most = {}, dict.fromkeys(orders, 0), dict.fromkeys(orders, 0), {}

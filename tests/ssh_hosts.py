@@ -1,5 +1,7 @@
-"""Hosts that are reached by ssh: a stand-in for ssh that runs everything here, and OpenSSH's sshd
-on two hosts of this machine."""
+"""Hosts that are reached by ssh.
+
+A stand-in for ssh that runs everything on this machine, and OpenSSH's sshd on two simulated hosts.
+"""
 
 import os
 import shutil
@@ -11,7 +13,7 @@ from world import wait_until
 
 from fsdp_trainer.launch.nodes import free_port
 
-# its last word is the command, the one before it the host, whose name says what is wrong with it
+# its last argument is the command, the one before it the host, whose name selects the failure
 STAND_IN = r"""#!/bin/bash
 host=${@: -2:1}
 for word in "$@"; do
@@ -33,12 +35,15 @@ esac
 
 
 def stand_in(folder: Path) -> dict[str, str]:
-    """The environment in which this is ssh; `calls` in the folder has its command lines."""
+    """Return an environment in which ssh is STAND_IN.
+
+    Its command lines are appended to `calls` in the folder.
+    """
     return ssh_of(folder, STAND_IN)
 
 
 def ssh_of(folder: Path, script: str) -> dict[str, str]:
-    """The environment in which ssh is a script."""
+    """Return an environment in which ssh is the given script."""
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "ssh").write_text(script)
     (folder / "bin" / "ssh").chmod(0o755)
@@ -46,23 +51,22 @@ def ssh_of(folder: Path, script: str) -> dict[str, str]:
 
 
 def sshd() -> str | None:
-    """The server, where OpenSSH is installed."""
+    """Return the path of sshd, or None if OpenSSH is not installed."""
     return shutil.which("sshd", path=namespaces.PATH)
 
 
 def why_not() -> str | None:
-    """Why no sshd can run here, if none can."""
+    """Return the reason why sshd cannot run here, or None."""
     if not (sshd() and shutil.which("ssh") and shutil.which("ssh-keygen")):
         return "no OpenSSH here: apt-get install openssh-server"
     return None
 
 
 class SshHosts:
-    """Two hosts with an sshd each: network namespaces where there can be such, else addresses of
-    this one.
+    """Two hosts with an sshd each: network namespaces if possible, else addresses of this machine.
 
-    names: as launch.hosts has them; before: what a command line begins with that starts them; env:
-    what it needs.
+    names: for launch.hosts. before: words with which a launching command line begins. env:
+    environment variables that it needs.
     """
 
     def __init__(self, folder: Path):
@@ -75,10 +79,10 @@ class SshHosts:
             self.names, self.before = [f"{address}:{self.port}" for address in addresses], []
         self.env = ssh_of(folder, f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"')
         if self.network:
-            self.env["GLOO_SOCKET_IFNAME"] = "eth0"  # which only reaches ranks if it is sent along
+            self.env["GLOO_SOCKET_IFNAME"] = "eth0"  # reaches ranks only if the launcher sends it
         self._write_files(folder)
         if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # where sshd separates its privileges
+            Path("/run/sshd").mkdir(exist_ok=True)  # for sshd's privilege separation
         self.servers = [self._serve(folder, i, address) for i, address in enumerate(addresses, 1)]
 
     def _write_files(self, folder: Path) -> None:
@@ -106,7 +110,7 @@ class SshHosts:
         return server
 
     def close(self) -> None:
-        """No server and no host is left."""
+        """End the servers and delete the hosts."""
         for server in self.servers:
             server.kill()
             server.wait()

@@ -1,4 +1,4 @@
-"""What a checkpoint or an export holds, read without the trainer."""
+"""The content of checkpoints and exports, read without the trainer."""
 
 import warnings
 
@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 
 def stored(checkpoint):
-    """Every tensor of a checkpoint: weights, moments, step counts."""
+    """Return every tensor of a checkpoint by name: weights, moments, step counts."""
     metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -1,4 +1,4 @@
-"""What a head computes, by the textbook: in float64 and by autograd."""
+"""A reference for the output head and its loss, in float64 and by autograd."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.head import Head
 
-VOCABULARY, WIDTH, TOKENS = 8192, 16, 100  # of which 1 MiB holds 32 tokens' logits
+VOCABULARY, WIDTH, TOKENS = 8192, 16, 100  # 1 MiB holds the logits of 32 tokens
 
 
 def make(chunk_mib=1, dtype=torch.float32, **options):
-    """A head, hidden states, targets and weights, some of which are 0, as padding's."""
+    """Return a head, hidden states, targets and weights, of which some are 0, as for padding."""
     torch.manual_seed(0)
     head = Head(ModelConfig(vocab_size=VOCABULARY, hidden_size=WIDTH, **options))
     head.weight = torch.nn.Parameter(torch.randn(head.weight.shape).to(dtype))
@@ -26,8 +26,10 @@ def make(chunk_mib=1, dtype=torch.float32, **options):
 
 
 def textbook(head, hidden, targets, weights, label_smoothing=0.0, z_loss=0.0):
-    """In float64, by autograd: the value, each token's negative log-likelihood, the gradients of
-    hidden and weight."""
+    """Return the loss, each token's negative log-likelihood, and gradients of hidden and weight.
+
+    Computed in float64.
+    """
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
     logits = hidden @ weight[:VOCABULARY].T
     if head.softcap:

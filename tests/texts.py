@@ -16,7 +16,7 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 @dataclass
 class Lengths:
-    """A store that has lengths only."""
+    """A store that has only lengths, and tokens of 0."""
 
     lengths: np.ndarray
     fingerprint: str = "f"
@@ -36,8 +36,10 @@ class Lengths:
 
 
 class Texts(Lengths):
-    """A store of texts in which every token is another number; all but the first of a text are
-    learnt."""
+    """A store of texts in which all tokens are different numbers.
+
+    All tokens of a text but the first are supervised.
+    """
 
     tokens = kinds = None
 
@@ -67,7 +69,7 @@ CHAT = [
 
 
 def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
-    """A small byte-level BPE."""
+    """Return a small byte-level BPE tokenizer."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = (
         pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -85,14 +87,14 @@ def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
 
 
 def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
-    """All samples of a row, and the builder with its counts."""
+    """Return all samples of a row, and the builder with its counts."""
     template = template or load_template("chatml", tokenizer)
     builder = SampleBuilder(Data(**options), seq_len, tokenizer, template)
     return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
 
 
 def learnt(tokenizer, sample):
-    """The learnt stretches of a sample, as text."""
+    """Return the supervised spans of a sample as texts."""
     texts, previous = [], 0.0
     for token, weight in zip(sample.tokens.tolist(), sample.weights.tolist(), strict=True):
         if weight:

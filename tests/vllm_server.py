@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server, which speaks its interface and samples from folders of ours."""
+"""A stand-in for a vLLM server, with the same API, which samples from our model folders."""
 
 import json
 import threading
@@ -14,14 +14,14 @@ from fsdp_trainer.generation.sampling import Sampling
 
 
 class Refused(Exception):
-    """args: status and message of an answer."""
+    """An error response. args: status and message."""
 
 
 class VllmServer:
-    """Serves a model folder, and adapters beside it.
+    """A server of a model folder and of adapters for it.
 
-    calls: the paths that were asked for with what was sent, in order. failures: by path how many
-    requests are to be refused with 503 first; None: all.
+    calls: (path, body) of each request, in order. failures: number of next requests to refuse with
+    503, by path; None: all.
     """
 
     def __init__(self, folder):

@@ -1,5 +1,7 @@
-"""Imported by the server that ranks are forked from: what each of them would else import and parse
-when it first trains."""
+"""Imports of the server that ranks are forked from.
+
+Otherwise each rank would import the same modules and parse the same files when it first trains.
+"""
 
 import gc
 
@@ -17,4 +19,4 @@ composing.keep()
 compose("train", ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
 versions(torch.device("cpu"))
 gc.collect()
-gc.freeze()  # pages that no collection touches stay shared
+gc.freeze()  # pages that garbage collection does not touch stay shared with the ranks

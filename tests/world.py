@@ -1,5 +1,4 @@
-"""A pool of worker processes that are the ranks of a world: a training on 2 ranks costs what it
-computes, not what importing torch does."""
+"""A pool of worker processes that act as ranks, so that tests do not import torch for each run."""
 
 import contextlib
 import gc
@@ -26,7 +25,7 @@ from fsdp_trainer.launch.nodes import free_port
 PRELOAD = ["torch", "torch.distributed.checkpoint", "tests.warm"]
 RANKS = 4
 MOST_THREADS = 40
-"""Threads with which a worker gets no further job: each of gloo wakes a hundred times a second."""
+"""A worker with more threads gets no further job: each gloo thread wakes 100 times a second."""
 SMALL = [
     "model=tiny", "model.hidden_size=32", "model.intermediate_size=48",
     "model.num_hidden_layers=2", "model.head_dim=8", "precision=fp32",
@@ -40,16 +39,16 @@ SPIKY = [
     "train.spike_window=8", "checkpoint.every=6", "checkpoint.keep=9", "batch.micro_rows=3",
     "schedule=constant", "batch.rows=3", "optim.lr=1e-3",
 ]  # fmt: skip
-"""Three rows a step, and a guard that soon knows what is usual."""
+"""Overrides for three rows a step, and a guard that learns the usual loss in few steps."""
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or got stuck; the pool has been rebuilt."""
+    """A rank raised, died or got stuck. The pool's workers have been ended."""
 
 
 @dataclass
 class Told:
-    """What one rank's command line gave."""
+    """Exit code and output of one rank's command line."""
 
     code: Any
     out: str = ""
@@ -58,7 +57,7 @@ class Told:
 
 @dataclass
 class Run:
-    """A run's folder as its records tell it."""
+    """The folder of a run, read through its record files."""
 
     folder: Path
     ranks: list[Told] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Run:
 
 
 def write_chats(path: Path, count: int, start: int = 0) -> Path:
-    """Short questions and answers of 26 to 41 tokens."""
+    """Write short questions and answers of 26 to 41 tokens; return the file."""
     rows = [
         {"prompt": chr(97 + i % 26) * (1 + i % 9), "completion": f"{i * i % 97}" + "!" * (i % 7)}
         for i in range(start, start + count)
@@ -105,7 +104,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def ranks_below(pid: int) -> dict[str, int]:
-    """pid by RANK of every process that descends from `pid`."""
+    """Return the process ids of all descendants of `pid` that are ranks, by RANK."""
     found: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
@@ -121,7 +120,10 @@ def ranks_below(pid: int) -> dict[str, int]:
 
 
 def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
-    """What `there` gives, once it gives something, while a process runs."""
+    """Poll `there` until it returns a true value, and return that.
+
+    Raises AssertionError after 300 s, or if `process` ends.
+    """
     deadline = time.monotonic() + 300
     while not (found := there()):
         assert not process or process.poll() is None, process.communicate()
@@ -131,7 +133,7 @@ def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
 
 
 def end(processes: list) -> None:
-    """Of a test, also of one that failed: what it has started trains no longer."""
+    """Kill the processes that a test started and that still run."""
     for process in processes:
         if process.poll() is None:
             process.kill()
@@ -139,8 +141,7 @@ def end(processes: list) -> None:
 
 
 def alive(pid: int | str) -> bool:
-    """Whether a process runs: not so if it has ended, also if nobody has asked for its exit code
-    yet."""
+    """Return True if a process runs; False if it has ended, even if it is a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -148,7 +149,7 @@ def alive(pid: int | str) -> bool:
 
 
 class World:
-    """`call` runs a function on every rank; `command` runs a command line on every rank."""
+    """A pool of ranks. `call` runs a function on each, `command` a command line."""
 
     def __init__(self):
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -166,10 +167,9 @@ class World:
         timeout: float = 600,
         patience: float = 20,
     ) -> list:
-        """`function(*args)` on each rank with torchrun's variables set; what it returned. Raises
-        RankFailed.
+        """Run `function(*args)` on each rank with torchrun's variables; return its results by rank.
 
-        patience: seconds for the others to find out that one has failed.
+        patience: seconds after the first failure for other ranks to end. Raises RankFailed.
         """
         self.replace_worn_out()
         while len(self.workers) < ranks:
@@ -215,8 +215,10 @@ class World:
         seam: Callable | None = None,
         **options: Any,
     ) -> list[Told]:
-        """The command line on every rank, each of which must exit with `code`. seam: a context
-        manager, entered on every rank."""
+        """Run a command line on every rank; each must exit with `code`.
+
+        seam: a function whose context manager is entered on every rank. options: see call.
+        """
         composed = compose_once(argv) if ranks > 1 and code != 2 else None
         told = self.call(ranks, command, list(argv), seam, composed, **options)
         assert [t.code for t in told] == [code] * ranks, "\n".join(
@@ -232,7 +234,7 @@ class World:
         base: list[str] | None = None,
         **options: Any,
     ) -> Run:
-        """A small training into `folder`."""
+        """Do a small training into `folder`. base: overrides instead of SMALL."""
         place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
         told = self.command(
             "train", *(SMALL if base is None else base), *place, *overrides, ranks=ranks, **options
@@ -250,7 +252,7 @@ class World:
     def replace_worn_out(self) -> None:
         """Replace the workers whose last job left them with too many threads.
 
-        All others keep their rank: what torch has cached in them is of that rank.
+        All others keep their rank, because torch's caches in them are of that rank.
         """
         for rank in self.worn_out:
             end_workers([self.workers[rank]])
@@ -272,14 +274,14 @@ def end_workers(workers: list) -> None:
 
 
 def work(pipe) -> None:
-    """A worker's life: one job after the other."""
+    """Run a worker: one job after the other, until the pipe is closed."""
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     await_stores()
-    os.fsync = lambda file: None  # only a machine that loses its power would show the difference
+    os.fsync = lambda file: None  # it only matters when the machine loses power
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
@@ -288,8 +290,8 @@ def work(pipe) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(env)
-        # as after a rank's imports: a run's own collections would go through all that torch has,
-        # for a third of a small run
+        # as after a real rank's imports: garbage collection would go through all of torch's
+        # objects, which takes a third of a small run
         gc.freeze()
         try:
             function, args = pickle.loads(job)
@@ -302,8 +304,8 @@ def work(pipe) -> None:
         os.environ.update(before)
         for s, handler in zip(signals, handlers, strict=True):
             signal.signal(s, handler)
-        # torch's cache of DTensor operators keeps the groups of a run that is over, and hands them
-        # to a later one whose mesh has the same shape
+        # torch's cache of DTensor operators keeps the groups of a finished run and returns them to
+        # a later one whose mesh has the same shape
         _clear_sharding_prop_cache()
         pipe.send_bytes(pack((*answer, is_worn_out())))
         del answer
@@ -311,7 +313,7 @@ def work(pipe) -> None:
 
 
 def is_worn_out() -> bool:
-    """Whether this worker has too many threads, also when what its job left behind is gone."""
+    """Return True if this worker has too many threads, even after garbage collection."""
     if thread_count() > MOST_THREADS:
         collect_garbage()
     return thread_count() > MOST_THREADS
@@ -322,18 +324,24 @@ def thread_count() -> int:
 
 
 def collect_garbage() -> None:
-    """Close what a job has left open. A rank may get no other job for long, and each group of ranks
-    has a thread that wakes a hundred times a second."""
+    """Close what a job has left open.
+
+    A rank may not get another job for long, and each process group has a thread that wakes 100
+    times a second.
+    """
     if gc.get_freeze_count():
-        gc.collect()  # only what is younger than the job: quick
+        gc.collect()  # only objects created by the job, so it is quick
     if len(os.listdir("/proc/self/fd")) > 120 or thread_count() > 24:
-        gc.unfreeze()  # also what was frozen on the way
+        gc.unfreeze()  # include objects that were frozen during the job
         gc.collect()
 
 
 class Packer(pickle.Pickler):
-    """Writes tensors as their bytes: multiprocessing opens a file of shared memory for each, and
-    torch.save takes ten times as long."""
+    """A pickler that writes tensors as their bytes.
+
+    multiprocessing would open a file of shared memory for each, and torch.save takes ten times as
+    long.
+    """
 
     def reducer_override(self, value):
         torch = sys.modules.get("torch")
@@ -346,7 +354,7 @@ class Packer(pickle.Pickler):
 
 
 def unpack_tensor(data: bytes, dtype: Any, shape: Any) -> Any:
-    """The tensor that a Packer has written."""
+    """Return the tensor that a Packer has written."""
     import torch
 
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -354,15 +362,17 @@ def unpack_tensor(data: bytes, dtype: Any, shape: Any) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """A value for `pickle.loads`."""
+    """Return a value's bytes for `pickle.loads`."""
     file = io.BytesIO()
     Packer(file).dump(value)
     return file.getvalue()
 
 
 def await_stores() -> None:
-    """From now on connect to the store of rank 0 once it listens: torch tries at once, and again
-    after half a second."""
+    """Make torch connect to the store of rank 0 as soon as it listens.
+
+    torch itself tries at once, and again only after half a second.
+    """
     import torch.distributed as dist
 
     class Store(dist.TCPStore):
@@ -375,7 +385,7 @@ def await_stores() -> None:
 
 
 def await_port(host: str, port: int) -> None:
-    """Wait until something listens there; after a second torch may wait."""
+    """Wait until a port accepts connections, for about a second at most."""
     for _ in range(100):
         try:
             socket.create_connection((host, port)).close()
@@ -385,19 +395,23 @@ def await_port(host: str, port: int) -> None:
 
 
 def compose_once(argv: tuple[str, ...]) -> Any:
-    """What the ranks of a training would each compose, as our own launcher does it for them; None
-    where each is to do so itself."""
+    """Return the configuration of all ranks of a training, composed once as by our launcher.
+
+    None if each rank must compose it itself.
+    """
     if argv[0] != "train" or any("${" in word for word in argv):
         return None
     try:
         return compose("train", list(argv[1:]))
     except UserError:
-        return None  # for rank 0 to tell
+        return None  # rank 0 reports the error
 
 
 def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Told:
-    """A command line in this process, with what it printed. composed: its configuration, if a
-    launcher has handed it over."""
+    """Run a command line in this process; return its exit code and output.
+
+    seam: see World.command. composed: the configuration, if a launcher passes it.
+    """
     from fsdp_trainer.cli import main
 
     out, err = io.StringIO(), io.StringIO()
@@ -414,8 +428,10 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Tol
 
 
 def verify(*words: str, code: int = 0) -> str:
-    """Return what `verify` prints; for tests that have imported transformers, which a worker of the
-    pool would import once more for seconds."""
+    """Run `verify` in this process and return its output.
+
+    For tests that have imported transformers: a worker would spend seconds importing it again.
+    """
     told = command(["verify", *words], None)
     assert told.code == code, told
     return told.out

@@ -61,7 +61,7 @@ DEEPSEEK = {
     "v_head_dim": 10,
     "num_mtp_layers": 0,
 }
-# class of transformers → options
+# name → (prefix of transformers' class names, options of its config)
 ZOO = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
@@ -167,7 +167,7 @@ ZOO = {
 
 
 def make_model(name, **options):
-    """The model with random weights that tell mistakes: no norm is 1, no bias 0."""
+    """Return a model with random weights that reveal mistakes: no norm is 1, no bias is 0."""
     import transformers
 
     family, own = ZOO[name]
@@ -193,8 +193,8 @@ SMALL = {
     "num_attention_heads": 4,
     "vocab_size": 100,
 }
-# config.json as it is published, sizes but for Gemma 3's made small: full of what another file
-# leaves out, says twice, or spells otherwise
+# contents of published config.json files, with smaller sizes except Gemma 3's: keys that other
+# files leave out, repeat, or spell differently
 WILD = {
     "deepseek v3": {
         **SMALL,
@@ -405,7 +405,7 @@ HF = [
     "launch.timeout=60s",
     "launch.data_timeout=60s",
 ]
-"""How a folder of Hugging Face's is trained."""
+"""Overrides to train a Hugging Face folder."""
 FOLDER_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -417,9 +417,9 @@ FOLDER_SIZES = {
 
 
 def store_in_mxfp4(folder):
-    """Replace the experts' matrices of a GPT-OSS folder as it is published, by random ones.
+    """Replace the experts' matrices of a GPT-OSS folder by random ones in MXFP4, as published.
 
-    Returns the tensors that transformers makes of it.
+    Returns the folder's tensors as transformers decodes them.
     """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -440,7 +440,7 @@ def store_in_mxfp4(folder):
 
 
 def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **options):
-    """Write a model as transformers saves it, with a tokenizer."""
+    """Write a model with transformers, and a tokenizer; return the folder."""
     model = make_model(
         family,
         **{
@@ -452,7 +452,7 @@ def make_folder(folder, family="llama", dtype=torch.float32, shard="1GB", **opti
         },
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)  # buffers stay in float32, as published
+        parameter.data = parameter.data.to(dtype)  # buffers stay float32, as in published files
     model.config.dtype = dtype
     model.save_pretrained(folder, max_shard_size=shard)
     load_tokenizer("demo:bytes").save(folder)

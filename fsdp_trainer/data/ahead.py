@@ -1,6 +1,6 @@
-"""The verb `prepare`: tokenises ahead of training.
+"""The command `prepare`: tokenises data before training.
 
-The result lies in the folder where `train` with the same keys looks.
+The result is in the folder where `train` with the same keys looks for it.
 """
 
 import re
@@ -17,7 +17,7 @@ from fsdp_trainer.observe.console import Console
 
 
 def prepare_ahead(cfg: PrepareConfig) -> int:
-    """Prepare all of the data, or a shard of it; returns the exit code."""
+    """Prepare all data, or a shard of it; return the exit code."""
     shard = parse_shard(cfg.prepare.shard)
     with removed_if_refused(cache_root(cfg)):
         return _prepare(cfg, shard)
@@ -52,7 +52,7 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
 
 
 def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
-    """Show what the data is, and where it lies."""
+    """Show statistics of the data and the folders of its stores."""
     for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
         console.say(f"data   {line}")
     for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
@@ -60,7 +60,7 @@ def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
 
 
 def parse_shard(shard: str | None) -> tuple[int, int] | None:
-    """`0/8` as numbers. Raises UserError."""
+    """Return a shard such as `0/8` as two numbers; None for None. Raises UserError."""
     if shard is None:
         return None
     numbers = re.fullmatch(r"(\d+)/(\d+)", shard)

@@ -19,7 +19,7 @@ from fsdp_trainer.hub import fetch
 
 
 def tokenizer_path(cfg: TrainConfig) -> str:
-    """Return `tokenizer.path`, else the folder with the tokenizer of `model.init_from`."""
+    """Return `tokenizer.path`, else the tokenizer's folder in `model.init_from`."""
     if cfg.tokenizer.path:
         return cfg.tokenizer.path
     if not cfg.model.init_from:
@@ -35,17 +35,17 @@ def tokenizer_path(cfg: TrainConfig) -> str:
 
 
 def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
-    """The tokenizer of a run."""
+    """Return the tokenizer of a run."""
     return load_tokenizer(tokenizer_path(cfg), cfg.tokenizer.add_tokens)
 
 
 def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | None) -> list[str]:
-    """Return a note if ids of `tokenizer.path` are other tokens in the weights' own tokenizer."""
+    """Return a note if ids mean other tokens in `tokenizer.path` than in the weights' tokenizer."""
     if not cfg.tokenizer.path or init_from is None:
         return []
     try:
         known = load_tokenizer(str(tokenizer_folder(init_from))).backend.get_vocab()
-    except UserError:  # the weights come without one
+    except UserError:  # the weights come without a tokenizer
         return []
     own, given = (
         {id: text for text, id in vocabulary.items()}
@@ -63,7 +63,7 @@ ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many i
 
 
 def lossy(tokenizer: TextTokenizer) -> list[str]:
-    """Return a line on a tokenizer that does not give back the text that it was given."""
+    """Return a warning if the tokenizer does not decode a text back to itself."""
     back = tokenizer.decode(tokenizer.encode(ROUND_TRIP))
     if back.strip() == ROUND_TRIP:
         return []
@@ -71,7 +71,7 @@ def lossy(tokenizer: TextTokenizer) -> list[str]:
 
 
 def require_most_tokens(data: Data, prepared: Prepared) -> None:
-    """Raise UserError if more of the training data's tokens are lost than data.max_lost."""
+    """Raise UserError if a larger share of the training tokens is lost than data.max_lost."""
     share = lost_share(prepared)
     if share > data.max_lost:
         text = (
@@ -86,18 +86,18 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
 
 
 def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
-    """The chat template of a run."""
+    """Return the chat template of a run."""
     data = cfg.data
     return load_template(data.template, tokenizer, data.template_args, data.template_date)
 
 
 def cache_root(cfg: TrainConfig) -> Path:
-    """The folder of tokenised data."""
+    """Return the folder of tokenised data."""
     return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
 
 
 def learns_from(objective: str) -> str:
-    """Return the kind of data of an objective, as `make_reader` takes it."""
+    """Return the kind of data that an objective needs, as in `make_reader`."""
     if objective in PAIRED:
         return preferences.PAIRS
     if objective in PROMPTED:
@@ -110,14 +110,14 @@ def build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     """Return tokenizer, template and data.
 
-    The data is tokenised, or found in `data.cache`; with data.streaming its beginning is looked at.
+    The data is tokenised or found in `data.cache`; with data.streaming, its first samples are read.
     """
     with removed_if_refused(cache_root(cfg)):
         return _build_data(cfg, reporter)
 
 
 def prompt_batch(cfg: TrainConfig) -> Batch:
-    """Return the batch with the length that leaves room for an answer."""
+    """Return the batch with seq_len reduced, so that a row has room for an answer."""
     return replace(cfg.batch, seq_len=cfg.batch.seq_len - cfg.objective.max_new_tokens)
 
 

@@ -1,6 +1,6 @@
-"""Byte-level BPE without a tokenizer.json: tiktoken's `.model`, vocab.json with merges.txt.
+"""Byte-level BPE without a tokenizer.json: tiktoken's `.model`, or vocab.json with merges.txt.
 
-Both become a `tokenizers.Tokenizer` in the way transformers builds it from these files.
+Both are converted to a `tokenizers.Tokenizer` in the same way as in transformers.
 """
 
 import base64
@@ -22,9 +22,9 @@ LLAMA_3_SPECIAL = {
     6: "<|start_header_id|>", 7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>",
     10: "<|python_tag|>",
 }  # fmt: skip
-"""Special tokens by their place behind the ranks, as in Llama 3.1; the rest of 256 are reserved."""
+"""Special tokens of Llama 3.1 by offset after the ranks; the others of 256 are reserved ones."""
 LLAMA_3_NAMED = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
-OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and cut texts in another way
+OTHER_CUT = 190_000  # ranks; GPT-4o and Llama 4 have more, and split texts by another pattern
 END_OF_TEXT = "<|endoftext|>"
 GPT_2 = dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
 ROBERTA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
@@ -40,22 +40,22 @@ DEFAULTS = {
     "RobertaTokenizer": ROBERTA,
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), END_OF_TEXT),
 }
-"""Classes of transformers that read vocab.json and merges.txt so, with their special tokens."""
+"""Classes of transformers that use vocab.json and merges.txt this way, and their special tokens."""
 MODEL_TYPES = {"qwen": "Qwen2Tokenizer", "roberta": "RobertaTokenizer", "bart": "BartTokenizer"}
-"""Beginnings of config.json's model_type, where no class is named; GPT-2's is that of others."""
+"""Prefixes of config.json's model_type, used without a tokenizer class; all others mean GPT-2."""
 
 
 def is_tiktoken(path: Path) -> bool:
-    """Return True if a file begins as tiktoken writes it."""
+    """Return True if the first line of a file is in tiktoken's format."""
     with open(path, "rb") as file:
         return bool(RANK.match(file.readline(1 << 16)))
 
 
 def read_tiktoken(path: Path, described: bool = False) -> tuple[Tokenizer, dict[str, str]]:
-    """Return the tokenizer, and its special tokens by name. ValueError if it cannot be read.
+    """Return the tokenizer, and its special tokens by name. Raises ValueError if it cannot be read.
 
-    The file names no special tokens. described: a tokenizer_config.json does. Else those of
-    Llama 3 are known by the number of its ranks.
+    The file names no special tokens. described: True if a tokenizer_config.json does. Otherwise
+    Llama 3 is recognised by its number of ranks and gets its special tokens.
     """
     ranks = _ranks(path)
     if len(ranks) >= OTHER_CUT:
@@ -110,7 +110,8 @@ def _llama_3_special() -> list[str]:
 def read_vocab_and_merges(folder: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
     """Return the tokenizer of vocab.json and merges.txt, and its class's usual special tokens.
 
-    config: of tokenizer_config.json, which names the class. ValueError if it is not byte-level BPE.
+    config: content of tokenizer_config.json, which names the class. Raises ValueError if the files
+    are not byte-level BPE.
     """
     kind = _class_of(folder, config)
     if kind not in DEFAULTS:
@@ -155,7 +156,7 @@ def _class_of(folder: Path, config: dict[str, Any]) -> str:
 
 
 def cut_as(tokenizer: Tokenizer, pattern: str, prefix: bool = False) -> None:
-    """Let the tokenizer cut texts by a pattern, then take their bytes."""
+    """Make the tokenizer split texts by a pattern and encode the parts as bytes."""
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
@@ -167,7 +168,7 @@ def _special(text: str) -> AddedToken:
 
 
 def _byte_texts() -> list[str]:
-    """Return the characters that stand for the bytes 0 to 255, as in GPT-2's vocabulary."""
+    """Return the characters that represent the bytes 0 to 255 in GPT-2's vocabulary."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     texts = {byte: chr(byte) for byte in shown}

@@ -1,4 +1,4 @@
-"""A task and a tokenizer made on the spot, for the quickstart: nothing is downloaded."""
+"""Tasks and a tokenizer that are generated for the quickstart, without any download."""
 
 import hashlib
 from functools import lru_cache
@@ -10,14 +10,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 TOKENIZER = "demo:bytes"
 BACKWARDS = {"demo:backwards": slice(0, 4000), "demo:backwards/heldout": slice(4000, 4200)}
 SUMS = {"demo:sums": False, "demo:sums/half-wrong": True}
-"""Sums of digits; True: every other answer is wrong."""
+"""Tasks of adding two digits; True if every other answer is wrong."""
 TASKS = (*BACKWARDS, *SUMS)
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 
 
 @lru_cache
 def words() -> list[str]:
-    """4,200 different words of 3 to 6 letters, the same on every machine."""
+    """Return 4,200 different words of 3 to 6 letters, the same on every machine."""
     unique: dict[str, None] = {}
     i = 0
     while len(unique) < 4200:
@@ -29,7 +29,7 @@ def words() -> list[str]:
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The chats of a task: spell a word backwards, or add two digits."""
+    """Return the chats of a task: spelling a word backwards, or adding two digits."""
     if name in SUMS:
         return sums(half_wrong=SUMS[name])
     return [
@@ -44,7 +44,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 
 def sums(half_wrong: bool) -> list[dict[str, Any]]:
-    """Return all sums of two digits; half_wrong: each four times, of which two have any answer."""
+    """Return all sums of two digits; half_wrong: four times each, two of them with any answer."""
     rows = []
     for number in range(400 if half_wrong else 100):
         first, second = divmod(number % 100, 10)
@@ -62,9 +62,9 @@ def chat(question: str, answer: str) -> dict[str, Any]:
 
 
 def byte_tokenizer() -> tuple[Tokenizer, dict[str, str], set[int], str]:
-    """One token a byte, and ChatML:
+    """Return a tokenizer with one token per byte, and ChatML as its template.
 
-    (tokenizer, special tokens by name, stop ids, chat template).
+    The result is (tokenizer, special tokens by name, stop ids, chat template).
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: id for id, letter in enumerate(alphabet)}, []))

@@ -1,4 +1,4 @@
-"""The files of a run's data as a checkpoint keeps them, and which of them have changed since."""
+"""The files of a run's data as recorded in a checkpoint, and changes to them since."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILES = 1000
-"""Files whose digests a checkpoint keeps: about 80 KB with their paths."""
+"""Maximum number of digests in a checkpoint: about 80 KB with their paths."""
 DIGEST_CHARACTERS = 12
 MAX_LINES = 8
 SAME_FILES = (
@@ -16,17 +16,17 @@ SAME_FILES = (
 
 
 def stored_files(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the digests by path: those of the first MAX_FILES."""
+    """Return the part of the digests, by path, that a checkpoint stores: the first MAX_FILES."""
     first = list(digests.items())[:MAX_FILES]
     files = {file: digest[:DIGEST_CHARACTERS] for file, digest in first}
     return {"files": files, "file_count": len(digests)}
 
 
 def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]) -> list[str]:
-    """Return lines that name the files that are not as in a checkpoint.
+    """Return lines that name the files that differ from a checkpoint's.
 
-    A file with another name and the same content has not changed. No lines where the checkpoint is
-    of a version that kept no digests. stored: see `stored_files`.
+    A file with another name and the same content counts as unchanged. Returns no lines for a
+    checkpoint of a version that stored no digests. stored: see `stored_files`.
     """
     if not stored.get("files") or not digests:
         return []
@@ -34,7 +34,7 @@ def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]
     now = {file: digest[:DIGEST_CHARACTERS] for file, digest in digests.items()}
     lines, new = _compare(then, now)
     not_compared = stored["file_count"] - len(then)
-    if not not_compared:  # else files that are not in the list need not be new
+    if not not_compared:  # otherwise files that are not in the list need not be new
         lines += [f"{file} is new" for file in new]
     elif stored["file_count"] != len(now):
         lines.append(f"there are {len(now):,} files, there were {stored['file_count']:,}")
@@ -49,7 +49,7 @@ def describe_changed_files(stored: Mapping[str, Any], digests: Mapping[str, str]
 
 
 def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return lines on files that have changed or are missing, and the files that are new."""
+    """Return lines about changed and missing files, and the list of new files."""
     gone = {file: digest for file, digest in then.items() if file not in now}
     new = {file: digest for file, digest in now.items() if file not in then}
     renamed = set(gone.values()) & set(new.values())
@@ -63,7 +63,7 @@ def _compare(then: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[str]
 
 
 def moved_files(gone: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:
-    """Return {path then: path now} of files whose names, without folders, are in both once."""
+    """Return {old path: new path} of files whose base name occurs exactly once in both."""
     counts = [Counter(Path(file).name for file in files) for files in (gone, new)]
     by_name = {Path(file).name: file for file in new}
     names = {file: Path(file).name for file in gone}

@@ -1,4 +1,4 @@
-"""The way from rows to samples, which stored data and streams share."""
+"""The pipeline from rows to samples, shared by stored and streamed data."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
 T = TypeVar("T")
-CAN_BE_CUT = ("text", "tokens")  # formats whose samples may go on in another row
+CAN_BE_CUT = ("text", "tokens")  # formats whose samples may continue in another row
 
 
 @dataclass
 class TokenizeOptions:
-    """All that decides the tokens of a row, for all units of a component.
+    """Everything that decides the tokens of a row, for all units of a component.
 
-    share: of its rows, chosen by their content, held out for validation. kind: as `make_reader`
-    takes it.
+    share: fraction of the rows that is held out for validation, chosen by content. kind: passed to
+    `make_reader`.
     """
 
     data: Data
@@ -34,7 +34,7 @@ class TokenizeOptions:
     kind: str | None = None
 
     def builder(self) -> SampleBuilder:
-        """Return what renders and tokenises rows by these options."""
+        """Return a builder of samples with these options."""
         splits = self.kind == UNPAIRED
         return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template, splits)
 
@@ -46,10 +46,11 @@ def read_texts(
     refuse: Callable[[Row, str], None],
     first: int = 0,
 ) -> Iterator[tuple[int, Row, T]]:
-    """Yield (number, row, what `render` returns for it), from the row with number `first` on.
+    """Yield (number, row, result of `render`), from the row with number `first` on.
 
-    refuse: called with each row that cannot be read, and the reason. The reader of the rows is
-    chosen by the first row that can be read, also where that comes before `first`.
+    reader_of: called with each row that can be read, including rows before `first`, so that the
+    first such row can decide the reader. refuse: called with each row that cannot be used, and the
+    reason.
     """
     for number, row in enumerate(rows):
         try:
@@ -72,9 +73,9 @@ def tokenize_in_chunks(
     max_texts: int,
     max_characters: int,
 ) -> Iterator[Iterator[tuple[Any, list[Sample]]]]:
-    """Yield chunks of (key, samples) from (key, text): each chunk is one call of the tokenizer.
+    """Yield chunks of (key, samples) from (key, text); each chunk is one call of the tokenizer.
 
-    The limits bound the memory that a call takes.
+    The limits bound the memory of a call.
     """
     while chunk := _next_chunk(texts, max_texts, max_characters):
         samples = builder.tokenize([text for _, text in chunk])
@@ -101,9 +102,9 @@ def choose_reader(
     fields: dict[str, Any] | None,
     kind: str | None = SINGLE,
 ) -> Reader:
-    """Return a reader for rows with these columns. kind: as `make_reader` takes it.
+    """Return a reader for rows with these columns. kind: passed to `make_reader`.
 
-    Raises UserError if they cannot be used; RowError where data.on_error=skip continues.
+    Raises UserError if they cannot be used, or RowError if data.on_error=skip.
     """
     try:
         reader = make_reader(columns, format, fields, file, kind)
@@ -123,7 +124,7 @@ def choose_reader(
 
 
 def _require_whole_answers(data: Data, file: str) -> None:
-    """Raise UserError for keys under which answers could not be compared."""
+    """Raise UserError for options with which answers could not be compared."""
     pairs = f"{file} holds preferences, "
     if data.loss_on == "all":
         reason = f"{pairs}whose answers alone are compared.\nUse  data.loss_on=assistant"

@@ -1,5 +1,4 @@
-"""Preferences, read and checked: a better and a worse answer to one prompt, or one answer that is
-good or bad."""
+"""Reads and checks preferences: pairs of a better and a worse answer, or labelled answers."""
 
 import re
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ TURN = re.compile(
 SIDES = ("chosen", "rejected")
 """The documents of a pair, in the order in which they are stored."""
 SINGLE, PAIRS, UNPAIRED, PROMPTS = "single", "pairs", "unpaired", "prompts"
-"""What an objective learns from: answers, two of them beside each other, good and bad ones, or
-prompts that the model answers itself."""
+"""Kinds of training data: answers, pairs of answers, good and bad answers, and prompts that the
+model answers itself."""
 
 
 @dataclass
 class Preference:
-    """One prompt and two answers to it, each one or more turns that end with the assistant's."""
+    """A prompt and two answers to it, each of one or more turns that end with the assistant's."""
 
     prompt: list[Message]
     chosen: list[Message]
@@ -33,7 +32,7 @@ class Preference:
 
 @dataclass
 class LabelledAnswer:
-    """One prompt and an answer to it, of one or more turns, that is good or bad."""
+    """A prompt and an answer to it, of one or more turns, that is labelled good or bad."""
 
     prompt: list[Message]
     answer: list[Message]
@@ -43,9 +42,9 @@ class LabelledAnswer:
 
 
 def read_labelled(values: Values) -> LabelledAnswer:
-    """Return the answer of a row and its label. RowError if either is missing.
+    """Return the answer of a row and its label. Raises RowError if either is missing.
 
-    Without a completion the prompt's last turn is the answer.
+    If there is no completion, the prompt's last turn is the answer.
     """
     label = values["label"]
     if label not in (True, False):
@@ -72,8 +71,8 @@ def read_labelled(values: Values) -> LabelledAnswer:
 def read_preference(values: Values) -> Preference:
     """Return the pair of a row.
 
-    RowError if a side is missing, both are equal, they answer different prompts, or one does not
-    end with the assistant's turn.
+    Raises RowError if a side is missing, if both are equal or answer different prompts, or if one
+    does not end with the assistant's turn.
     """
     chosen, rejected = (_side(values[name], values.name(name)) for name in SIDES)
     if chosen == rejected:
@@ -100,7 +99,7 @@ def read_preference(values: Values) -> Preference:
 
 
 def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool) -> None:
-    """Raise RowError unless both sides answer one prompt. shared: the turns that both have."""
+    """Raise RowError unless both sides answer one prompt. shared: turns that both begin with."""
     if prompt and in_sides and prompt[-1] not in shared:
         raise RowError("chosen and rejected do not both begin with the row's own prompt")
     if not prompt and not shared:
@@ -111,7 +110,7 @@ def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool
 
 
 def _require_answer(name: str, turns: list[Message]) -> None:
-    """Raise RowError unless the turns of one side alone are an answer."""
+    """Raise RowError unless the turns that only one side has are an answer."""
     if not turns:
         raise RowError(f"{name} is the beginning of the other")
     if turns[-1]["role"] != "assistant":

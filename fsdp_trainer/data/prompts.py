@@ -1,5 +1,4 @@
-"""Prompts that a model answers itself: the turns before the answer, and the row that answers are
-judged by."""
+"""Prompts that the model answers itself, with the rows that answers are judged by."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
 ANSWER = "answer"
-"""The column with the reference where a row's turns end with the user's."""
+"""The column of the reference answer in a row whose turns end with the user's."""
 HOLD_PROMPTS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference")
 NO_PROMPT = """is read as %s, which has no prompt to answer.
 Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'"""
@@ -22,9 +21,10 @@ Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'
 
 @dataclass
 class DataQuestion:
-    """A row as something to answer.
+    """A row as a question.
 
-    messages: the turns before the answer. reference: the row's own answer. columns: of the row.
+    messages: turns before the answer. reference: the row's own answer. columns: all columns of the
+    row.
     """
 
     messages: list[Message]
@@ -35,12 +35,12 @@ class DataQuestion:
 
     @property
     def prompt(self) -> str:
-        """Return the text of the last turn."""
+        """The text of the last turn."""
         return str(self.messages[-1].get("content") or "")
 
     @property
     def as_json(self) -> str:
-        """Return what a store keeps of it: what answers are judged by."""
+        """The JSON that a store keeps of it, to judge answers by."""
         stored = {
             "prompt": self.prompt,
             "reference": self.reference,
@@ -51,7 +51,7 @@ class DataQuestion:
 
 
 def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
-    """Return a row as a question. Raises RowError for one without turns or without a prompt."""
+    """Return a row as a question. Raises RowError for a row without turns or without a prompt."""
     if isinstance(row, Preference):
         messages, turns = row.prompt, row.chosen
     elif isinstance(row, Conversation):
@@ -72,19 +72,19 @@ class QuestionReader(Reader):
     """Reads the rows of a file as questions."""
 
     def read(self, row: Row) -> Any:
-        """Return a DataQuestion. RowError for a row that holds none."""
+        """Return the row as a DataQuestion. Raises RowError if it holds no question."""
         return question_of(self.readable(row), row.columns)
 
     def readable(self, row: Row) -> Readable:
-        """Return what the row holds."""
+        """Return the row's content before its conversion to a question."""
         return super().read(row)
 
 
 class PromptReader(QuestionReader):
-    """Reads rows that hold a prompt and no answer."""
+    """Reads rows with a prompt and no answer."""
 
     def readable(self, row: Row) -> Readable:
-        """Return the prompt as a conversation that ends with the user's turn. RowError without."""
+        """Return the prompt as a conversation that ends with a user's turn. RowError without it."""
         column = self.columns["prompt"]
         value = column_value(row.columns, column)
         if value is None:
@@ -99,7 +99,7 @@ def make_prompt_reader(
 ) -> QuestionReader:
     """Return the reader for a file of prompts, from the columns of its first row.
 
-    Raises UserError where no prompt can be found in them.
+    Raises UserError if they contain no prompt.
     """
     given = {meaning: str(column) for meaning, column in (fields or {}).items()}
     detected = find_format(columns, given) if format == "auto" else None

@@ -1,4 +1,4 @@
-"""Questions of data in any format: the turns before a row's last answer, and that answer."""
+"""Questions from data in any format: the turns before a row's last answer, and that answer."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from fsdp_trainer.data.sources import Problems, Row, RowError, Source
 from fsdp_trainer.data.units import read_rows
 
 RowCheck = Callable[[DataQuestion], str | None]
-"""Returns why a question cannot be used; None if it can."""
+"""Returns the reason why a question cannot be used; None if it can."""
 
 
 def read_questions(
@@ -19,9 +19,9 @@ def read_questions(
 ) -> Iterator[DataQuestion]:
     """Yield the questions of all files in order.
 
-    Rows that cannot be read, and those that `check` refuses, are added to `problems`.
+    Rows that cannot be read or that `check` refuses are added to `problems`.
     """
-    # what training needs of conversations does not matter here
+    # requirements of training do not matter here
     data = replace(data, too_long="drop", packing="best_fit")
     for source in sources:
         for file in source.files:

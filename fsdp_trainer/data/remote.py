@@ -1,8 +1,8 @@
 """Remote files through fsspec: listed, and copied once into the cache of a machine.
 
-A copy lies in `remote/SCHEME/HOST/PATH/VERSION/NAME`: another version is another file, and a
-message that names it says where it came from. The last listing is stored: without a network, the
-copies serve as they are.
+The path of a copy is `remote/SCHEME/HOST/PATH/VERSION/NAME`, so that another version is another
+file, and messages with the path show its origin. The last listing is stored; if the network fails,
+existing copies are used.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from fsdp_trainer.config.data_files import (
 )
 from fsdp_trainer.errors import Problem, UserError
 
-AT_ONCE = 8  # files that are fetched side by side
-BLOCK = 1 << 24  # bytes a request
-SILENT_SECONDS = 60  # of a web server, after which it is given up
-# what tells versions of a file apart, as the various stores call it; the first that is known is
-# enough with the size
+AT_ONCE = 8  # files that are fetched concurrently
+BLOCK = 1 << 24  # bytes per request
+SILENT_SECONDS = 60  # without data from a web server, after which the request fails
+# names, in various stores, of attributes that differ between versions of a file; the first one that
+# is present is sufficient together with the size
 MARKS = (
     "ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5", "checksum", "mtime",
     "LastModified", "last_modified", "Last-Modified", "updated", "created",
@@ -53,20 +53,20 @@ def nothing(line: str) -> None:
 
 
 class Unreachable(UserError):
-    """The network or the store failed: earlier copies may serve."""
+    """Raised if the network or the store failed; earlier copies may be used instead."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a URL, as the store describes it."""
+    """A remote file as described by its store."""
 
     url: str
     size: int | None
     version: str
-    """Hash of size and ETag, or what else the store knows; changes with the content."""
+    """Hash of the size and an attribute such as the ETag; changes with the content."""
 
     def copy_in(self, cache: Path) -> Path:
-        """The path of its copy."""
+        """Return the path of its copy."""
         folders = [part for part in place(self.url).split("/") if part not in ("", ".", "..")]
         return cache.joinpath(
             "remote", urlsplit(self.url).scheme, *folders[:-1], self.version, folders[-1]
@@ -74,14 +74,14 @@ class RemoteFile:
 
 
 def list_files(url: str, key: str) -> list[RemoteFile]:
-    """The data files of a URL: a file, a folder (searched through) or a glob, in a fixed order.
+    """Return the data files of a URL: a file, a folder (searched recursively) or a glob, sorted.
 
-    UserError if it cannot be read.
+    Raises UserError if it cannot be read.
     """
     with _telling(url, key):
         system, path = _system_of(url)
         system.invalidate_cache()
-        is_web = urlsplit(url).scheme in ("http", "https")  # tells no folder from a file
+        is_web = urlsplit(url).scheme in ("http", "https")  # cannot distinguish folders from files
         listed = _list(system, path, url, is_web)
         address = {p: url if p == path else _address(url, p) for p in listed}
         try:
@@ -89,7 +89,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
         except ValueError as error:
             raise _unusable(url, key, str(error)) from None
         about = {address[p]: about for p, about in listed.items()}
-        if is_web:  # whose listings are bare
+        if is_web:  # its listings contain no sizes or versions
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 about = dict(zip(chosen, pool.map(system.info, chosen), strict=True))
         return [
@@ -99,7 +99,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
 
 
 def _list(system: AbstractFileSystem, path: str, url: str, is_web: bool) -> dict[str, Any]:
-    """Return what the store says of each file of a URL, by path."""
+    """Return the store's description of each file of a URL, by path."""
     if has_magic(url):
         paths = system.glob(path, detail=True).items()
         return {p: about for p, about in paths if about["type"] == "file"}
@@ -117,13 +117,13 @@ def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
         return url_to_fs(url)
     from aiohttp import ClientTimeout
 
-    # its own limit is five minutes for a whole file; proxies and ~/.netrc are honoured
+    # aiohttp's default limit is five minutes for the complete file; proxies and ~/.netrc are used
     timeout = ClientTimeout(total=None, sock_connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)
     return url_to_fs(url, client_kwargs={"timeout": timeout, "trust_env": True})
 
 
 def _address(url: str, path: str) -> str:
-    """The URL of what a file system calls `path`."""
+    """Return the URL of a path in a file system."""
     scheme = urlsplit(url).scheme
     return (
         path
@@ -140,9 +140,9 @@ def _version(url: str, about: dict[str, Any]) -> str:
 def fetch(
     url: str, key: str, cache: Path, say: Say = nothing, progress: Say = nothing
 ) -> dict[str, str]:
-    """The local copy of each file of a URL, fetched if it is missing. Raises UserError.
+    """Return the local copy of each file of a URL, after fetching missing ones. Raises UserError.
 
-    say: gets lines that stay; progress: gets the state again and again.
+    say: called with lines that stay on screen. progress: called repeatedly with the current state.
     """
     noted = (
         cache
@@ -151,7 +151,7 @@ def fetch(
         / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
     )
     if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _noted(noted)):
-        return copies  # the node's first rank has just asked, and all are to read the same
+        return copies  # the node's first rank has just listed them, and all must read the same
     try:
         files = list_files(url, key)
     except Unreachable as error:
@@ -183,7 +183,7 @@ def fetch(
 
 
 def _noted(file: Path) -> dict[str, str]:
-    """The copies of the last listing, if all exist."""
+    """Return the copies of the last listing if all exist; {} otherwise."""
     try:
         copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -218,7 +218,7 @@ def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress
 
 
 class _Leaving(Callback):
-    """Ends downloads in other threads; the next start continues them."""
+    """Stops downloads in other threads; the next start continues them."""
 
     now = False
 
@@ -228,7 +228,7 @@ class _Leaving(Callback):
 
 
 def _part(target: Path) -> Path:
-    """The file that is still incomplete."""
+    """Return the path of the incomplete copy."""
     return target.with_name(f".{target.name}.part")
 
 
@@ -237,7 +237,7 @@ def _bytes_of(file: Path) -> int:
 
 
 def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
-    """Fetch a file, from where an earlier attempt ended.
+    """Fetch a file, continuing an earlier attempt.
 
     Other processes of this machine wait for it.
     """
@@ -246,7 +246,7 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
     with open(part, "ab") as out:
         with contextlib.suppress(
             OSError
-        ):  # a file system without locks: two may fetch the same, and one is kept
+        ):  # this file system has no locks: two may fetch the same, and one copy is kept
             fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():
             return
@@ -264,9 +264,9 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
 
 
 def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Leaving) -> bool:
-    """Append what an earlier attempt did not fetch.
+    """Append the rest that an earlier attempt did not fetch.
 
-    False if the store gives files only from their beginning on.
+    Return False if the store serves files only from the beginning.
     """
     try:
         with system.open(path, "rb", block_size=BLOCK, cache_type="readahead") as source:
@@ -281,9 +281,9 @@ def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Lea
 
 
 def open_remote(url: str) -> BinaryIO:
-    """A remote file that is read in ranges.
+    """Open a remote file for reading in ranges.
 
-    From a web server without ranges it is read from its beginning only.
+    If a web server does not support ranges, the file can only be read from the beginning.
     """
     with _telling(url, "data.path"):
         system, path = _system_of(url)
@@ -306,7 +306,7 @@ def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL without its secrets: a password, the signature after the question mark."""
+    """Return a URL without its secrets: the password and the query with its signature."""
     parts = urlsplit(url)
     return (
         f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
@@ -317,7 +317,7 @@ def shown(url: str) -> str:
 
 @contextlib.contextmanager
 def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
-    """Turn any error of a store or of the cache's disk into one message with the URL."""
+    """Convert any error of a store or of the cache's disk to a UserError with the URL."""
     try:
         yield
     except UserError:
@@ -327,8 +327,8 @@ def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
 
 
 def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
-    """The error of a store or of the cache's disk, as a message with the URL."""
-    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, whatever happened
+    """Return an error of a store or of the cache's disk as a UserError with the URL."""
+    if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, hides the cause
         error = error.__cause__
     reason = why_url_unusable(url) or _reason(url, cache, error)
     if reason:
@@ -339,7 +339,7 @@ def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserE
 
 
 def _reason(url: str, cache: Path | None, error: BaseException) -> str:
-    """The reason why the data cannot be used; "" if the network or the store is at fault."""
+    """Return why the data cannot be used; "" if the network or the store failed."""
     scheme, name, first = urlsplit(url).scheme, type(error).__name__, _first_line(url, error)
     status = _status(error)
     if cache and _is_local(error, cache):
@@ -356,14 +356,14 @@ def _reason(url: str, cache: Path | None, error: BaseException) -> str:
 
 
 def _is_refused(error: BaseException, status: Any, text: str) -> bool:
-    """Return True if the store knows the data, and does not let it be read."""
+    """Return True if the store has the data but denies access."""
     if isinstance(error, PermissionError) or status in (401, 403):
         return True
     return "Credential" in type(error).__name__ or "Forbidden" in text
 
 
 def _first_line(url: str, error: BaseException) -> str:
-    """The first line of an error's text, without the secrets of the URL."""
+    """Return the first line of an error's text, without the secrets of the URL."""
     first = (str(error).splitlines() or [""])[0]
     for secret in filter(None, (urlsplit(url).query, urlsplit(url).password)):
         first = first.replace(secret, "…")
@@ -371,7 +371,7 @@ def _first_line(url: str, error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> Any:
-    """The status of an HTTP answer, by the names that libraries give it; None without one."""
+    """Return the HTTP status by any library's name for it; None if there is none."""
     response = getattr(error, "response", None)
     return (
         getattr(error, "status", None)
@@ -381,7 +381,7 @@ def _status(error: BaseException) -> Any:
 
 
 def _is_local(error: BaseException, cache: Path) -> bool:
-    """Return True if the cache's disk is at fault."""
+    """Return True if the cache's disk caused the error."""
     file = str(getattr(error, "filename", None) or "")
     return file.startswith(str(cache)) or getattr(error, "errno", None) in FULL
 

@@ -1,4 +1,4 @@
-"""A row's values by meaning, as the readers of all formats take them."""
+"""A row's values by meaning, for the readers of all formats."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +19,15 @@ class Values:
         return self.by_meaning[meaning]
 
     def name(self, meaning: str) -> str:
-        """Return the column of a meaning, or its usual name where the row has none."""
+        """Return the column of a meaning, or the meaning itself if the row has no such column."""
         return self.columns.get(meaning, meaning)
 
     def text(self, meaning: str) -> str:
-        """Return a value that has to be a text."""
+        """Return a value that must be a string; RowError otherwise."""
         return text_of(self[meaning], self.name(meaning))
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """Return the turns after the row's system text, unless they begin with it."""
+        """Return the turns after the row's system text, unless they already begin with it."""
         value = self.by_meaning.get("system")
         if not value:
             return messages
@@ -36,12 +36,12 @@ class Values:
         return messages if messages[:1] == [system] else [system, *messages]
 
     def tools(self) -> list[dict] | None:
-        """Return the tools that the row describes."""
+        """Return the descriptions of the row's tools."""
         return tools_of(self.by_meaning.get("tools"), self.name("tools"))
 
 
 def _system_text(value: Any) -> Any:
-    """Return the content of a system text: of a turn, or of parts as Bedrock and Gemini have."""
+    """Return the content of a system text that is a turn, or parts (Bedrock, Gemini)."""
     if isinstance(value, dict):
         return next((value[key] for key in TEXT_KEYS if key in value), value)
     return value

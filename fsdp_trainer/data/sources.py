@@ -1,6 +1,6 @@
-"""Sources of data, and their files.
+"""Sources of data and their files.
 
-Also: a row as `units.py` reads it from them, and the handling of rows that cannot be read.
+Also defines the rows that `units.py` reads from them, and the handling of unreadable rows.
 """
 
 import hashlib
@@ -28,38 +28,38 @@ from fsdp_trainer.data.remote import Say, fetch, list_files, nothing
 from fsdp_trainer.errors import Problem, UserError
 
 SHOWN = 5
-MOST_SOURCES = 16  # a folder of more files than these is one source
+MOST_SOURCES = 16  # a folder with more files is a single source
 
 
 class RowError(ValueError):
-    """A row that cannot be read; the message says why."""
+    """Raised for a row that cannot be read; the message is the reason."""
 
 
 @dataclass
 class Row:
-    """One record. `error` says why it could not be read."""
+    """One record. error: reason why it could not be read."""
 
     columns: dict[str, Any]
     where: tuple[str, int]
-    """File and line; in a table that is no text, file and row. The first is 1."""
+    """File and line, from 1; for binary tables, file and row."""
     error: str | None = None
 
 
 @dataclass
 class Problems:
-    """Rows that cannot be read:
+    """Collects rows that cannot be read.
 
-    `fail` gathers a few, to raise them together, `skip` counts them.
+    on_error: `fail` to collect the first few and raise them together, `skip` to count them.
     """
 
     on_error: str
     count: int = 0
     first: list[Problem] = field(default_factory=list)
     listed: TextIO | None = None
-    """The file that gets all problems, as JSON lines."""
+    """File for all problems, as JSON lines."""
 
     def add(self, where: tuple[str, int], reason: str) -> None:
-        """Note a bad row."""
+        """Record a bad row."""
         self.count += 1
         shown = reason.encode(
             errors="backslashreplace"
@@ -74,16 +74,16 @@ class Problems:
 
     @property
     def will_raise(self) -> bool:
-        """There is a problem, and problems are not to be skipped."""
+        """True if there are problems and they are not to be skipped."""
         return self.count > 0 and self.on_error == "fail"
 
     @property
     def is_enough(self) -> bool:
-        """No further ones need be looked for."""
+        """True if enough problems were collected to stop reading."""
         return self.will_raise and self.count >= SHOWN
 
     def raise_if_failing(self) -> None:
-        """Raise what was gathered, unless bad rows are to be skipped."""
+        """Raise a UserError with the collected rows, unless bad rows are to be skipped."""
         if self.will_raise:
             raise UserError(
                 "rows of the data cannot be read. Mend them, or leave them out with"
@@ -94,27 +94,27 @@ class Problems:
 
 @dataclass
 class Source:
-    """The names of `loss_by_source`: entries of a list of paths, or files of the only one."""
+    """A source, as in `loss_by_source`: an entry of a list of paths, or files of a single path."""
 
     name: str
     files: list[str]
     format: str | None = None
-    """The format of this source, as in data.format; null: data.format itself."""
+    """The format of this source, as in data.format; None for data.format itself."""
     fields: dict[str, Any] | None = None
 
     def columns(self, data: Data) -> tuple[str, dict[str, Any] | None]:
-        """Return the format and fields of its files: its own, else those of `data`."""
+        """Return the format and fields of its files; those of `data` are the defaults."""
         return self.format or data.format, self.fields or data.fields
 
 
 def find_sources(
     path: Any, key: str, cache: Path | None = None, say: Say = nothing, progress: Say = nothing
 ) -> list[Source]:
-    """Return the data files of a path, in a fixed order.
+    """Return the sources of a path with their data files, in a fixed order.
 
-    path: a file, a folder (searched through), a glob, a URL of any of these, a `demo:` name, or a
-    list. cache: where remote files are copied to, which then stand for them; None: their URLs are
-    the files. say, progress: told of downloads.
+    path: a file, a folder (searched recursively), a glob, a URL of any of these, a `demo:` name, or
+    a list. cache: folder for copies of remote files, which then replace their URLs; None to keep
+    the URLs. say, progress: called with messages on downloads.
     """
     paths = [entry.path for entry in entries(path)]
     if not paths:
@@ -142,7 +142,7 @@ def find_sources(
 def _name_sources(
     files_of: dict[str, list[str]], given: dict[str, Entry], key: str
 ) -> list[Source]:
-    """Return the sources that the files of each entry are, with names that differ."""
+    """Return the files of all entries as sources with unique names."""
     if len(files_of) > 1 or any(entry.name for entry in given.values()):
         names = [
             given[at].name or name
@@ -176,10 +176,10 @@ def _name_sources(
 
 
 def _names(paths: list[str]) -> list[str]:
-    """Return the shortest end of each absolute path that no other has.
+    """Return the shortest end of each absolute path that no other path has.
 
-    It has its suffix only where it needs that, and nothing of the folder that holds them all: the
-    same data elsewhere is the same data.
+    It has a suffix only if necessary, and no part of the folder that contains all paths, so that
+    the same data in another place has the same names.
     """
     shared = os.path.commonpath([Path(path).parent for path in paths])
     ends = [_ends(Path(path).relative_to(shared)) for path in paths]
@@ -188,7 +188,7 @@ def _names(paths: list[str]) -> list[str]:
 
 
 def _ends(path: Path) -> list[str]:
-    """d/a.txt → a, d/a, a.txt, d/a.txt"""
+    """Return possible names of a path, shortest first: d/a.txt → a, d/a, a.txt, d/a.txt."""
     folders = path.parts[:-1]
     ends = [
         "/".join((*folders[i:], name))
@@ -212,9 +212,9 @@ def _files_of(path: str, key: str) -> list[str]:
 
 
 def content_hash(file: str, leaving: Event | None = None) -> str:
-    """Return a hash of a file's content, not of its name: a moved file is the same data.
+    """Return a hash of a file's content, independent of its name, so that a file can be moved.
 
-    leaving: ends it, from another thread.
+    leaving: if another thread sets it, reading stops early.
     """
     if file in demo.TASKS:
         return hashlib.blake2b(json.dumps(demo.rows(file)).encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Tables to rows: CSV, and whatever Arrow reads; a batch of rows in memory at a time."""
+"""Tables to rows, from CSV and all Arrow formats, with one batch of rows in memory at a time."""
 
 import csv
 import io
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 Record = tuple[int, dict[str, Any], str | None]
-"""(number, columns, error) of a row: the number of its line in CSV, else of the row, from 1."""
+"""(number, columns, error) of a row; the number, from 1, is the line in CSV, else the row."""
 
-BATCH = 256  # rows: those of a pretraining set may be books
+BATCH = 256  # rows; few, since the rows of a pretraining set may be books
 
 
 def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
-    """Rows under a line of column names. A broken quote is told where its row begins."""
+    """Yield the rows below a line of column names; report a broken quote where its row starts."""
     csv.field_size_limit(2**31 - 1)  # documents are longer than the module's 128 KiB
-    # bytes that are no UTF-8 become lone surrogates, which are found in the row that holds them
+    # bytes that are not UTF-8 become lone surrogates, which are detected in the row that holds them
     lines = (
         line.decode("utf-8-sig" if i == 0 else "utf-8", "surrogateescape").replace("\r\n", "\n")
         for i, line in enumerate(file)
@@ -65,9 +65,10 @@ def read_csv(file: Iterable[bytes], delimiter: str) -> Iterator[Record]:
 def read_arrow(
     file: str | BinaryIO, suffix: str, start: int = 0, stop: int | None = None
 ) -> Iterator[Record]:
-    """Yield the rows of a Parquet file, or of Arrow's file and stream formats.
+    """Yield the rows of a Parquet file, an Arrow file or an Arrow stream.
 
-    `datasets` saves the latter. start, stop: row groups of Parquet, batches of an Arrow file.
+    `datasets` writes the latter two. start, stop: row groups of Parquet, or batches of an Arrow
+    file.
     """
     import pyarrow
 
@@ -79,8 +80,8 @@ def read_arrow(
             for first in range(0, batch.num_rows, BATCH):
                 for columns in batch.slice(first, BATCH).to_pylist():
                     number += 1
-                    # every struct of a column has the keys of all: those that a row does not have
-                    # are null
+                    # every struct of a column has the keys of all structs: keys that a row does not
+                    # have are null
                     yield (
                         number,
                         {name: _without_nulls(value) for name, value in columns.items()},
@@ -93,9 +94,9 @@ def read_arrow(
 
 
 def rows_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
-    """Return the rows of each row group or batch that can be read by itself.
+    """Return the number of rows in each row group or batch that can be read by itself.
 
-    Empty for a stream, and for what cannot be read.
+    Empty for a stream, and for a file that cannot be read.
     """
     import pyarrow
     from pyarrow import parquet
@@ -140,14 +141,14 @@ def _opened(file: str | BinaryIO) -> Any:
 
 
 def _is_arrow_file(source: Any) -> bool:
-    """Or a stream."""
+    """Return True for an Arrow file, False for a stream."""
     magic = source.read(6)
     source.seek(0)
     return magic == b"ARROW1"
 
 
 def open_zstd(file: BinaryIO) -> BinaryIO:
-    """A file that was compressed with zstd, decompressed."""
+    """Return a decompressed view of a file that was compressed with zstd."""
     if sys.version_info >= (3, 14):
         from compression import zstd
 
@@ -156,7 +157,7 @@ def open_zstd(file: BinaryIO) -> BinaryIO:
 
     return io.BufferedReader(
         pyarrow.input_stream(file, compression="zstd")
-    )  # Arrow's own stream has no lines
+    )  # pyarrow's own stream cannot read lines
 
 
 def _without_nulls(value: Any) -> Any:

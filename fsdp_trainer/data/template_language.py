@@ -1,4 +1,4 @@
-"""Jinja, set up as in `transformers`: a template writes the same text."""
+"""Jinja with the same set-up as in `transformers`, so that templates give the same text."""
 
 import json
 import re
@@ -17,20 +17,20 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that the program gives to every template."""
 DICT_ATTRIBUTES = frozenset(dir(dict))
 TEXT_METHODS = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
-"""Methods of str that the sandbox gives as they are; it looks into what `format` is given."""
+"""Methods of str that the sandbox returns unchanged; it inspects the arguments of `format`."""
 DEFAULT_DATE = date(2024, 7, 26)
-"""The date that Llama 3's own template falls back to. Tokens must not depend on today."""
+"""The fallback date of Llama 3's own template; tokens must not depend on the current date."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a short way to what templates read most: turns, loops, methods of text.
+    """The sandbox, with a fast path for common lookups: keys of turns, loops, methods of str.
 
-    The sandbox's own way raises an exception for each key of a turn and goes through all rules
-    for each method of a text: two thirds of a rendering's time.
+    The sandbox itself raises an exception for each key of a turn and checks all rules for each
+    method of a str, which takes two thirds of the rendering time.
     """
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return `obj.attribute` as the sandbox does: attribute, else item, else undefined."""
+        """Return `obj.attribute` like the sandbox: the attribute, else the item, else undefined."""
         if type(obj) is dict and attribute not in DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         if type(obj) is str and attribute in TEXT_METHODS:
@@ -45,12 +45,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` as plain text: the mask is found by rendering."""
+    """`{% generation %}…{% endgeneration %}`, ignored: the mask is found by rendering."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
-        """Return the block's statements, as if the tag were not there."""
+        """Return the statements in the block, as if the tag were absent."""
         line = next(parser.stream).lineno
         return jinja2.nodes.Scope(
             parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line
@@ -60,7 +60,7 @@ class GenerationTag(Extension):
 def environment(
     today: date = DEFAULT_DATE, kind: type[ChatEnvironment] = ChatEnvironment
 ) -> ChatEnvironment:
-    """Return the environment of chat templates. today: what `strftime_now` tells them."""
+    """Return the environment of chat templates. today: the date that `strftime_now` uses."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -92,27 +92,27 @@ def environment(
 def compile_template(source: str, jinja_environment: ChatEnvironment) -> jinja2.Template:
     """Compile a template. Raises jinja2.TemplateSyntaxError."""
     compiled = jinja_environment.from_string(source)
-    # a chain of dictionaries takes half of a rendering's time to go through
+    # lookups in a chain of dictionaries would take half of the rendering time
     compiled.globals = dict(compiled.globals)
     return compiled
 
 
 def variables(source: str) -> list[str]:
-    """Return the names of what a template can be told, beside what every template is given."""
+    """Return the names of a template's variables, except those that every template gets."""
     given = {*RESERVED, "bos_token", "eos_token", "pad_token", "unk_token"}
     names = meta.find_undeclared_variables(environment().parse(source))
     return sorted(name for name in names - given if not name.startswith("_"))
 
 
 def mentions(source: str, name: str) -> bool:
-    """Return whether a name stands in a template, as a word."""
+    """Return whether a name occurs in a template as a word."""
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
 def with_defaults(source: str, values: Mapping[str, Any]) -> str:
-    """Return a template that takes these values where it is not told others.
+    """Return a template that uses these values as defaults for its variables.
 
-    Whoever renders the exported template without arguments then gets the text that was learnt.
+    So the exported template, rendered without arguments, gives the text that was trained on.
     """
     lines = [
         f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif -%}}\n"

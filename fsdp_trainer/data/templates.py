@@ -1,4 +1,4 @@
-"""Chat templates: named or from a file, compiled, and what each can render."""
+"""Chat templates: built in, from a file or from the tokenizer; rendering of conversations."""
 
 from collections.abc import Callable, Mapping
 from datetime import date
@@ -22,8 +22,8 @@ from fsdp_trainer.data.template_traces import Renderer
 from fsdp_trainer.data.tokenizer import DEFAULT, TOOL_USE, TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 
-# The format of `plain` ends its prompt in a newline: after a space, the first word of the answer
-# would be one token with it, and not learnt.
+# `plain` ends its prompt with a newline: a space would form one token with the first word of the
+# answer, which then would not be supervised.
 BUILT_IN = {
     file.stem: file.read_text(encoding="utf-8")
     for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
@@ -35,7 +35,7 @@ MARKERS = {
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
 }  # fmt: skip
-"""Texts that must each be one token."""
+"""Texts that must each be a single token."""
 NAMED = {
     "plain": ("eos_token",), "olmo2": ("eos_token",), "phi3": ("eos_token",),
     "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
@@ -45,18 +45,18 @@ NAMED = {
 
 
 class RowTemplate:
-    """One compiled template as it serves rows of one sort, with tools or without.
+    """A compiled template for rows of one kind, with tools or without.
 
-    forms: those in which it reads what a turn holds.
+    forms: the forms in which it reads the content of turns.
     """
 
     def __init__(self, name: str, renderer: Renderer, values: Mapping[str, Any], with_tools: bool):
         self.name, self._renderer, self._values = name, renderer, values
         self.forms: Forms = find_forms(self.render, with_tools)
         self.closing: str = self._closing()
-        """The text behind the last turn that is not between turns: eos_token in Phi-3."""
+        """Text after the last turn that is not written between turns: eos_token in Phi-3."""
         self.generation_prompt: str = self._generation_prompt()
-        """The text behind a question that the model is to answer; empty: it is not known."""
+        """Text between a question and its answer; empty if it is unknown."""
 
     def render(
         self,
@@ -64,9 +64,9 @@ class RowTemplate:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of turns in this template's forms; RowError with its words if it refuses.
+        """Return the text of turns in this template's forms; RowError with the error if it fails.
 
-        A template is a program: it may raise anything.
+        A template is a program that may raise any exception.
         """
         try:
             return self._renderer.render(messages, tools, add_generation_prompt)
@@ -76,15 +76,16 @@ class RowTemplate:
             ) from None
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
-        """Return the text up to where the model is to answer; RowError as `render`."""
+        """Return the text up to where the model answers. Raises RowError as in `render`."""
         return self.render(messages, tools, add_generation_prompt=True)
 
     def finished(self, messages: list[Message], tools: list[dict] | None = None) -> str:
-        """Return the text of a conversation, as it stands when the model has just written its end.
+        """Return the text of a conversation as it is when the model has just written its last turn.
 
-        Templates that show the system text to the user's last turn alone (Mistral's) leave it out
-        once the answer is there. The model has seen it: the prompt with the system text, and what
-        the answer adds to a prompt without. RowError as `render`.
+        Templates that show the system text only if the last turn is the user's (Mistral's) omit it
+        once there is an answer. But the model has seen it, so the text is the prompt with the
+        system text, plus the text that the answer adds to a prompt without it. Raises RowError as
+        in `render`.
         """
         if self.forms.system != "prompt" or messages[-1]["role"] != "assistant":
             return self.render(messages, tools)
@@ -127,8 +128,8 @@ class RowTemplate:
 class Template:
     """The chat template of a run, or several by name, with a tokenizer's special tokens.
 
-    source: its text, or {name: text} of which `tool_use` is for rows with tools.
-    args: variables that it is given besides; today: the date that it is told.
+    source: its text, or {name: text}, where `tool_use` is for rows with tools. args: further
+    variables of the template. today: the date that it can read.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Template:
         self.name, self.sources = name, {DEFAULT: source} if isinstance(source, str) else source
         self._special, self._args, self._today = special, dict(args or {}), today
         self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
-        """The text for rows without tools."""
+        """The template text for rows without tools."""
         self._values = {**special, **self._args}
         self._renderers = {
             name: Renderer(text, today, self._values) for name, text in self.sources.items()
@@ -150,23 +151,23 @@ class Template:
         self._for_rows: dict[bool, RowTemplate] = {}
 
     def __reduce__(self) -> tuple:
-        # what is compiled goes to no other process
+        # compiled templates cannot be pickled
         return Template, (self.name, self.sources, self._special, self._args, self._today)
 
     @property
     def decides(self) -> Any:
-        """Return all that decides its texts, for fingerprints."""
+        """Everything that decides its output, for fingerprints."""
         if len(self.sources) == 1 and not self._args and self._today == DEFAULT_DATE:
             return self.source
         return [self.sources, self._args, str(self._today)]
 
     @property
     def exported(self) -> dict[str, str]:
-        """Return the texts, by name, that render alike where no arguments are given."""
+        """The template texts by name, with its arguments as defaults."""
         return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
 
     def for_row(self, tools: list[dict] | None) -> RowTemplate:
-        """Return what renders a row with these tools, as `transformers` chooses it."""
+        """Return the template for a row with these tools, chosen as in `transformers`."""
         with_tools = bool(tools)
         if with_tools not in self._for_rows:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
@@ -181,7 +182,7 @@ class Template:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of turns that are in the template's forms; RowError if it refuses."""
+        """Return the text of turns in the template's forms; RowError if it refuses them."""
         return self.for_row(tools).render(messages, tools, add_generation_prompt)
 
     def adapt(
@@ -190,9 +191,9 @@ class Template:
         tools: list[dict] | None,
         note: Callable[[str], Any] = lambda key: None,
     ) -> list[Message]:
-        """Return the same conversation in the forms that the template reads.
+        """Return the conversation in the forms that the template reads.
 
-        note: told what it has no form for, as a key of `findings.KINDS`.
+        note: called with a key of `findings.KINDS` for content that the template has no form for.
         """
         forms = self.for_row(tools).forms
         if tools and not forms.tools:
@@ -200,7 +201,7 @@ class Template:
         return hand_over(messages, forms, note)
 
     def ask(self, messages: list[Message]) -> str:
-        """Return the conversation up to where the model is to answer; RowError as `render`."""
+        """Return the conversation up to where the model answers. Raises RowError as in `render`."""
         return self.render(self.adapt(messages, None), add_generation_prompt=True)
 
 
@@ -210,10 +211,10 @@ def load_template(
     args: Mapping[str, Any] | None = None,
     today: str | None = None,
 ) -> Template:
-    """Return a built-in template, one from a file, or (null) the tokenizer's own, else `plain`.
+    """Return a built-in template, one from a file, or (for None) the tokenizer's own, else `plain`.
 
-    args, today: as data.template_args and data.template_date. UserError for a template that does
-    not fit the tokenizer, for an argument it does not have, and for a wrong date.
+    args, today: as data.template_args and data.template_date. Raises UserError for a template that
+    does not match the tokenizer, an argument that the template does not have, or an invalid date.
     """
     name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
     source: str | dict[str, str] = tokenizer.chat_templates
@@ -231,7 +232,7 @@ def load_template(
 
 
 def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if a built-in template would be read letter by letter."""
+    """Raise UserError if the tokenizer lacks a special token of a built-in template."""
     missing = [
         marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
     ]

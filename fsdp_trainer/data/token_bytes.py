@@ -1,4 +1,4 @@
-"""The bytes of text that each token of a vocabulary stands for."""
+"""The number of text bytes in each token of a vocabulary."""
 
 import json
 import re
@@ -13,9 +13,9 @@ SENTENCEPIECE_SPACE = "\u2581"
 
 
 def token_bytes(tokenizer: TextTokenizer, size: int) -> np.ndarray:
-    """Return how many bytes of UTF-8 each token stands for: [size] int64.
+    """Return the number of UTF-8 bytes in each token: [size] int64.
 
-    size: of the model's vocabulary. Special tokens have none, as have numbers without a token.
+    size: size of the model's vocabulary. Special tokens and unused ids have 0.
     """
     backend = tokenizer.backend
     is_byte_level = uses(json.loads(backend.to_str()).get("decoder"), "ByteLevel")
@@ -28,7 +28,7 @@ def token_bytes(tokenizer: TextTokenizer, size: int) -> np.ndarray:
         if id in added:
             sizes[id] = len(added[id].encode())
         elif is_byte_level:
-            sizes[id] = len(text)  # each character is the name of a byte
+            sizes[id] = len(text)  # each character stands for one byte
         elif BYTE_TOKEN.fullmatch(text):
             sizes[id] = 1
         else:
@@ -37,7 +37,7 @@ def token_bytes(tokenizer: TextTokenizer, size: int) -> np.ndarray:
 
 
 def uses(step: Any, kind: str) -> bool:
-    """Return whether a part of tokenizer.json, perhaps a sequence of steps, has one of a kind."""
+    """Return whether a part of tokenizer.json contains a step of a kind, also within sequences."""
     if isinstance(step, dict):
         return step.get("type") == kind or any(uses(inner, kind) for inner in step.values())
     return isinstance(step, list) and any(uses(inner, kind) for inner in step)

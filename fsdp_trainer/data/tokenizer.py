@@ -1,4 +1,4 @@
-"""Text to tokens and back, by any tokenizer of a Hugging Face folder or SentencePiece model."""
+"""Text to tokens and back, with any tokenizer of a Hugging Face folder or SentencePiece model."""
 
 import hashlib
 import json
@@ -32,11 +32,11 @@ FILES = (
 )  # fmt: skip
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
-"""Files whose folder describes them, also where they are named themselves."""
+"""Files that are described by other files in their folder, also if their own path is given."""
 DEFAULT, TOOL_USE = "default", "tool_use"
-"""Names of chat templates: for rows in general, and for rows with tools where there is one."""
+"""Names of chat templates: for rows in general, and (optionally) for rows with tools."""
 TEMPLATES = "additional_chat_templates"
-"""Folder of the templates beside the default one, as `transformers` saves them."""
+"""Folder of the other templates besides the default one, as `transformers` saves them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 END_TOKENS = (
     "<|eot_id|>",
@@ -49,7 +49,7 @@ END_TOKENS = (
     "</s>",
     "<eos>",
 )
-# What a tokenizer.json without tokenizer_config.json most likely means; the first that exists.
+# Likely special tokens of a tokenizer.json without tokenizer_config.json; the first that exists
 USUAL = {
     "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
     "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
@@ -57,13 +57,13 @@ USUAL = {
 }
 
 
-LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and those it shares with the next
+LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and of its overlap with the next one
 
 
 def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
-    """Return the places of a token that both encodings have, in the middle of what they share.
+    """Return the indices of a token that both encodings share, from the middle of the overlap.
 
-    start: of the shared text.
+    start: first character of the shared text. None if there is no such token.
     """
     for here in range(
         *np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))
@@ -78,7 +78,7 @@ def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | No
 
 
 class TextTokenizer:
-    """A tokenizer that adds nothing of its own: no bos, no eos, no padding, no truncation.
+    """A tokenizer that adds nothing to a text: no bos, no eos, no padding, no truncation.
 
     Special tokens in a text are recognised.
     """
@@ -91,22 +91,22 @@ class TextTokenizer:
         chat_template: str | dict[str, str] | None,
         files: dict[str, Path] | None = None,
     ):
-        self._saved = backend.to_str()  # as it came, post-processor included
+        self._saved = backend.to_str()  # unchanged, including the post-processor
         self._files = files or {}
         self.backend = backend
         backend.no_truncation()
         backend.no_padding()
-        backend.post_processor = None  # ByteLevel's trims the offsets, templates add bos
+        backend.post_processor = None  # ByteLevel's would trim the offsets; templates add bos
         separator = separator_of(backend) if looks_across_no_space(backend) else None
         self._words = Words(backend, separator) if separator else None
         self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        """Number of ids, the largest id + 1."""
+        """Number of ids: the largest id + 1."""
         self.special = {
             name: text for name, text in special.items() if backend.token_to_id(text) is not None
         }
-        """bos_token, eos_token, pad_token, unk_token: those that exist."""
+        """Those of bos_token, eos_token, pad_token and unk_token that exist."""
         ends = (*END_TOKENS, *self.special.values())  # some tokenizers do not mark them as special
         self.special_tokens: dict[str, int] = {
             token.content: id
@@ -126,7 +126,7 @@ class TextTokenizer:
             for text, id in self.special_tokens.items()
             if text in END_TOKENS or id == self.eos_id
         }
-        """Any of these ends a turn when generating."""
+        """Ids that end a turn during generation."""
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
         self.chat_templates: dict[str, str] = chat_template or {}
@@ -134,18 +134,18 @@ class TextTokenizer:
         self.fingerprint: str = hashlib.blake2b(
             f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
         ).hexdigest()
-        """Hash of all that decides which tokens a text gets, whatever files it was read from."""
+        """Hash of everything that decides the tokens of a text, whatever the files' format is."""
 
     def _id(self, name: str) -> int | None:
         return self.backend.token_to_id(self.special[name]) if name in self.special else None
 
     @property
     def chat_template(self) -> str | None:
-        """Return the default chat template, if it has any."""
+        """The default chat template, else the first one; None if there is none."""
         return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
 
     def encode_batch(self, texts: list[str]) -> list[Encoding | EncodedWords]:
-        """Return the tokens of each text with their places in it."""
+        """Return the tokens of each text with their positions in it."""
         by_word = self._words.encode if self._words else list
         whole = self.backend.encode_batch
         return self._encode(
@@ -156,7 +156,7 @@ class TextTokenizer:
         )
 
     def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
-        """Return the tokens of each text, [tokens] int32, without their places: that is faster."""
+        """Return the tokens of each text, [tokens] int32, without positions, which is faster."""
         by_word = self._words.plain if self._words else list
         whole = self.backend.encode_batch_fast
         return self._encode(
@@ -169,7 +169,7 @@ class TextTokenizer:
         )
 
     def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
-        """Encode each text in the way that is fastest for it; all give the same tokens."""
+        """Encode each text in the fastest way for it; all ways give the same tokens."""
         ways = [
             by_word
             if self._words and has_spaces(text)
@@ -192,7 +192,7 @@ class TextTokenizer:
     def _encode_long(self, text: str) -> Encoding:
         """Encode a text piece by piece.
 
-        The backend's description of a token takes about 100 times the memory of its characters.
+        The backend's result needs about 100 times the memory of the text's characters.
         """
         pieces: list[Encoding] = []
         for start in range(0, len(text), LONG):
@@ -214,21 +214,21 @@ class TextTokenizer:
         )
 
     def as_published(self) -> Tokenizer:
-        """Return the tokenizer as it came, which may add bos and eos of its own."""
+        """Return the tokenizer unchanged; it may add bos and eos by itself."""
         return Tokenizer.from_str(self._saved)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids."""
+        """Return the token ids of a text."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def save(self, folder: str | Path, chat_template: str | dict[str, str] | None = None) -> None:
-        """Write what `transformers.AutoTokenizer.from_pretrained(folder)` needs.
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
 
-        chat_template: one, or several by name, in place of the tokenizer's own.
+        chat_template: replaces the tokenizer's own; one text, or several by name.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -249,9 +249,10 @@ class TextTokenizer:
         _write_templates(folder, templates)
 
     def _described(self, config: Path) -> dict[str, Any]:
-        """Return the description of a tokenizer.json: the one that is there, with special tokens.
+        """Return the content of tokenizer_config.json: the existing one plus special tokens.
 
-        Other files, or their class in transformers, have named those; a tokenizer.json does not.
+        A tokenizer.json does not name the special tokens; other files or a class of transformers
+        did.
         """
         values: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -269,7 +270,7 @@ def _write_config(file: Path, values: dict[str, Any]) -> None:
 
 
 def _write_templates(folder: Path, templates: dict[str, str]) -> None:
-    """Write the default one into chat_template.jinja, the others into a folder beside it."""
+    """Write the default template to chat_template.jinja, the others to a folder next to it."""
     for name, text in templates.items():
         file = folder / "chat_template.jinja"
         if name != DEFAULT and len(templates) > 1:
@@ -279,11 +280,11 @@ def _write_templates(folder: Path, templates: dict[str, str]) -> None:
 
 
 def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
-    """Return a tokenizer from a file, a folder that has one, or `demo:bytes`.
+    """Return a tokenizer from a file, from a folder with such a file, or from `demo:bytes`.
 
-    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, vocab.json beside merges.txt.
+    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, or vocab.json with merges.txt.
 
-    add_tokens: special tokens that it may lack; new ones take the ids behind the last.
+    add_tokens: special tokens to add if they are missing; new ones get the next free ids.
     """
     if path == demo.TOKENIZER:
         backend, special, ends, template = demo.byte_tokenizer()
@@ -305,7 +306,7 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
     files = _files_to_copy(file, folder)
     if _add_special(backend, add_tokens):
         for name in ("tokenizer.json", "added_tokens.json"):
-            files.pop(name, None)  # written anew
+            files.pop(name, None)  # the new tokenizer is written instead
     return TextTokenizer(
         backend,
         special=_special_tokens(backend, special, special_map, config),
@@ -316,13 +317,13 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
 
 
 def _stop_ids(generation: dict[str, Any]) -> set[int]:
-    """Return the ids at which a generation_config.json ends an answer."""
+    """Return the ids that end an answer according to generation_config.json."""
     ids = generation.get("eos_token_id") or []
     return set(ids if isinstance(ids, list) else [ids])
 
 
 def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
-    """Return the files of a tokenizer that are saved as they are, by the name to save them as."""
+    """Return the tokenizer's files that are saved unchanged, by the name to save them under."""
     files = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
     if folder:
         files |= {name: folder / name for name in FILES if (folder / name).is_file()}
@@ -332,7 +333,7 @@ def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
 def _add_later_tokens(
     backend: Tokenizer, folder: Path | None, config: dict[str, Any], path: str
 ) -> None:
-    """Add the tokens that files beside a model name."""
+    """Add the tokens that the files next to a model name."""
     later = _json(folder, "added_tokens.json").items()
     added = {str(id): {"content": text} for text, id in later}
     _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
@@ -391,9 +392,9 @@ def _json(folder: Path | None, name: str) -> dict:
 
 
 def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
-    """Return bos_token, eos_token … by the last source that names any, else the usual ones.
+    """Return bos_token, eos_token … from the last source that names each, else the usual ones.
 
-    A token is its text, or an object with `content`.
+    A source gives a token as text, or as an object with `content`.
     """
     given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
     texts_of = {
@@ -411,9 +412,9 @@ def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
 
 
 def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
-    """Add tokens that a file without a tokenizer.json lacks, e.g. those of a chat template.
+    """Add tokens that are missing in a file other than tokenizer.json, e.g. a chat template's.
 
-    Their ids follow those of the file. UserError if they should have others.
+    New ids follow those of the file. Raises UserError if `added` requires different ones.
     """
     flags = ("special", "lstrip", "rstrip", "single_word")
     known = backend.get_added_tokens_decoder()
@@ -430,7 +431,7 @@ def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
 
 
 def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
-    """Give the backend those that it lacks; how many."""
+    """Add the special tokens that the backend lacks; return their number."""
     return backend.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
@@ -441,7 +442,7 @@ def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
 
 
 def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
-    """Return the chat templates by name, from wherever a folder keeps them."""
+    """Return the chat templates by name, from all places where a folder may keep them."""
     named = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
     if isinstance(named, str):
         named = {DEFAULT: named}
@@ -449,7 +450,7 @@ def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
         named = {entry.get("name"): entry.get("template") for entry in named}
     templates = dict(named or {})
     if folder and (folder / "chat_template.jinja").is_file():
-        # newer than what the configuration holds
+        # newer than the one in the configuration
         templates = {DEFAULT: (folder / "chat_template.jinja").read_text(encoding="utf-8")}
     for file in sorted((folder / TEMPLATES).glob("*.jinja")) if folder else ():
         templates[file.stem] = file.read_text(encoding="utf-8")

@@ -1,38 +1,38 @@
-"""Texts that note what a chat template does with them, and the trace that results."""
+"""Strings that record what a chat template does with them, and the resulting trace."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import truth
 from typing import Any
 
 Part = str | int
-"""A piece of a text: a constant, or the place of a value."""
+"""A piece of a text: a constant, or the index of a value."""
 
 
 class NotTraced(Exception):
-    """A template does something with a text that a trace cannot hold."""
+    """Raised if a template does something with a text that a trace cannot record."""
 
 
 class Trace:
-    """One way through a template for one shape of conversation."""
+    """One path through a template for one shape of conversation."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[Callable, int | tuple[Part, ...], tuple, Any]] = []
-        """Function, the text it is called with, further arguments, and what must come of it:
-        True or False, a number of texts, or None for one text. Texts become values."""
+        """Steps: function, the text it is called with, further arguments, expected result: True or
+        False, a number of texts, or None for one text. Resulting texts become values."""
         self.pieces: tuple[Part, ...] = ()
-        """The rendered text."""
+        """The pieces of the rendered text."""
         self.uses = 0
-        """The number of times that its text was compared with the template's."""
+        """Number of times that its text was compared with the template's own."""
         self._known: dict[tuple, bool] = {}
         self._values = 0
 
     def source(self, content: str) -> "Traced":
-        """Return a text of the conversation, as the next value."""
+        """Return a traced text of the conversation as the next value."""
         self._values += 1
         return Traced(content, self, (self._values - 1,))
 
     def holds(self, function: Callable, text: "Traced", *args: Any) -> bool:
-        """Return a condition's outcome, which further conversations have to share."""
+        """Return a condition's result, which other conversations must share to use the trace."""
         key = function, text.parts, args
         if key not in self._known:
             self._known[key] = bool(function(text.plain, *args))
@@ -40,18 +40,18 @@ class Trace:
         return self._known[key]
 
     def value(self, function: Callable, text: "Traced", *args: Any) -> "Traced":
-        """Return a text made of another."""
+        """Return a text made from another one, as the next value."""
         self.steps.append((function, _base(text.parts), args, None))
         return self.source(function(text.plain, *args))
 
     def values(self, function: Callable, text: "Traced", *args: Any) -> Sequence["Traced"]:
-        """Return texts made of another; further conversations have to give as many."""
+        """Return texts made from another one; other conversations must give the same number."""
         texts = function(text.plain, *args)
         self.steps.append((function, _base(text.parts), args, len(texts)))
         return type(texts)(self.source(one) for one in texts)
 
     def end(self, rendered: str) -> None:
-        """Keep the rendered text. Nothing is noted afterwards."""
+        """Store the rendered text, as the end of the recording."""
         self.pieces = rendered.parts if isinstance(rendered, Traced) else (rendered,)
         self._known.clear()
 
@@ -85,9 +85,9 @@ def _join(parts: Iterable[Part], values: list[str]) -> str:
 
 
 class Traced(str):
-    """A text of a conversation while its template is traced.
+    """A text of a conversation during the tracing of its template.
 
-    It has the text's value, and notes in its trace what is asked of it. Methods that are not
+    It has the text's value, and records every operation on it in its trace. Methods that are not
     defined below raise NotTraced.
     """
 
@@ -124,7 +124,7 @@ class Traced(str):
         return not self == other
 
     def __getitem__(self, place: Any) -> str:
-        if not isinstance(place, slice):  # a single place may be beyond the end of other texts
+        if not isinstance(place, slice):  # an index may be out of range in other texts
             raise NotTraced("a letter")
         _constants(place.start, place.stop, place.step)
         return self.trace.value(lambda text: text[place], self)
@@ -137,7 +137,7 @@ def _text(value: Any) -> str:
 
 
 def _constants(*args: Any) -> tuple:
-    """Return arguments of a method if they are part of the template. NotTraced else."""
+    """Return a method's arguments if they are constants of the template; NotTraced otherwise."""
     for arg in args:
         if type(arg) is tuple:
             _constants(*arg)
@@ -171,18 +171,18 @@ METHODS: dict[str, Callable] = {
     "split": Trace.values, "rsplit": Trace.values, "splitlines": Trace.values,
     "partition": Trace.values, "rpartition": Trace.values,
 }  # fmt: skip
-"""The methods of a text that a template may call, and how a trace records each."""
+"""The methods of a text that a template may call, and how a trace records each of them."""
 REFUSED = {
     "__hash__", "__repr__", "__format__", "__lt__", "__le__", "__gt__", "__ge__", "__rmod__",
 }  # fmt: skip
-"""Methods that object has as well, and one that is looked for though str has none."""
+"""Methods that object has too, and one that Python looks up although str does not define it."""
 for _name in REFUSED | set(dir(str)) - set(dir(object)) - set(vars(Traced)):
     _note = METHODS.get(_name)
     setattr(Traced, _name, _method(_name, _note) if _note else _refusal(_name))
 
 
 def joined(pieces: Iterable[Any]) -> str:
-    """Return texts as one, traced if one of them is."""
+    """Return the texts joined, traced if any of them is."""
     texts = [piece if isinstance(piece, str) else str(piece) for piece in pieces]
     first = next((text for text in texts if isinstance(text, Traced)), None)
     if first is None:

@@ -1,9 +1,9 @@
 """Units of files, and the rows in them.
 
-A unit can be read by itself, so that many processes share a file, and a stream can continue within
-one. `.json` is one array, or an object with one list; `.jsonl` has an object a line; in `.txt`
-blank lines separate documents, and a file without any in its first 16 MiB has one document a line;
-tables are in `tables.py`. A `.json` with an object a line is read as `.jsonl`.
+A unit can be read by itself, so that many processes can share a file and a stream can resume within
+one. Formats: `.json` is one array, an object with one list, or, like `.jsonl`, one object per line.
+In `.txt`, blank lines separate documents; a file without blank lines in its first 16 MiB has one
+document per line. Tables are read by `tables.py`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from fsdp_trainer.data.sources import Row
 from fsdp_trainer.data.tables import open_zstd, read_arrow, read_csv, rows_of_parts
 from fsdp_trainer.errors import Problem, UserError
 
-HEAD = 1 << 24  # bytes in which a blank line tells that blank lines separate documents
+HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
 BLANK = re.compile(rb"\n[ \t\r]*\n")
 BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 
@@ -38,26 +38,26 @@ BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 class Unit:
     """Part of a file that can be read by itself.
 
-    start, stop: bytes of a text that is not compressed, row groups of Parquet, batches of an Arrow
-    file; other files are one unit. A row belongs to the unit in which it begins, a document between
-    blank lines to that in which the blank line before it begins.
+    start, stop: bytes of uncompressed text, row groups of Parquet, or batches of an Arrow file; any
+    other file is one unit. A row belongs to the unit in which it begins. A document between blank
+    lines belongs to the unit that contains the blank line before it.
     """
 
     file: str
     start: int = 0
     stop: int | None = None
-    """None: to the end."""
+    """None: up to the end of the file."""
     stamp: tuple[int, int] | None = None
-    """`stamp` of the file when it was cut into units: reading notices when it has changed since."""
+    """`stamp` of the file when it was split, so that reading can detect a later change."""
 
     @cached_property
     def end(self) -> float:
-        """The place behind the unit: infinite for one that ends with its file."""
+        """The end of the unit, infinite if it ends with its file."""
         return math.inf if self.stop is None else self.stop
 
 
 def stamp(file: str) -> tuple[int, int] | None:
-    """(bytes, nanoseconds) of a local file, which change when the file does."""
+    """Return (bytes, mtime in ns) of a local file, which change with the file; None for others."""
     if file in demo.TASKS or is_url(file):
         return None
     about = os.stat(file)
@@ -65,10 +65,10 @@ def stamp(file: str) -> tuple[int, int] | None:
 
 
 def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
-    """The file as units of about `bytes_each`, in order.
+    """Return the file as units of about `bytes_each`, in order.
 
-    One unit if it can be read from its beginning only. mark: an earlier stamp that it must still
-    have when it is read.
+    It is a single unit if it can only be read from the beginning. mark: an earlier stamp that the
+    file must still have when it is read.
     """
     (suffix, compression), mark = kind(file), mark or stamp(file)
     edges = [0]
@@ -83,14 +83,14 @@ def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None)
 
 
 def _size(file: str) -> int:
-    """Bytes of a file; 0 if it can be read from its beginning only."""
+    """Return the size of a file; 0 if it can only be read from the beginning."""
     with open_raw(file) as opened, contextlib.suppress(ValueError):
         return opened.seek(0, os.SEEK_END)
     return 0
 
 
 def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
-    """The first row group or batch of each unit."""
+    """Return the index of the first row group or batch of each unit."""
     rows = rows_of_parts(_table(file, None), suffix)
     bytes_a_row = _size(file) / max(1, sum(rows))
     edges, held = [0], 0.0
@@ -102,18 +102,18 @@ def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
 
 
 def lines_before(unit: Unit) -> int:
-    """Lines (in a table, rows) of the file before the unit's first: `row.where` lacks them."""
+    """Return the number of lines (rows of a table) before the unit, to add to `row.where`."""
     return Lines().before(unit)
 
 
 class Lines:
-    """Counts the lines before many units, in order: each byte is read once."""
+    """Counts the lines before many units in order, and reads each byte only once."""
 
     def __init__(self) -> None:
         self._file, self._at, self._lines = "", 0, 1
 
     def before(self, unit: Unit) -> int:
-        """The number that `lines_before` returns."""
+        """Return the number of lines before the unit, as `lines_before` does."""
         suffix = kind(unit.file)[0]
         if not unit.start:
             return 0
@@ -129,14 +129,14 @@ class Lines:
 
 
 def read_rows(file: str) -> Iterator[Row]:
-    """The rows of one file, in order, in bounded memory."""
+    """Yield the rows of one file, in order, with bounded memory."""
     yield from read_unit(Unit(file))
 
 
 def read_unit(unit: Unit) -> Iterator[Row]:
-    """The rows of a unit, in order; `row.where` counts from the unit's own first line.
+    """Yield the rows of a unit, in order; `row.where` counts from the unit's own first line.
 
-    UserError if the file changes on the way.
+    Raises UserError if the file changes in the meantime.
     """
     number = 0
     try:
@@ -171,7 +171,7 @@ def _check_stamp(unit: Unit) -> None:
 def _lost(unit: Unit, line: int, reason: str) -> UserError:
     try:
         place = f"{unit.file}:{lines_before(unit) + line}"
-    except OSError:  # it is gone
+    except OSError:  # the file is gone
         place = (
             f"{unit.file}:{line}" if not unit.start else f"{unit.file}, from byte {unit.start:,} on"
         )
@@ -204,12 +204,12 @@ def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
 
 
 def open_raw(file: str) -> BinaryIO:
-    """The bytes of a file as they lie, here or elsewhere."""
+    """Open a local or remote file without decompression."""
     return open_remote(file) if is_url(file) else open(file, "rb")
 
 
 def _open(file: str) -> BinaryIO:
-    """The bytes of a file, decompressed."""
+    """Open a file for reading its decompressed bytes."""
     compression = kind(file)[1]
     if compression == ".zst":
         return open_zstd(open_raw(file))
@@ -222,7 +222,7 @@ def _first_bytes(file: str, n: int) -> bytes:
 
 
 def _seekable(file: str, compression: str | None) -> BinaryIO:
-    """The same where one can go back: what was compressed is unpacked into a nameless file."""
+    """Open a file so that seek works: a compressed one is unpacked into an anonymous file."""
     if not compression:
         return open_raw(file)
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115
@@ -233,12 +233,12 @@ def _seekable(file: str, compression: str | None) -> BinaryIO:
 
 
 def _table(file: str, compression: str | None) -> str | BinaryIO:
-    """The file for Arrow: a local one by its name, which it can map."""
+    """Return the file for Arrow; a local one by its name, so that Arrow can map it."""
     return _seekable(file, compression) if compression or is_url(file) else file
 
 
 def _is_json_lines(file: str, suffix: str) -> bool:
-    """Return True for `.jsonl`, and for a `.json` whose first line is an object, not the last."""
+    """Return True for `.jsonl`, or `.json` whose first line is an object and not the last line."""
     if suffix != ".json":
         return suffix in (".jsonl", ".ndjson")
     try:
@@ -256,11 +256,12 @@ def _is_json_lines(file: str, suffix: str) -> bool:
 Line = tuple[int, int, str, str | None]
 """(number, place, text, error) of a line.
 
-number: from 1, at the unit's first; place: in bytes of the file; text: empty with an error."""
+number: from 1 in the unit. place: position in the file in bytes. text: empty if there is an
+error."""
 
 
 def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
-    """Yield each line from the first that begins in the unit, to the end of the file."""
+    """Yield each line from the first that begins in the unit to the end of the file."""
     place = _first_line(file, unit)
     for number in count(1) if place < unit.end else ():
         content, begins = file.readline(LONGEST), place
@@ -276,7 +277,7 @@ def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """Read to the end of the line; return how many bytes that is."""
+    """Read to the end of the line; return the number of bytes read."""
     size = 0
     while piece := file.readline(LONGEST):
         size += len(piece)
@@ -286,7 +287,7 @@ def _skip_line(file: BinaryIO) -> int:
 
 
 def _decoded(content: bytes, is_first: bool) -> tuple[str, str | None]:
-    """Return the text of a line, or "" and the reason why it is none."""
+    """Return the text of a line, or "" and the reason why it is not text."""
     if b"\0" in content:
         return "", (
             f"holds a NUL byte (byte {content.index(0) + 1}), as a file does that a crash has"
@@ -304,7 +305,7 @@ def _decoded(content: bytes, is_first: bool) -> tuple[str, str | None]:
 
 
 def _first_line(file: BinaryIO, unit: Unit) -> int:
-    """Go to the first line that begins in the unit, or past the unit's end."""
+    """Seek to the first line that begins in the unit, or past the unit's end; return the place."""
     if not unit.start:
         return 0
     place = file.seek(unit.start - 1)
@@ -316,7 +317,7 @@ def _first_line(file: BinaryIO, unit: Unit) -> int:
 
 
 def _own_lines(unit: Unit) -> Iterator[Line]:
-    """Yield the lines that begin in the unit, without blank ones."""
+    """Yield the lines that begin in the unit, except blank ones."""
     with _open(unit.file) as file:
         for line in _lines(file, unit):
             _, place, text, error = line
@@ -334,12 +335,12 @@ def _read_jsonl(unit: Unit) -> Iterator[Row]:
 
 @lru_cache
 def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
-    """Return True if blank lines separate the documents of a text."""
+    """Return True if blank lines separate the documents of a text file."""
     return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
 def _read_text(unit: Unit) -> Iterator[Row]:
-    """Yield the documents that begin in a unit: between blank lines, else one a line."""
+    """Yield the documents that begin in a unit: separated by blank lines, else one per line."""
     if _is_separated(unit.file, stamp(unit.file)):
         yield from (_document(unit.file, lines) for lines in _paragraphs(unit))
     else:
@@ -347,7 +348,7 @@ def _read_text(unit: Unit) -> Iterator[Row]:
 
 
 def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
-    """Yield the lines between blank lines, behind the first blank line of the unit."""
+    """Yield the lines of each document after the first blank line of the unit."""
     lines: list[Line] = []
     is_own = not unit.start
     with _open(unit.file) as file:
@@ -367,7 +368,7 @@ def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
 
 
 def _document(file: str, lines: list[Line]) -> Row:
-    """Return the document of some lines; its error is that of the first line that has one."""
+    """Return the document of some lines; its error is the first one among its lines."""
     for number, _, _, error in lines:
         if error:
             return Row({}, (file, number), error)

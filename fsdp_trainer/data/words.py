@@ -1,10 +1,10 @@
-"""Tokens of words that occurred before.
+"""Tokens of words, remembered from earlier occurrences.
 
-Where a tokenizer never looks across a space, a text's tokens are those of its words. GPT-2's way of
-cutting a text, and those of Llama 3, Qwen and GPT-4o, end every match of their pattern before a
-space that follows what is no white space, and look at nothing to its left. Special tokens are cut
-out before. So cut there, each piece gives the tokens that it gives within the text. Most words of a
-text occur again and again: to look them up takes a quarter of the time.
+If a tokenizer never looks across a space, the tokens of a text are those of its words. The patterns
+by which GPT-2, Llama 3, Qwen and GPT-4o split a text end every match before a space that follows a
+non-space character, and do not depend on the text to the left. Special tokens are cut out first. So
+a text that is cut at these positions gives the same tokens piece by piece. Most words of a text
+occur repeatedly, and looking them up takes a quarter of the time.
 """
 
 import json
@@ -18,19 +18,19 @@ import numpy as np
 from tokenizers import Tokenizer
 
 WORD = re.compile(r"\s*\S+(?:[^\S ]\s*\S+)*(?:[^\S ]\s*\Z)?|\s+")
-"""A piece of text up to a space behind what is no white space."""
+"""A piece of text that ends before a space that follows a non-space character."""
 CHARACTERS = 1 << 22
-"""Characters of the words that are remembered: some 200 MB."""
+"""Maximum number of characters of remembered words: about 200 MB."""
 SPACES = 16
-"""Characters for each space: where there are more, as in Chinese, most words are new."""
+"""Maximum average number of characters per space; with more, as in Chinese, most words are new."""
 AT_ONCE = 1 << 15
-"""New words that are encoded together."""
+"""Number of new words that are encoded together."""
 SUFFIXES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LLAMA_3 = (
     SUFFIXES
     + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)  # also GPT-4's
-QWEN = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")  # 2, 2.5 and 3
+)  # also of GPT-4
+QWEN = LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")  # of Qwen 2, 2.5 and 3
 GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     + SUFFIXES
@@ -43,9 +43,9 @@ PATTERNS = {LLAMA_3, QWEN, GPT_4O}
 
 @dataclass
 class Encoding:
-    """Tokens of one text, [tokens] int32, and the characters `starts[i]:ends[i]` that they cover.
+    """Tokens of one text, [tokens] int32, and the characters `starts[i]:ends[i]` of each.
 
-    Bytes of one character share its place.
+    Tokens that are bytes of one character have the same position.
     """
 
     ids: np.ndarray
@@ -53,11 +53,11 @@ class Encoding:
     ends: np.ndarray
 
     def cut(self, start: int | None = None, stop: int | None = None) -> "Encoding":
-        """Return tokens `start` to `stop`."""
+        """Return the tokens `start` to `stop`."""
         return Encoding(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
 
     def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
-        """Return for each token the lower of the values of its first and its last character.
+        """Return, for each token, the lower of the values at its first and last character.
 
         values: [characters + 1].
         """
@@ -65,7 +65,7 @@ class Encoding:
         return np.minimum(values[self.starts], values[last])
 
     def first_reaching(self, end: int) -> int:
-        """Return the place of the first token that ends at this character or behind it."""
+        """Return the index of the first token that ends at this character or after it."""
         return int(np.searchsorted(self.ends, end))
 
     def start_of(self, token: int) -> int:
@@ -74,7 +74,7 @@ class Encoding:
 
 
 def encoding_of(encoded: Any) -> Encoding:
-    """Return what a backend's `encode` gives as arrays."""
+    """Return the result of a backend's `encode` as arrays."""
     ids = np.array(encoded.ids, dtype=np.int32)
     places = np.fromiter(chain.from_iterable(encoded.offsets), np.int64, 2 * len(ids))
     return Encoding(ids, places[0::2], places[1::2])
@@ -83,7 +83,7 @@ def encoding_of(encoded: Any) -> Encoding:
 def looks_across_no_space(backend: Tokenizer) -> bool:
     """Return whether a tokenizer is known never to look across a space.
 
-    None of its added tokens holds or swallows white space then.
+    In that case no added token contains or swallows white space.
     """
     saved = json.loads(backend.to_str())
     added, model = saved["added_tokens"], saved["model"]
@@ -100,11 +100,11 @@ def looks_across_no_space(backend: Tokenizer) -> bool:
 
 
 def joins_anywhere(backend: Tokenizer) -> bool:
-    """Return whether two overlapping stretches of a text can be joined at any token of both.
+    """Return whether overlapping pieces of a text can be joined at any token that both contain.
 
-    They give the tokens of the whole with BPE that cuts at single characters or not at all. A merge
-    across the edge of two neighbours would be made where these two are the whole text as well, and
-    the other way round; so tokens are those of the whole if each two neighbours are tokens of their
+    This holds for BPE that splits at single characters or not at all. A merge across the boundary
+    of two neighbouring tokens would also happen if these two were the complete text, and vice
+    versa. So tokens are those of the complete text if every two neighbours are the tokens of their
     own text.
     """
     saved = json.loads(backend.to_str())
@@ -123,7 +123,7 @@ def joins_anywhere(backend: Tokenizer) -> bool:
 
 
 def has_spaces(text: str) -> bool:
-    """Return whether words are short enough to occur again."""
+    """Return whether a text has enough spaces for its words to occur repeatedly."""
     return SPACES * text.count(" ") >= len(text)
 
 
@@ -139,14 +139,14 @@ def _cuts_at_spaces(pre: dict[str, Any] | None) -> bool:
 
 
 def _is_known_split(step: dict[str, Any]) -> bool:
-    """Return True for a step that cuts a text by one of PATTERNS."""
+    """Return True for a step that splits a text by one of PATTERNS."""
     if step["type"] != "Split" or step["behavior"] != "Isolated":
         return False
     return step["pattern"].get("Regex") in PATTERNS and not step["invert"]
 
 
 class EncodedWords:
-    """Tokens of one text, word by word; as `Encoding`, with places in a word only where needed.
+    """Tokens of one text, word by word; like `Encoding`, but with positions computed on demand.
 
     sizes: number of tokens of each word.
     """
@@ -171,16 +171,16 @@ class EncodedWords:
 
     @property
     def starts(self) -> np.ndarray:
-        """Return the character at which each token starts."""
+        """The first character of each token."""
         return self._whole.starts
 
     @property
     def ends(self) -> np.ndarray:
-        """Return the character behind each token."""
+        """The end of each token: its last character + 1."""
         return self._whole.ends
 
     def lower_of_ends(self, values: np.ndarray) -> np.ndarray:
-        """Return for each token the lower of the values of its first and its last character.
+        """Return, for each token, the lower of the values at its first and last character.
 
         values: [characters + 1].
         """
@@ -195,7 +195,7 @@ class EncodedWords:
         return of_tokens
 
     def first_reaching(self, end: int) -> int:
-        """Return the place of the first token that ends at this character or behind it."""
+        """Return the index of the first token that ends at this character or after it."""
         word = int(np.searchsorted(self._edges[1:], end))
         if word == len(self._texts):
             return len(self.ids)
@@ -214,9 +214,9 @@ def _edges(lengths: np.ndarray) -> np.ndarray:
 
 
 class Words:
-    """Encodes by words; the backend encodes those that are new, joined by a special token.
+    """Encodes texts by words; the backend encodes new words, joined by a special token.
 
-    separator: as `separator_of` returns it.
+    separator: that special token, from `separator_of`.
     """
 
     def __init__(self, backend: Tokenizer, separator: str):
@@ -243,11 +243,11 @@ class Words:
         ]
 
     def encode(self, texts: list[str]) -> list[EncodedWords]:
-        """Return the tokens of each text with their places in it."""
+        """Return the tokens of each text with their positions in it."""
         return [self._encoded(words) for words in self._words(texts)]
 
     def encoding(self, word: str) -> Encoding:
-        """Return the tokens of one word with their places in it."""
+        """Return the tokens of one word with their positions in it."""
         encoding = self._encodings.get(word)
         if encoding is None:
             encoding = encoding_of(self._backend.encode(word, add_special_tokens=False))
@@ -261,7 +261,7 @@ class Words:
         return EncodedWords(np.frombuffer(b"".join(ids), np.int32), words, sizes, self)
 
     def _words(self, texts: list[str]) -> list[list[str]]:
-        """Return the words of each text, whose ids are known then."""
+        """Return the words of each text, after encoding the new ones."""
         if self._characters > CHARACTERS:
             self._forget()
         cut = [self._cut(text) for text in texts]
@@ -279,7 +279,7 @@ class Words:
         return words
 
     def _add(self, words: list[str]) -> None:
-        """Remember the ids of new words, which are encoded as one text."""
+        """Encode new words as one text, and remember their ids."""
         joined = self._separator.join(words)
         (encoded,) = self._backend.encode_batch_fast([joined], add_special_tokens=False)
         ids = np.array(encoded.ids, np.int32)
@@ -290,7 +290,7 @@ class Words:
 
 
 def separator_of(backend: Tokenizer) -> str | None:
-    """Return a token that is cut out of a text whatever stands beside it; None: there is none."""
+    """Return a token that is cut out of a text whatever is next to it; None if there is none."""
     tokens = backend.get_added_tokens_decoder().values()
     texts = [token.content for token in tokens if not token.normalized]
     return next(
@@ -299,7 +299,7 @@ def separator_of(backend: Tokenizer) -> str | None:
 
 
 def _may_take(token: str, other: str) -> bool:
-    """Return whether another token could begin before this one, or with it, and end within it."""
+    """Return whether another token can begin before this one, or with it, and overlap it."""
     longer = other.startswith(token) and other != token
     return longer or any(
         token.startswith(other[i:]) or other[i:].startswith(token) for i in range(1, len(other))

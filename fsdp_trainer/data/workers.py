@@ -1,7 +1,6 @@
-"""Worker processes for tokenisation: stored data and streams use the same ones.
+"""Worker processes for tokenisation, used by stored and streamed data.
 
-They share nothing but files with the process that starts them, import no torch, and do not outlive
-it.
+They share only files with the process that starts them, import no torch, and end with it.
 """
 
 import os
@@ -21,7 +20,7 @@ from typing import Any
 from fsdp_trainer.errors import RunFailed, UserError
 
 QUOTAS = ("/sys/fs/cgroup/cpu.max", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-PERIOD = 100_000  # microseconds, of the older kind of quota
+PERIOD = 100_000  # microseconds, for the older kind of quota
 ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
@@ -32,13 +31,13 @@ ANSWER, REPORT, ERROR = range(3)
 """Kinds of messages from a worker."""
 
 Report = Callable[..., None]
-"""Called with news while a task is done."""
+"""Called with news during a task."""
 Handler = Callable[[Any, Report], Any]
-"""Does a task and returns its answer. Picklable, as are tasks, answers and reports."""
+"""Executes a task and returns its answer. It, tasks, answers and reports must be picklable."""
 
 
 def cores() -> int:
-    """The number of cores of this process: its affinity, and its container's share."""
+    """Return the number of cores for this process, by its affinity and its container's quota."""
     allowed = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
@@ -53,10 +52,10 @@ def cores() -> int:
 
 
 class WorkerPool:
-    """Processes that call a handler, each with the tasks that are sent to it, in that order."""
+    """Worker processes that call a handler with the tasks sent to each of them, in order."""
 
     def __init__(self, handler: Handler, count: int, report: Report, note: str = ""):
-        """report: gets the workers' reports; note: ends the message on a worker that is gone."""
+        """report: called with the workers' reports. note: end of the message if a worker dies."""
         self.report, self.note = report, note
         self.processes: dict[Connection, subprocess.Popen] = {}
         try:
@@ -77,7 +76,7 @@ class WorkerPool:
         return list(self.processes)
 
     def send(self, worker: Connection, task: Any) -> None:
-        """Give a worker a task. RunFailed if it is gone."""
+        """Send a task to a worker. Raises RunFailed if the worker is dead."""
         self._send_bytes(worker, pickle.dumps(task))
 
     def _send_bytes(self, worker: Connection, pickled: bytes) -> None:
@@ -87,9 +86,9 @@ class WorkerPool:
             raise self._failure(worker) from None
 
     def receive(self, worker: Connection) -> Any:
-        """Return the answer to a worker's oldest task; None if it had a report first.
+        """Return the answer to a worker's oldest task; None if a report came first.
 
-        Raises what the handler raised; RunFailed if the worker is gone.
+        Raises the handler's exception, or RunFailed if the worker is dead.
         """
         try:
             kind, content = worker.recv()
@@ -109,7 +108,7 @@ class WorkerPool:
             connection.close()
 
     def _failure(self, worker: Connection) -> RunFailed:
-        """Return the error for a worker that is gone."""
+        """Return the error for a dead worker."""
         try:
             code: int | str = self.processes[worker].wait(5)
         except subprocess.TimeoutExpired:
@@ -128,9 +127,9 @@ class WorkerPool:
 def do_jobs(
     jobs: Iterator[Any], handler: Handler, report: Report, workers: int, note: str
 ) -> Generator[Any, None, None]:
-    """Yield the answer to each job as it comes, from this process or from several workers.
+    """Yield the answer to each job as it finishes, from this process or from several workers.
 
-    Raises RunFailed if one is killed; none is left when this ends, however it ends.
+    Raises RunFailed if a worker dies. All workers have ended when this generator ends or is closed.
     """
     if workers < 2:
         for job in jobs:
@@ -149,7 +148,7 @@ def do_jobs(
 
 
 def _send_next(pool: WorkerPool, worker: Connection, jobs: Iterator[Any]) -> bool:
-    """Send a worker the next job; False if there is none."""
+    """Send the next job to a worker; return False if there is none."""
     job = next(jobs, None)
     if job is not None:
         pool.send(worker, job)
@@ -157,13 +156,13 @@ def _send_next(pool: WorkerPool, worker: Connection, jobs: Iterator[Any]) -> boo
 
 
 def _start(connection: Connection) -> subprocess.Popen:
-    """Start a worker, which is given its end of the pipe."""
+    """Start a worker process with its end of the pipe."""
     path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    # it is none of the ranks
+    # workers are not ranks
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
     env |= ONE_THREAD | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     return subprocess.Popen(
-        # -P: files in the user's folder are not imported as modules
+        # -P: do not import files in the user's folder as modules
         [sys.executable, "-P", "-m", "fsdp_trainer.data.workers", str(connection.fileno())],
         env=env,
         pass_fds=[connection.fileno()],
@@ -172,9 +171,9 @@ def _start(connection: Connection) -> subprocess.Popen:
 
 
 def work(descriptor: int) -> None:
-    """Do tasks as a worker, until the process that sends them has gone."""
+    """Execute tasks as a worker until the parent process is gone."""
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # the process that started this one gets them too, and ends it
+        # the parent process gets these signals too, and ends this process
         signal.signal(signum, signal.SIG_IGN)
     connection = Connection(descriptor)
     handler: Handler = connection.recv()
@@ -197,7 +196,7 @@ def work(descriptor: int) -> None:
 
 
 def _repeat(transfer: Callable[[], None]) -> None:
-    """Transfer messages until the other end has gone, and end this process with it."""
+    """Transfer messages until the other end is gone, then end this process."""
     try:
         while True:
             transfer()

@@ -1,4 +1,4 @@
-"""A stop in order: all ranks agree on it once a step, so that they leave at the same line."""
+"""Clean stops: all ranks agree on a stop once per step, so that they leave at the same line."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,7 +14,7 @@ from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener, name_of
 from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
 
 GRACE_SECONDS = 2.0
-"""Seconds that a rank has to leave by itself after another rank has ended."""
+"""Seconds that a rank has to leave by itself after another rank has ended or failed."""
 T = TypeVar("T")
 
 
@@ -22,27 +22,27 @@ class Agreement(NamedTuple):
     """Facts that are true on at least one rank, known to all of them."""
 
     reason: str = ""
-    """Why the run stops: a signal's name, `time_limit` or `slurm_time_limit`; empty: it goes on."""
+    """Reason to stop: a signal's name, `time_limit` or `slurm_time_limit`; empty: no stop."""
     save_failed: bool = False
     data_missing: bool = False
 
 
 class Stop(Stopped):
-    """All ranks have agreed to stop: they raise it at the same line. args[0] is the reason."""
+    """Raised on all ranks at the same line after they agreed to stop. args[0] is the reason."""
 
 
 class DataLost(Exception):
-    """A rank could not read its part of a step: all ranks raise it at the same line.
+    """Raised on all ranks at the same line if a rank could not read its part of a step.
 
-    args[0] is the error to end with.
+    args[0] is the error to end the run with.
     """
 
 
 class StopSignals(SignalListener):
-    """This rank's reasons to stop, and what all ranks agreed on.
+    """This rank's reasons to stop, and the agreement of all ranks.
 
-    Signals and a failure also travel through the store that the ranks share: collectives do not
-    help while a rank waits.
+    Signals and failures are also exchanged through the store that the ranks share, since a rank
+    that waits cannot take part in a collective.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class StopSignals(SignalListener):
         self.limits = TimeLimits(time_limit)
         self.agreement = Agreement()
         self.leaving = False
-        """True once this rank is done with the others, so that their end means nothing to it."""
+        """True once this rank no longer needs the others, so that it may ignore their end."""
         self.data_error: Exception | None = None
-        """Why this rank cannot read its part of a step."""
+        """The error that keeps this rank from reading its part of a step."""
         self.data_wait_interrupted = False
-        """True if this rank has no data for a step because a stop ended its wait for them."""
+        """True if this rank has no data for a step because a stop interrupted its wait for it."""
         self._store: dist.Store = dist.HashStore()
-        """The store that the ranks share; this rank's own until they are connected."""
+        """The store that the ranks share; a local one until `connect`."""
         self._shared_in: dist.Store | None = None
-        """The store that knows of this rank's signal."""
+        """The store to which this rank's signal has been written."""
         self._main = False
         self._started: dict[int, tuple[int, int | None]] = {}
         super().__init__(say, on_forced_exit)
@@ -71,14 +71,15 @@ class StopSignals(SignalListener):
 
     @property
     def data_missing(self) -> bool:
-        """True if this rank has no data for this step."""
+        """True if this rank has no data for the current step."""
         return self.data_error is not None or self.data_wait_interrupted
 
     def sync(self, seconds_to_checkpoint: float = 0.0, save_failed: bool = False) -> Agreement:
-        """Return what is true on any rank. Collective over the host's gloo: no device waits.
+        """Combine the states of all ranks. Collective on the CPU (gloo): no device waits.
 
-        seconds_to_checkpoint: until the next step and a checkpoint after it would be done. The
-        first reason to stop stays the reason.
+        seconds_to_checkpoint: estimated seconds for the next step and a checkpoint after it.
+        save_failed: whether a checkpoint has failed on this rank. If ranks agreed to stop before,
+        the reason stays the same.
         """
         self.limits.seconds_to_checkpoint = seconds_to_checkpoint
         limit = LIMITS.index(self.limits.passed())
@@ -96,9 +97,10 @@ class StopSignals(SignalListener):
             raise Stop(self.agreement.reason)
 
     def raise_data_error(self) -> None:
-        """Raise DataLost with one error for all ranks, if any could not read its data. Collective.
+        """Raise DataLost with the same error on all ranks if any could not read its data.
 
-        It is the first UserError if there is one, else a RunFailed with every rank's message.
+        The error is the first UserError if there is one, else a RunFailed with every rank's
+        message. Collective.
         """
         errors = [*filter(None, gather(self.data_error))]
         messages = "\n".join(str(error.args[0]) for error in errors)
@@ -107,9 +109,9 @@ class StopSignals(SignalListener):
             raise DataLost(next(mistakes, RunFailed(messages)))
 
     def stoppable(self, work: Callable[[], T]) -> T:
-        """Return `work()`. Raises Stopped, also amid `work`, after a signal to any rank.
+        """Return `work()`. Raises Stopped, also during `work`, after a signal to any rank.
 
-        `work` contains no collective and leaves nothing to save.
+        `work` must contain no collective, and its interruption must leave nothing to save.
         """
         if self.received:
             raise Stopped(self.reason)
@@ -117,38 +119,39 @@ class StopSignals(SignalListener):
             return work()
 
     def connect(self, store: dist.Store, main: bool) -> None:
-        """Exchange signals with the other ranks through their store.
+        """Begin to exchange signals with the other ranks through their store.
 
-        main: rank 0, which also ends the run when another rank has reported a failure.
+        main: True on rank 0, which also ends the run if another rank reports a failure.
         """
         self._main = main
-        # a clone, since the owner of the original may wait in it for hours
+        # a clone, since the main thread may wait in the original for hours
         self._store = store.clone()  # type: ignore[attr-defined]
 
     def watch_ranks(self, pids: Mapping[int, int]) -> None:
-        """Notice when another rank of this node ends. pids: by rank."""
+        """Begin to watch the processes of this node's ranks. pids: process ids by rank."""
         self._started = {rank: (pid, start_ticks(pid)) for rank, pid in pids.items()}
 
     @property
     def ended_ranks(self) -> list[int]:
-        """The ranks of this node that have ended since `watch_ranks`."""
+        """Ranks of this node that have ended since `watch_ranks`."""
         return [rank for rank, process in self._started.items() if has_ended(*process)]
 
     def wait_for_ended_ranks(self) -> list[int]:
-        """Return the ranks of this node that have ended; call it when a collective has failed.
+        """Return the ranks of this node that have ended, after a collective has failed.
 
-        A collective fails a little before its cause is known here, so this waits WAIT_SECONDS.
+        A collective may fail shortly before the end of a rank is visible, so if none has ended this
+        waits for up to WAIT_SECONDS.
         """
         wait_until(lambda: self.ended_ranks, WAIT_SECONDS, pause=0.02)
         return self.ended_ranks
 
     def report_failure(self, text: str) -> None:
-        """Have rank 0 end the run with this message, which only this rank knows."""
-        with suppress(RuntimeError):  # the store may have ended with its owner
+        """Make rank 0 end the run with this message, which only this rank knows."""
+        with suppress(RuntimeError):  # the store may have ended with the rank that owned it
             self._store.set("failure", text)
 
     def reported_failure(self) -> str | None:
-        """Return the failure that another rank has reported, if there is one."""
+        """Return the message of a failure that another rank has reported, if there is one."""
         with suppress(RuntimeError):
             if self._store.check(["failure"]):
                 return self._store.get("failure").decode()
@@ -160,7 +163,7 @@ class StopSignals(SignalListener):
                 self.interrupt(reason)
             if self.received and (ended := self.ended_ranks):
                 self._exit_unless_leaving(f"{self.reason} after rank {ended[0]} had ended")
-            # the main thread may wait for a device that waits for the rank that failed
+            # in this thread, since the main thread may wait for a device that waits for that rank
             if self._main and (failure := self.reported_failure()):
                 self._exit_unless_leaving(failure)
             with suppress(RuntimeError):
@@ -172,7 +175,7 @@ class StopSignals(SignalListener):
             self.exit_now(reason, 1)
 
     def _exchange_signals(self) -> None:
-        """Share this rank's signal. Look for others' only amid a wait, to spare the store."""
+        """Share this rank's signal; read others' only during a wait, to limit requests."""
         store = self._store
         if self.received and self._shared_in is not store:
             store.set("stop", str(self.received))
@@ -182,7 +185,7 @@ class StopSignals(SignalListener):
 
 
 def has_ended(pid: int, start: int | None) -> bool:
-    """Return whether the process with this start time has ended; not where that cannot be read."""
+    """Return True if the process with this start time has ended; False if that is unknown."""
     try:
         return start_ticks(pid) != start
     except OSError:

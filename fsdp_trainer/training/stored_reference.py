@@ -1,9 +1,9 @@
-"""A reference that is not the base of adapters: its log-probabilities, computed once and stored.
+"""Stored log-probabilities of a reference model that is not the base of adapters.
 
-They are computed before training, by the model itself with the reference's weights, in the rows
-and micro-batches that training has, and lie beside the token store, one number a sample. So no
-second model is in memory. Their name is a hash of the weights, the number formats and the layout of
-the rows, on which the last bits depend.
+They are computed once, before training, by the model in training with the reference's weights, in
+the same rows and micro-batches as in training. They are stored next to the token store, one number
+per sample. This way no second model is in memory. The file name is a hash of the weights, the
+number formats and the layout of the rows, which all affect the last bits.
 """
 
 import hashlib
@@ -40,15 +40,15 @@ from fsdp_trainer.training.preferences import sums_by_document
 from fsdp_trainer.training.weights import fill
 
 FOLDER = "reference"
-"""Name of the folder beside a store's columns, and of the key in a checkpoint."""
+"""Name of the folder next to a store's columns, and of the key in a checkpoint."""
 
 
 @dataclass
 class ReferencePass:
-    """The computation of a reference's log-probabilities for a run's stores.
+    """Computation of a reference's log-probabilities for a run's stores.
 
-    orders: with the rows of a step of each. assembler: options of Batches. init_from: as `fill`
-    takes it.
+    orders: each with its number of rows per step. assembler: options of Batches. init_from: see
+    `fill`.
     """
 
     cfg: TrainConfig
@@ -60,10 +60,11 @@ class ReferencePass:
     observer: Observer
 
     def prepare(self, checkpoint: Path | None) -> str | None:
-        """Give every order the reference's numbers; return the digest of its weights. Collective.
+        """Attach the reference's log-probabilities to every order; return its weights' digest.
 
-        None where the objective has no reference, or its base is it. checkpoint: from which the
-        run goes on. It may leave other weights in the model than those of the start.
+        Returns None if the objective has no stored reference. checkpoint: the one that the run
+        resumes from, None for a new run. The model may be left with the weights of the reference.
+        Collective.
         """
         choice = self.cfg.objective
         if not stores_reference(self.cfg):
@@ -85,7 +86,7 @@ class ReferencePass:
         return digest
 
     def _fill(self) -> None:
-        """Give the model the reference's weights. Collective."""
+        """Load the reference's weights into the model. Collective."""
         cfg, source = self.cfg, self.init_from
         if cfg.objective.reference != "start":
             cfg = replace(cfg, adapter=replace(cfg.adapter, init_from=None))
@@ -95,7 +96,10 @@ class ReferencePass:
             precompute_float8_scales(self.model, cfg.precision)
 
     def _are_stored(self, digest: str) -> bool:
-        """Give the orders what is stored, if every rank finds all of it. Collective."""
+        """Attach stored numbers to the orders if every rank finds all of them. Collective.
+
+        Returns False if some are missing.
+        """
         stored = [read_sums(self._file(order, digest), order) for order, _ in self.orders]
         if not all(gather(all(sums is not None for sums in stored))):
             return False
@@ -104,7 +108,7 @@ class ReferencePass:
         return True
 
     def _compute(self, digest: str) -> None:
-        """Compute and store all numbers, and give them to the orders. Collective."""
+        """Compute and store all numbers, and attach them to the orders. Collective."""
         count = sum(len(order.store) for order, _ in self.orders)
         self.observer.say(
             f"refer  the reference reads {count:,} answers once, before the first step"
@@ -121,7 +125,7 @@ class ReferencePass:
         sums = torch.zeros(len(order.store), dtype=torch.float64, device=batches.device)
         try:
             for samples, batch in self._micro_batches(batches, order, rows):
-                phases.enter("start")  # a sign of life
+                phases.enter("start")  # a heartbeat
                 scores = self.model(batch).scores
                 sums[samples] = sums_by_document(scores.log_probability, batch)
         finally:
@@ -132,7 +136,7 @@ class ReferencePass:
     def _micro_batches(
         self, batches: Batches, order: RowOrder, rows: int
     ) -> Iterator[tuple[Tensor, Any]]:
-        """Yield the samples of each of this rank's micro-batches of an epoch, and the batch."""
+        """Yield this rank's micro-batches of an epoch, each after the indices of its samples."""
         for plan in batches.plans(rows, order.rows_per_epoch):
             for numbers in batches.assign_rows_to_ranks(plan)[:, batches.rank]:
                 own = numbers[numbers >= 0]
@@ -141,7 +145,7 @@ class ReferencePass:
                 yield places, batches.assemble(order.read_rows(own))
 
     def _file(self, order: RowOrder, digest: str) -> Path:
-        """Return where the numbers of an order lie: all that they depend on is in the name."""
+        """Return the file for an order's numbers; its name is a hash of all that they depend on."""
         options = {
             name: self.assembler[name] for name in ("micro_rows", "attention", "pad_to_multiple")
         }
@@ -164,7 +168,7 @@ def digest_of_weights(model: Decoder) -> str:
 
 
 def read_sums(file: Path, order: RowOrder) -> np.ndarray | None:
-    """Return what a file holds for the samples of an order; None if it is not there, or broken."""
+    """Return the stored numbers for an order's samples; None if the file is missing or broken."""
     try:
         sums = np.load(file, mmap_mode="r")
     except (OSError, ValueError, EOFError):
@@ -173,7 +177,7 @@ def read_sums(file: Path, order: RowOrder) -> np.ndarray | None:
 
 
 def write_sums(file: Path, sums: np.ndarray) -> None:
-    """Write a file that appears when it is whole. Without room for it the run has it in memory."""
+    """Write a file atomically. Errors are ignored: the run then only has the numbers in memory."""
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         descriptor, aside = tempfile.mkstemp(prefix=".", dir=file.parent)
@@ -181,5 +185,5 @@ def write_sums(file: Path, sums: np.ndarray) -> None:
             np.save(opened, sums)
             opened.flush()
             os.fsync(opened.fileno())
-        os.chmod(aside, 0o644)  # mkstemp's file is for its owner only
+        os.chmod(aside, 0o644)  # mkstemp makes a file that only its owner can read
         os.replace(aside, file)

@@ -1,6 +1,7 @@
-"""Rows that are streamed while training.
+"""Rows that are streamed during training.
 
-What a step weighs is known when its rows are there: the ranks add it up before the step.
+The Σ weight of a step is known only when its rows have been read, so the ranks sum it before each
+step.
 """
 
 import time
@@ -41,21 +42,21 @@ from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stop import StopSignals
 
 ROUND_SECONDS = 5.0
-"""How long a rank waits for its rows before it tells the others, who wait in a collective."""
+"""Seconds that a rank waits for its rows before it meets the others in a collective again."""
 ROUNDS_PER_MESSAGE = 12
 REMEMBERED_STEPS = 100
-"""Steps whose samples can still be named."""
+"""Number of recent steps whose samples are kept, so that they can be named for a bad step."""
 MAX_SHOWN_SKIPPED = 8
 NO_ROW = [0.0] * 5
-"""LocalStep.sums of no row."""
+"""LocalStep.sums without any row."""
 
 
 @dataclass
 class LocalStep:
     """This rank's part of a step.
 
-    sums: weight, tokens, supervised tokens, attention's cost and rows skipped; cursors: of its
-    streams, behind the step; skipped: places of rows that could not be read.
+    sums: weight, tokens, supervised tokens, attention cost and skipped input rows. cursors: those
+    of its streams after the step. skipped: FILE:LINE of input rows that could not be read.
     """
 
     plan: StepPlan
@@ -68,7 +69,7 @@ class LocalStep:
 class StreamedRows:
     """Rows of streamed files.
 
-    Slot s of every step has the next row of stream s: a rank keeps its streams.
+    Slot s of every step gets the next row of stream s, so each rank always reads the same streams.
     """
 
     cfg: TrainConfig
@@ -76,20 +77,21 @@ class StreamedRows:
     assembler: Assembler
     dims: Dims
     attention_cost: Callable[[np.ndarray], np.ndarray]
-    """The cost of attention over documents of these lengths."""
+    """Function from lengths of documents to their attention costs."""
     workers: int
-    """Processes that make rows; 1: this one alone."""
+    """Number of processes that make rows; 1: only this process."""
     signals: StopSignals
     observer: Observer
     cursors: dict[int, dict[int, Cursor]] = field(default_factory=dict)
-    """Cursors of this rank's streams, by the row that they stand before."""
+    """Cursors of this rank's streams, by the number of the row that they read next."""
     samples: dict[int, list[list[tuple[str, int, int]]]] = field(default_factory=dict)
-    """Places of this rank's documents in each micro-batch, by the first row of the last steps."""
+    """Places of this rank's documents in each micro-batch of recent steps, by the step's first row.
+    """
 
     def __post_init__(self) -> None:
         self.steps = self.cfg.train.steps or 0
         self.patience = parse_duration(self.cfg.launch.data_timeout)
-        """Seconds after which a rank that waits for its files gives up."""
+        """Seconds after which a rank that waits for its files fails."""
         self.source_names = self.data.source_names
         self.fingerprint, self.first_row = self.data.fingerprint, self.data.start
 
@@ -97,7 +99,7 @@ class StreamedRows:
     def build(
         cls, order: StreamedData, progress: Progress, context: SourceContext
     ) -> "StreamedRows":
-        """Return the source of the rows of streams."""
+        """Return the source of streamed rows."""
         cfg, dims = context.cfg, context.dims
         assembler = Assembler(order.seq_len, len(order.source_names), **context.assembler)
         workers = cfg.data.workers or context.workers
@@ -105,19 +107,21 @@ class StreamedRows:
         return cls(cfg, order, assembler, dims, cost, workers, signals, context.observer)
 
     def total_steps(self, progress: Progress) -> int:
-        """Return train.steps: streams have no end."""
+        """Return train.steps, since streams have no end."""
         return self.steps
 
     def plans(self, progress: Progress) -> Iterator[StepPlan]:
-        """Yield the plans of the steps behind `progress`; what they weigh is not known yet."""
+        """Yield the plans of the steps after `progress`, without their sums, not known yet."""
         ranges = row_ranges(self.data.streams, None, progress.rows, progress.skipped_row_ranges)
         steps = range(progress.step + 1, self.steps + 1)
         for step, (start, stop) in zip(steps, ranges, strict=False):
             yield StepPlan(step, start, stop)
 
     def slots(self) -> list[range]:
-        """Return this rank's streams in each micro-batch of a step; consecutive ones go to
-        consecutive ranks."""
+        """Return this rank's streams in each micro-batch of a step.
+
+        Consecutive groups of micro_rows streams go to consecutive ranks.
+        """
         rows, streams = self.assembler.micro_rows, self.data.streams
         stride = rows * self.assembler.ranks
         firsts = range(self.assembler.rank * rows, round_up(streams, stride), stride)
@@ -129,10 +133,13 @@ class StreamedRows:
         return StreamFeed(self, progress, leave)
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """Return where all streams stand before row progress.rows. Collective."""
+        """Return the mixtures read so far and the cursors of all streams at row progress.rows.
+
+        Collective.
+        """
         segments = [*progress.segments[:-1], self.data.state(progress.rows)]
         streams = progress.streams
-        if progress.rows in self.cursors:  # else nothing was trained since this was asked last
+        if progress.rows in self.cursors:  # otherwise progress.streams is still up to date
             cursors = ChainMap(*gather(self.cursors[progress.rows]))
             streams = [list(cursors[stream]) for stream in sorted(cursors)]
         return {"segments": segments, "streams": streams}
@@ -150,18 +157,18 @@ class StreamedRows:
         return self.assembler.suspects_event(ranks, [*chain(*gather(samples))])
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
-        """Return nothing: streams are not mixed by shares."""
+        """Return an empty list, since streams are not mixed by shares."""
         return []
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return lines on the files and what some samples look like."""
+        """Return printed lines about the files and some samples."""
         return prepared.report
 
     def epochs(self, progress: Progress) -> None:
-        """Return None: streams have no epochs."""
+        """Return None, since streams have no epochs."""
 
     def padded(self, rows: list[StreamedRow]) -> Rows:
-        """Return the rows with padding up to batch.seq_len."""
+        """Return the rows, padded to batch.seq_len."""
         padded = Rows.empty(len(rows), self.data.seq_len)
         for i, row in enumerate(rows):
             n = len(row.tokens)
@@ -182,10 +189,10 @@ class StreamedRows:
 
 
 class StreamFeed(Feed):
-    """Steps of streamed rows. A thread reads them, at least one step ahead."""
+    """The steps of streamed rows, which a thread reads at least one step ahead."""
 
     def __init__(self, source: StreamedRows, progress: Progress, leave: LeaveTogether):
-        """leave: see LeaveTogether."""
+        """Begin to read. leave: see LeaveTogether."""
         self.source, self.leave = source, leave
         self._slots = source.slots()
         self._streams = [*chain(*self._slots)]
@@ -208,11 +215,11 @@ class StreamFeed(Feed):
         super().close()
 
     def _read_steps(self, progress: Progress) -> Iterator[LocalStep | MicroBatch]:
-        """Yield, in the thread, this rank's part of each step and then its micro-batches."""
+        """Yield this rank's part of each step, then its micro-batches. Runs in the thread."""
         row, source = progress.rows, self.source
         for plan in source.plans(progress):
             assert (plan.start - row) % source.data.streams == 0
-            while row <= plan.start:  # skipped rows must be read to know where they end
+            while row <= plan.start:  # skipped rows must be read to advance the cursors
                 rows = [[self._readers.next(stream) for stream in slot] for slot in self._slots]
                 row += source.data.streams
             yield self._local_step(plan, rows)
@@ -229,27 +236,27 @@ class StreamFeed(Feed):
         return LocalStep(plan, sums, cursors, [*chain(*(row.skipped for row in every))])
 
     def next_step(self, step: int) -> StepBatches:
-        """Return the next step, with what it weighs, as soon as every rank has its rows.
+        """Return the next step, with its Σ weight, as soon as every rank has its rows. Collective.
 
-        Collective. Where a rank cannot read its rows, all leave.
+        If a rank cannot read its rows, all ranks leave.
         """
-        self.plan = StepPlan(step, 0, 0)  # what it holds is not known yet
+        self.plan = StepPlan(step, 0, 0)  # its content is not known yet
         local, (weight, *counts, skipped) = self._wait_for_all()
         if skipped:
             self._report_skipped(local.skipped)
         cursors = self.source.cursors
         cursors[local.plan.stop] = local.cursors
-        for past in sorted(cursors)[:-2]:  # the step before may be where the run is to go on
+        for past in sorted(cursors)[:-2]:  # keeps the previous step's: it may still be saved
             del cursors[past]
         start, stop = local.plan.start, local.plan.stop
         self.plan = StepPlan(step, start, stop, weight, *map(int, counts))
         return StepBatches(self)
 
     def _wait_for_all(self) -> tuple[LocalStep, list[float]]:
-        """Return this rank's part of the step, and all ranks' sums.
+        """Return this rank's part of the step, and the sums over all ranks. Collective.
 
-        Nobody waits long in a collective: where a rank's files are slow, all meet again every few
-        seconds.
+        No rank waits long in a collective: if a rank's files are slow, all ranks meet in one every
+        ROUND_SECONDS.
         """
         began, local = time.monotonic(), None
         for rounds in count():
@@ -261,7 +268,7 @@ class StreamFeed(Feed):
             self.source.dims.sum_over_batch(state)
             *totals, waiting, lost = state.tolist()
             if lost:
-                # all ranks know it: none does this step
+                # all ranks know that data is missing, and none trains this step
                 self.signals.data_wait_interrupted |= waits
                 self.leave()
             if not waiting:
@@ -273,7 +280,7 @@ class StreamFeed(Feed):
         return local, totals
 
     def _wait(self, waited: float) -> LocalStep | None:
-        """Return this rank's part of the step; None if it is not there soon, or never will be."""
+        """Return this rank's part of the step; None if it is not ready in time or is missing."""
         if self.signals.data_missing:
             return None
         try:
@@ -303,8 +310,7 @@ class StreamFeed(Feed):
                 )
 
     def _report_skipped(self, skipped: list[str]) -> None:
-        """Record the rows that data.on_error=skip left out; a few are shown, events.jsonl has
-        all."""
+        """Record all rows left out by data.on_error=skip in events.jsonl, and print a few."""
         places = [*dict.fromkeys(chain(*gather(skipped)))]  # several ranks may read the same rows
         self.source.observer.event("rows_skipped", step=self.plan.step, rows=places)
         for where in islice(places, max(0, MAX_SHOWN_SKIPPED - self._shown_skipped)):
@@ -312,6 +318,6 @@ class StreamFeed(Feed):
         self._shown_skipped += len(places)
 
     def describe(self) -> str:
-        """Return what this rank reads for the step."""
+        """Return a description of the data that this rank reads for the step."""
         reads = self._readers.waits_for
         return f"the data of step {self.plan.step:,}" + (f" from {reads}" if reads else "")

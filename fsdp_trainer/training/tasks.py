@@ -1,4 +1,4 @@
-"""Tasks that the model in training is evaluated on."""
+"""Tasks on which the model is evaluated during training."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,10 +17,10 @@ from fsdp_trainer.training.inputs import RunInputs
 
 
 class TrainingTasks:
-    """The tasks evaluation.tasks, on the ranks that train. Training does not notice."""
+    """The tasks of evaluation.tasks, run on the training ranks without effect on training."""
 
     def __init__(self, cfg: TrainConfig, inputs: RunInputs, dims: Dims, device: torch.device):
-        """Load the tasks. Raises UserError for one that is not there."""
+        """Load the tasks. Raises UserError for a task that does not exist."""
         self.names = cfg.evaluation.tasks
         self.rows = cfg.evaluation.rows
         self.compiled = cfg.compile.enabled
@@ -30,11 +30,12 @@ class TrainingTasks:
         self.tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
 
     def run(self, model: Decoder, check: Callable[[], None], decoder: Any) -> Metrics:
-        """Return {task: {metric: value}}, on a node's other ranks perhaps nothing. Collective.
+        """Return {task: {metric: value}}; it may be empty except on each node's first rank.
 
-        check: called before each batch; may raise, on all ranks alike. decoder: makes the logits.
+        check: called before each batch; may raise, on all ranks together. decoder: the object that
+        computes the logits. Collective.
         """
-        # a compiled model would be compiled again for every length
+        # a compiled model would be recompiled for every length
         eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         scorer = Scorer(decoder, self.rows, self.device, self.shares, check)
         with eager, stay_gathered(model, self.sharding, self.device):
@@ -42,7 +43,7 @@ class TrainingTasks:
 
 
 def flat_metrics(metrics: Metrics) -> dict[str, float]:
-    """Return the metrics by `task/name`, without their standard errors."""
+    """Return the metrics as {`task/name`: value}, without standard errors."""
     return {
         f"{task}/{name}": value
         for task, values in metrics.items()

@@ -1,5 +1,5 @@
-"""A frozen model in memory beside the one in training, shared by the same ranks: a teacher, which
-is most of this file, or a reference (reference_model.py)."""
+"""A frozen second model in memory, sharded over the ranks that train: a teacher, which is most of
+this file, or a reference (reference_model.py)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,16 +34,16 @@ from fsdp_trainer.training.weights import fill
 
 @dataclass
 class FrozenModel:
-    """A model that only computes forward, beside the one in training.
+    """A second model that only runs forward.
 
-    source: its folder; None: random weights. cfg: its own, see `frozen`. stays_gathered: each rank
-    keeps all weights, as of the model in training.
+    source: its folder; None: random weights. cfg: its configuration, see `frozen`. stays_gathered:
+    True if each rank keeps all weights, as for the model in training.
     """
 
     name: ClassVar[str]
-    """What messages call it; also the key of its digest in a checkpoint's state."""
+    """Its name in messages, and the key of its digest in a checkpoint's state."""
     advice: ClassVar[str]
-    """What to type if it is another one than before."""
+    """Advice for the user if it is not the model that was used before."""
 
     model: Decoder
     source: Path | None
@@ -53,9 +53,9 @@ class FrozenModel:
 
 @dataclass
 class Teacher(FrozenModel):
-    """A frozen model whose probabilities a student learns from.
+    """A frozen model whose probabilities a student is trained on.
 
-    vocabulary: tokens that both know.
+    vocabulary: number of tokens that both models know.
     """
 
     name = "teacher"
@@ -64,7 +64,7 @@ class Teacher(FrozenModel):
 
     @contextmanager
     def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
-        """Yield the batch with soft targets, which hold as long as this lasts. Collective."""
+        """Yield the batch with soft targets, which are valid inside the context. Collective."""
         try:
             yield replace(batch, soft=self._soft_targets(batch))
         finally:
@@ -73,7 +73,7 @@ class Teacher(FrozenModel):
 
     @torch.no_grad()
     def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
-        """Return the hidden states of the targets and the head, which the forward has gathered."""
+        """Run the teacher; return its hidden states at the targets and its gathered head."""
         hidden: Tensor = self.model(replace(batch, token_share=None)).scores
         choice = self.cfg.objective
         heat, kl = choice.temperature, choice.divergence
@@ -85,8 +85,8 @@ def build_teacher(
 ) -> Teacher | None:
     """Return a teacher without weights, on the meta device; None: the run has none in memory.
 
-    source: its folder. Before the student's `parallelize`, whose budget for activations holds.
-    Collective.
+    source: folder of the teacher. Must be called before `parallelize` of the student, whose budget
+    for activations must stay in force. Collective.
     """
     if source is None or lists_teacher(cfg):
         return None
@@ -102,7 +102,7 @@ def share_teacher(
     dims: Dims,
     compiled: bool,
 ) -> Teacher:
-    """Return what build_teacher does, of a teacher with this architecture."""
+    """Return a teacher with this architecture. See build_teacher."""
     model = meta_decoder(config)
     model.lm_head.forward = lambda hidden, *_: (None, hidden)  # the student's head makes the logits
     own = frozen(cfg)
@@ -118,10 +118,7 @@ def share_frozen(
     compiled: bool,
     adapters: AdapterSpec | None = None,
 ) -> Decoder:
-    """Turn a meta-device model into this rank's share of one that nothing trains.
-
-    cfg: see `frozen`.
-    """
+    """Shard a model on the meta device for forward only, and freeze it. cfg: see `frozen`."""
     give_own_graphs(model)
     model = parallelize(model, dims, cfg, adapters, compiled)
     model.requires_grad_(False)
@@ -136,14 +133,13 @@ def fill_frozen(
     computing: torch.device,
     files: str | None = None,
 ) -> dict[str, str]:
-    """Read a frozen model's weights; return their digest under its name, behind the format in which
-    they are kept.
+    """Read a frozen model's weights; return {name: "FORMAT:DIGEST"}, empty without such a model.
 
-    files: digest of a teacher's files, of which lists are stored: it is returned instead.
+    device: where the weights are kept. computing: device that computes. files: digest of the files
+    of a teacher whose lists are stored; it is returned in place of a digest of weights.
 
-    Collective. device: where they are kept; computing: where they are computed with. Raises
-    UserError unless `checkpoint`, from which the run goes on, was trained with them, as far as
-    that can be compared: not in another format, nor where lists of it were stored.
+    Collective. Raises UserError if `checkpoint`, from which the run resumes, was trained with other
+    weights. They are not compared if they were in another format or if lists were stored.
     """
     if frozen_model is None:
         return {Teacher.name: record_of_lists(files)} if files else {}
@@ -155,17 +151,17 @@ def fill_frozen(
 
 
 def record_of_lists(digest: str) -> str:
-    """Return how a checkpoint names a teacher whose lists were stored. digest: of its files."""
+    """Return the entry in a checkpoint for a teacher with stored lists. digest: of its files."""
     return f"lists:{digest}"
 
 
 def require_same(
     kind: type[FrozenModel], cfg: TrainConfig, checkpoint: Path | None, digest: str
 ) -> None:
-    """Raise UserError if `checkpoint` was trained with another model of this kind, in the same
-    form.
+    """Raise UserError if `checkpoint` was trained with another model of this kind.
 
-    digest: as in a checkpoint, behind the form and a colon. checkpoint: None: the run is new.
+    digest: "FORM:DIGEST" as stored in a checkpoint; only digests of the same form are compared.
+    checkpoint: None if the run is new.
     """
     form = digest.partition(":")[0]
     known = (read_progress(checkpoint).get(kind.name) if checkpoint else None) or ""
@@ -178,15 +174,15 @@ def require_same(
 
 
 def readers(trained: ModelConfig, frozen_model: FrozenModel | None) -> list[ModelConfig]:
-    """Return the architectures that read a run's rows, that of the model in training first."""
+    """Return the architectures of all models that read the rows, the trained model's first."""
     return [trained] if frozen_model is None else [trained, frozen_model.model.config]
 
 
 def give_own_graphs(model: Decoder) -> None:
-    """Give the blocks a forward of another name, the same otherwise.
+    """Give the blocks a copy of their forward under another name.
 
-    torch.compile remembers shapes by function: those of a second model would become symbols in the
-    first one's graphs.
+    torch.compile remembers shapes per function: with a shared function, the second model's shapes
+    would turn sizes in the first one's graphs into symbols.
     """
     forward = Block.forward
     code = forward.__code__.replace(co_name="teacher_forward")
@@ -196,10 +192,9 @@ def give_own_graphs(model: Decoder) -> None:
 
 
 def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
-    """Return the configuration of the same layout for a model that only computes forward.
+    """Return the configuration, with the same layout, for a model that only runs forward.
 
-    Its weights are kept in the number format in which they are computed with. adapter: None: it has
-    none.
+    Its weights are stored in the number format used for computing. adapter: None if it has none.
     """
     dtype = cfg.precision.param_dtype
     return replace(
@@ -212,23 +207,23 @@ def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
     )
 
 
-# --- what it is, and whether it fits --------------------------------------------------------------
+# --- origin of the frozen model, and checks -------------------------------------------------------
 
 
 def named(cfg: TrainConfig) -> str:
-    """Return the setting that names the frozen model."""
+    """Return the setting that names the frozen model, `key=value`."""
     return "=".join(frozen_source(cfg) or ())
 
 
 def kind(cfg: TrainConfig) -> str:
-    """Return what messages call the frozen model: teacher or reference."""
+    """Return the name of the frozen model in messages: `teacher` or `reference`."""
     return named(cfg).partition("=")[0].removeprefix("objective.")
 
 
 def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
-    """Return the folder of a teacher or of a reference in memory, fetched if it is on the hub.
+    """Return the folder of a teacher or of a reference in memory, fetched from the hub if needed.
 
-    None: there is none, or it is the model that the run begins with.
+    None: there is no such model, or it is the model that the run begins with.
     """
     key, value = frozen_source(cfg) or ("", REFERENCES[0])
     return None if value in REFERENCES else fetch(value, key=key)
@@ -237,9 +232,10 @@ def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
 def with_teacher(
     student: ModelConfig, source: Path | None, ranks: int
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return student and teacher with a vocabulary that `ranks` ranks share alike.
+    """Return student and teacher, with vocabularies padded so that `ranks` ranks divide them
+    equally.
 
-    source: the teacher's folder; None: it has the student's architecture. Raises UserError for an
+    source: folder of the teacher; None: it has the student's architecture. Raises UserError for an
     architecture that is not supported.
     """
     teacher = ModelConfig.from_hf(model_folder(source)) if source else student
@@ -252,7 +248,7 @@ def with_teacher(
 def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig) -> None:
     """Raise UserError for a frozen model that cannot read the rows on the ranks of the run.
 
-    teacher: its architecture; student: that of the model in training.
+    teacher: architecture of the frozen model. student: architecture of the model in training.
     """
     what = named(cfg)
     problems = [
@@ -275,7 +271,8 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
 def _other_methods(
     cfg: TrainConfig, what: str, student: ModelConfig, teacher: ModelConfig
 ) -> Iterator[Problem]:
-    """Yield why both cannot share rows by one method, for which the rows are laid out."""
+    """Yield a problem if the models divide rows by different methods: the rows are laid out for
+    one."""
     shares = cfg.sharding.tensor
     methods = [
         context_method(cfg, replace(one, num_attention_heads=one.num_attention_heads // shares))
@@ -290,9 +287,9 @@ def _other_methods(
 
 
 def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: Path) -> None:
-    """Raise UserError unless every ordinary token of the run has the same number in a frozen model.
+    """Raise UserError unless every ordinary token of the run has the same id in a frozen model.
 
-    source: its folder. One without a tokenizer can be compared by its size alone.
+    source: folder of the frozen model. If it has no tokenizer, only the sizes are compared.
     """
     rows = ModelConfig.from_hf(model_folder(source)).vocab_size
     if tokenizer.vocab_size > rows:

@@ -1,8 +1,8 @@
-"""A teacher that is not in memory: its likeliest tokens, computed once and stored.
+"""A teacher that is not in memory during training: lists of its likeliest tokens, stored on disk.
 
-It reads the rows before training, alone, and its lists lie beside the token store. They depend on
-its files, the number format, the temperature, how many are listed, and the store, not on packing,
-order or ranks.
+The teacher reads the rows once, before training. Its lists are stored next to the token store. They
+depend on its files, the number format, the temperature, the length of a list and the store, but not
+on packing, order or ranks.
 """
 
 import gc
@@ -70,15 +70,18 @@ from fsdp_trainer.training.teacher import (
 from fsdp_trainer.training.weights import fill
 
 VERSION = 1
-"""Raised by every change of what is stored."""
+"""Version of the stored format, to increase with every change of it."""
 NUMBER = "number"
-"""Column of rows: the place of a learnt token among all of the store, from 1; 0: none is learnt."""
+"""Column of rows: the number of each supervised token in the store, from 1; 0: not supervised."""
 MIB = 2**20
 
 
 @dataclass
 class ListedTeacher:
-    """The stored lists of a teacher, as columns of the rows. vocabulary: tokens that both know."""
+    """A teacher's stored lists, read as columns of the rows.
+
+    vocabulary: number of tokens that both models know.
+    """
 
     choice: ObjectiveChoice
     vocabulary: int
@@ -92,7 +95,8 @@ class ListedTeacher:
         yield replace(batch, soft=soft)
 
     def _column(self, batch: MicroBatch, name: str) -> Tensor:
-        """Return a column of the targets; zeros, which have no weight, where there are no rows."""
+        """Return a column at the targets; zeros for a batch without rows, whose targets have no
+        weight."""
         columns = batch.columns or {}
         if name in columns:
             return columns[name]
@@ -102,11 +106,13 @@ class ListedTeacher:
 
 @dataclass
 class ListPass:
-    """The lists of a run's orders: found where they are stored, else computed.
+    """Opening of the lists for a run's orders, which are computed first if they are not stored.
 
-    source: the teacher's folder; digest: of its files. orders: with the rows of a step of each.
-    check: called before each micro-batch, on all ranks alike; may raise. writes: this rank is the
-    first of its node. progress: shows a line that does not stay.
+    source: folder of the teacher. digest: of the teacher's files. student: architecture of the
+    model in training. orders: each with its number of rows per step. device: where the weights are
+    kept. computing: device that computes. writes: True on the first rank of each node. say: prints
+    a line. progress: shows a temporary line. check: called before each micro-batch, on all ranks
+    together; may raise.
     """
 
     cfg: TrainConfig
@@ -123,7 +129,7 @@ class ListPass:
     check: Callable[[], None] = lambda: None
 
     def prepare(self) -> ListedTeacher:
-        """Give every order the lists of its learnt tokens. Collective. Raises UserError."""
+        """Attach the lists of supervised tokens to every order. Collective. Raises UserError."""
         choice, count = self.cfg.objective, self.cfg.objective.top_k or 0
         student, config = with_teacher(self.student, self.source, self.cfg.sharding.tensor)
         known = min(config.vocab_size, student.vocab_size)
@@ -138,9 +144,12 @@ class ListPass:
         return ListedTeacher(choice, known)
 
     def folder(self, order: RowOrder, vocabulary: int) -> Path:
-        """Return where the lists of an order's store lie: what they depend on is in the name."""
+        """Return the folder for the lists of an order's store.
+
+        Its name is a hash of all that they depend on. vocabulary: number of tokens that both know.
+        """
         choice, store = self.cfg.objective, order.store
-        # texts that are longer than a row are cut where it ends
+        # texts longer than a row are cut, so the lists then depend on seq_len
         is_cut = int(np.max(store.lengths)) > order.seq_len
         decisive = [
             [VERSION, self.digest, self.cfg.precision.param_dtype, store.fingerprint],
@@ -150,7 +159,10 @@ class ListPass:
         return store.folder / FOLDER / name
 
     def _open(self, places: list[Path]) -> bool:
-        """Give the orders what is stored, if every rank finds all of it. Collective."""
+        """Attach stored lists to the orders if every rank finds all of them. Collective.
+
+        Returns False if some are missing.
+        """
         lists = [
             open_lists(place, learnt_tokens(order))
             for place, (order, _) in zip(places, self.orders, strict=True)
@@ -164,7 +176,7 @@ class ListPass:
     def _compute(
         self, places: list[Path], student: ModelConfig, config: ModelConfig, known: int
     ) -> None:
-        """Have the teacher read all rows. Collective."""
+        """Run the teacher on all rows and store its lists. Collective."""
         cfg, count = self.cfg, self.cfg.objective.top_k or 0
         tokens = sum(learnt_tokens(order) for order, _ in self.orders)
         size = f"{tokens * bytes_per_token(count, known) / MIB:,.1f} MiB"
@@ -180,7 +192,7 @@ class ListPass:
                 self._store(place, order, teacher, config)
         finally:
             del teacher
-            gc.collect()  # modules and their hooks hold each other
+            gc.collect()  # modules and their hooks are in reference cycles
             if self.computing.type == "cuda":
                 torch.cuda.empty_cache()
         if not self._open(places):
@@ -190,7 +202,7 @@ class ListPass:
             )
 
     def _store(self, place: Path, order: RowOrder, teacher: Teacher, config: ModelConfig) -> None:
-        """Write the lists of one order, on the nodes that do not see them yet. Collective."""
+        """Compute the lists of an order; write them on nodes where they are missing. Collective."""
         count, known = self.cfg.objective.top_k or 0, teacher.vocabulary
         tokens = learnt_tokens(order)
 
@@ -221,7 +233,10 @@ class ListPass:
                 writer.close()
 
     def _on_nodes(self, work: Callable[[], ListsWriter | None]) -> ListsWriter | None:
-        """Return `work()` on rank 0, then on the first ranks of nodes, else None. Collective."""
+        """Run `work` on rank 0, then on the first rank of each node with its own disk. Collective.
+
+        Returns the result of `work`, None on other ranks.
+        """
         writer: ListsWriter | None = None
 
         def on_rank(condition: bool) -> None:
@@ -232,7 +247,7 @@ class ListPass:
         first = dist.get_rank() == 0
         run_on_all_ranks(what, lambda: on_rank(first))
         aside = gather(str(writer.aside) if writer else "")[0]
-        # a disk that this node shares with rank 0 needs one copy
+        # a disk that this node shares with rank 0 needs only one copy
         sees = bool(aside) and Path(aside).exists()
         run_on_all_ranks(what, lambda: on_rank(self.writes and not first and not sees))
         return writer
@@ -241,15 +256,15 @@ class ListPass:
     def _lists(
         self, order: RowOrder, teacher: Teacher, config: ModelConfig
     ) -> Iterator[tuple[Tensor, TopTokens]]:
-        """Yield numbers and lists of all ranks' micro-batches, on every rank. Collective.
+        """Yield (numbers, lists) of all ranks' micro-batches, on every rank. Collective.
 
-        numbers: see NUMBER, those of padding included.
+        numbers: see NUMBER; 0 for padding.
         """
         order.of_learnt = lambda numbers: {NUMBER: numbers + 1}
         batches = self._batches(order, config)
         slots = batches.assign_rows_to_ranks(StepPlan(1, 0, order.rows_per_epoch))
         for done, rows in enumerate(slots[:, batches.rank]):
-            phases.enter("start")  # a sign of life
+            phases.enter("start")  # a heartbeat
             self.check()
             batch = batches.assemble(order.read_rows(rows[rows >= 0]))
             with teacher.reading(batch) as read:
@@ -261,7 +276,7 @@ class ListPass:
             self.progress(f"teach  {(done + 1) / len(slots):.0%} of {order.rows_per_epoch:,} rows")
 
     def _batches(self, order: RowOrder, config: ModelConfig) -> Batches:
-        """Return the micro-batches of an order, as the teacher reads them on these ranks."""
+        """Return the micro-batches of an order in which the teacher reads it on these ranks."""
         cfg, dims = self.cfg, self.dims
         mixture = Mixture([Component("", order)])
         heads = config.num_attention_heads // cfg.sharding.tensor
@@ -282,7 +297,7 @@ class ListPass:
 
 
 def write_lists(writer: ListsWriter, numbers: Tensor, top: TopTokens) -> None:
-    """Write lists at the places that these numbers say, those of padding nowhere."""
+    """Write each list at the index numbers - 1; skip padding, whose number is 0."""
     is_learnt = numbers > 0
     columns = dict(zip((TOKENS, LOGS, REST, TARGET), top, strict=True))
     arrays = {name: column[is_learnt].cpu().numpy() for name, column in columns.items()}
@@ -290,9 +305,9 @@ def write_lists(writer: ListsWriter, numbers: Tensor, top: TopTokens) -> None:
 
 
 def of_all_ranks(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the tensors of all ranks one after the other, padded by zeros to one length.
+    """Return each tensor concatenated over all ranks, after padding with zeros to equal length.
 
-    tensors: [count, ...] each, of a count that may differ from rank to rank. Collective.
+    tensors: each [count, ...], where count may differ between ranks. Collective.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -310,18 +325,18 @@ def of_all_ranks(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def learnt_tokens(order: RowOrder) -> int:
-    """Return how many tokens are learnt of an order's store."""
+    """Return the number of supervised tokens in an order's store."""
     return int(np.sum(order.store.supervised, dtype=np.int64))
 
 
 def digest_for_lists(
     cfg: TrainConfig, source: Path | None, progress: Callable[[str], None]
 ) -> str | None:
-    """Return a digest of the files that hold a teacher's weights, wherever they lie; None: no lists
-    of it are stored.
+    """Return a digest of the files with a teacher's weights, independent of their folder; None if
+    the run stores no lists of a teacher.
 
-    The cache of tokenised data remembers digests of files that have not changed. progress: shows a
-    line, again and again.
+    Digests of unchanged files are kept in the cache of tokenised data. progress: shows a line of
+    progress, called repeatedly.
     """
     if source is None or not lists_teacher(cfg):
         return None
@@ -333,8 +348,8 @@ def digest_for_lists(
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return the files that a model's weights follow from; of a checkpoint its manifest, which has
-    checksums of all others."""
+    """Return the files that determine a model's weights; for a checkpoint only its manifest, which
+    has checksums of all its other files."""
     checkpoint = find_checkpoint(source)
     if checkpoint:
         return [checkpoint / MANIFEST]

@@ -1,4 +1,4 @@
-"""Limits of a run's time: train.time_limit, and the end of its Slurm job."""
+"""Time limits of a run: train.time_limit, and the end of its Slurm job."""
 
 import os
 import subprocess
@@ -11,24 +11,24 @@ from operator import mul
 from fsdp_trainer.config.units import parse_duration
 
 LIMITS = ("", "time_limit", "slurm_time_limit")
-"""Names of the limits; the ranks agree on the index of the one that has passed. Empty: none."""
+"""Names of the limits, empty for none. Ranks exchange the index of the one that has passed."""
 
 
 class TimeLimits:
-    """The moments by which the last checkpoint of a run must be committed."""
+    """The deadlines by which the last checkpoint of a run must be committed."""
 
     def __init__(self, time_limit: str | None):
-        """time_limit: a duration from now on, as train.time_limit; None: no limit."""
+        """time_limit: a duration from now on, in the format of train.time_limit; None: no limit."""
         self.deadlines: dict[str, float] = {}
         if time_limit:
             self.deadlines["time_limit"] = time.monotonic() + parse_duration(time_limit)
         self.seconds_to_checkpoint = 0.0
-        """The longest time that the next step and a checkpoint after it will take, as known now."""
+        """Current estimate of the maximum seconds for the next step and a checkpoint after it."""
         self._passed, self._count = "", False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Let limits count in the block: outside of it none has passed."""
+        """Enable the limits inside the block; outside of it `passed` returns none."""
         self._count = True
         try:
             yield
@@ -47,9 +47,9 @@ class TimeLimits:
         threading.Thread(target=ask, name="squeue", daemon=True).start()
 
     def passed(self) -> str:
-        """Return the limit that a checkpoint after one more step would miss; empty: none.
+        """Return the name of a limit that a checkpoint after one more step would miss; empty: none.
 
-        Once a limit has passed, it stays passed.
+        Once a limit has been returned, it is returned by all later calls.
         """
         if not self._count:
             return ""

@@ -1,7 +1,7 @@
-"""The step loop.
+"""The training loop.
 
-It receives built parts; what the model is, how it is sharded and where files lie is not its
-business.
+It receives its parts already built, and does not depend on the model's architecture, its sharding
+or the location of files.
 """
 
 import math
@@ -51,21 +51,21 @@ from fsdp_trainer.training.tasks import TrainingTasks, flat_metrics
 from fsdp_trainer.training.weights import extra_state
 
 Outcome = tuple[str, int]
-"""Why training ended, and the exit code."""
+"""The reason why training ended, and the exit code."""
 SLOW_DISK = 200e6
-"""Bytes a second that each rank is expected to write before a checkpoint has shown it."""
+"""Assumed write speed of each rank in bytes per second, until a checkpoint has been measured."""
 
 
 class Rewind(Exception):
-    """A spike that the run is to be taken back from: all ranks raise it at the same line.
+    """Raised on all ranks at the same line to rewind the run after a spike.
 
-    args[0] is its StepPlan.
+    args[0] is the StepPlan of the spike.
     """
 
 
 @dataclass
 class Trainer:
-    """One rank's part of a run. It stands where `progress` says."""
+    """One rank's part of a run. `progress` is the point that it has reached."""
 
     cfg: TrainConfig
     model: Decoder
@@ -77,7 +77,7 @@ class Trainer:
     data: DataSource
     validation: StoredRows | None
     token_bytes: Tensor
-    """[vocabulary] int64: the bytes of each token."""
+    """[vocabulary] int64: number of bytes of each token."""
     samples: Samples
     tasks: TrainingTasks
     progress: Progress
@@ -85,22 +85,22 @@ class Trainer:
     dtypes: dict[str, str]
     """Number formats in which the weights were imported, for the export."""
     base: Base | None
-    """The place of the frozen weights, which checkpoints do not hold; None: all are trained."""
+    """Location of the frozen weights, which checkpoints do not hold; None: checkpoints hold all."""
     observer: Observer
     step_log: StepLog
     profiler: Profiler
     signals: StopSignals
     compilations: CompilationLog
     chosen_watch: ChosenWatch | None = None
-    """None: what is learnt from is no pairs."""
+    """None: the objective needs no such watch."""
     digests: dict[str, str | None] = field(default_factory=dict)
-    """Digests of the weights of a reference or a teacher, by what it is."""
+    """Digests of the weights of other models, by `reference` or `teacher`."""
 
     def fit(self) -> Outcome:
         """Train until the last step, or until all ranks agree to stop. Raises Rewind after a spike.
 
-        Stop, Rewind and DataLost are decided by an all-reduce, so every rank raises them at the
-        same line.
+        Stop, Rewind and DataLost depend on all-reduced values only, so every rank raises them at
+        the same line.
         """
         step_data = closing(self.data.open(self.progress, self.sync))
         with step_data as feed, collecting_garbage(self.cfg.train.gc_every) as collect:
@@ -116,8 +116,8 @@ class Trainer:
                 raise lost.args[0] from None
 
     def train(self, feed: Feed, collect_garbage: Callable[[int], None]) -> None:
-        """Do step after step, until there are no more. Every line here happens in this order."""
-        # what a stop interrupted before this start, if this configuration still asks for it
+        """Run all remaining steps."""
+        # work that a stop interrupted before this attempt, if this configuration still requires it
         self.progress.pending = [w for w in self.progress.pending if w in self.work_due()]
         if self.validates_first:
             self.validate()
@@ -139,7 +139,7 @@ class Trainer:
             self.profiler.after(self.progress.step)
 
     def train_step(self, step: StepBatches) -> StepResult:
-        """Forward, backward, clipping and update of one step. Everything stays on the device."""
+        """Run forward, backward, clipping and update of one step; do not wait for the device."""
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
         lr = learning_rate(self.cfg.schedule, peak, step.plan.step, self.total_steps)
         sums, worst = self.forward_backward.run(step, self.checked(step))
@@ -150,7 +150,8 @@ class Trainer:
         limits = optim.grad_clip, optim.grad_clip_value
         grad_norm = clip_gradients(self.model, self.dims, *limits, scale)
         phases.enter("update")
-        # judged where the optimizer works: offloaded, it would read a copy that is still on its way
+        # judged on the optimizer's device: with CPU offload, it would otherwise read a copy of the
+        # verdict that is not complete yet
         loss = sums[self.forward_backward.metrics.position("loss")]
         verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
         self.optimizer.set_learning_rate(lr)
@@ -166,8 +167,8 @@ class Trainer:
         return StepResult(lr, sums, worst, grad_norm, verdict, used)
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
-        """Yield the step's micro-batches; where train.check_every says, compute the first one twice
-        before."""
+        """Yield the step's micro-batches. At steps that train.check_every selects, compute the
+        first one twice before yielding it, and compare the results."""
         is_checked = self.corruption.is_due(step.plan.step)
         for batch in step:
             if is_checked:
@@ -178,7 +179,7 @@ class Trainer:
             yield batch
 
     def record(self, plan: StepPlan, result: StepResult) -> None:
-        """Have the step's figures written at the next logging step."""
+        """Queue the step's metrics to be written at the next logging step."""
         judged = (result.grad_norm, *result.verdict[:4], result.scale)
         numbers = torch.stack([number.double() for number in judged])
         progress = self.progress
@@ -186,19 +187,19 @@ class Trainer:
         report = StepReport(plan, result.lr, progress.tokens, progress.supervised_tokens, now)
         self.step_log.add(report, result.sums, to_device_of(numbers, result.sums), result.worst)
 
-    # --- what the ranks agree on
+    # --- agreement of the ranks
 
     def sync(self) -> None:
-        """Agree with the other ranks. Collective.
+        """Exchange the ranks' reasons to stop and their failures. Collective.
 
-        Where a rank has no data for the step, which has then changed nothing, raises DataLost, or
-        the Stop that cut its wait.
+        If any rank has no data for the step, which has then changed nothing, raises DataLost, or
+        the Stop that interrupted its wait.
         """
         phases.enter("agree")
         store = self.checkpoints.store
         agreement = self.signals.sync(self.seconds_to_stop(), store.failed)
         if agreement.save_failed:
-            phases.enter("staging")  # other ranks may yet write their part
+            phases.enter("staging")  # other ranks may still be writing their part
             self.settle_save()
         if agreement.data_missing:
             self.signals.raise_data_error()
@@ -206,31 +207,32 @@ class Trainer:
             raise AssertionError("a rank has no data, and none knows why")
 
     def stop_if_agreed(self) -> None:
-        """Agree with the other ranks, and raise Stop if any is to stop. Collective."""
+        """Call `sync`, and raise Stop if any rank must stop. Collective."""
         self.sync()
         self.signals.raise_if_agreed()
 
     def sync_during(self, phase: str) -> None:
-        """Raise Stop or DataLost in a phase that can be interrupted, which goes on otherwise."""
+        """Raise Stop or DataLost if needed in a phase that can be interrupted, else re-enter it."""
         self.stop_if_agreed()
         phases.enter(phase)
 
     def seconds_to_stop(self) -> float:
-        """Return an upper estimate of the seconds to the next step's end plus one checkpoint.
+        """Return an upper estimate of the seconds for the next step and a checkpoint after it.
 
-        The longest seen so far, times 1.25, and two seconds more.
+        It is the longest step so far, plus 1.25 times the longest save so far (twice that with
+        checkpoint.mode=async), plus two seconds.
         """
         seconds = self.checkpoints.store.longest_save
         if not seconds:
             size = sum(p.numel() * p.element_size() for p in self.model.whole.parameters())
             seconds = size * 3 / self.dims.ranks / SLOW_DISK
-        saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may be on its way
+        saves = 2 if self.cfg.checkpoint.mode == "async" else 1  # one may already be in progress
         return self.step_log.longest_interval + 1.25 * saves * seconds + 2.0
 
-    # --- what is due after a step
+    # --- work after a step
 
     def work_due(self) -> list[str]:
-        """Return the methods that are due after this step and that a stop may interrupt."""
+        """Return the names of the methods due after this step that a stop may interrupt."""
         train = self.cfg.train
         work = {
             "validate": (train.validate_every, self.validation),
@@ -241,20 +243,20 @@ class Trainer:
 
     @property
     def validates_first(self) -> bool:
-        """Return whether the model is to be validated before its first step: a baseline."""
+        """True if the model must be validated before its first step, as a baseline."""
         wanted = self.cfg.train.validate_first is not False
         return wanted and self.validation is not None and self.progress.step == 0
 
     def after_step(self, collect_garbage: Callable[[int], None]) -> None:
-        """Do what is due after a step.
+        """Do the work that is due after a step.
 
-        A stop inside leaves the rest in progress.pending, also on disk.
+        After a stop in here, the remaining work is in progress.pending, and so in the checkpoint.
         """
         long = bool(self.progress.pending) or self.checkpoint_due
         while self.progress.pending:
             getattr(self, self.progress.pending[0])()
             self.progress.pending = self.progress.pending[1:]
-        # what a checkpoint holds must be on record before it is committed
+        # the steps in a checkpoint must be logged before it is committed
         self.log(last=self.checkpoint_due)
         self.require_learning()
         collect_garbage(self.progress.step)
@@ -266,20 +268,19 @@ class Trainer:
             self.stop_if_agreed()
 
     def is_due(self, every: int | None) -> bool:
-        """Return whether what happens every so many steps, and at the end, happens after this
-        one."""
+        """Return True if work with the interval `every` is due now; after the last step it always
+        is."""
         step = self.progress.step
         return step == self.total_steps or (every is not None and step % every == 0)
 
     @property
     def total_steps(self) -> int:
-        """Return the number of steps of the whole run."""
+        """Total number of steps of the run."""
         return self.data.total_steps(self.progress)
 
     @property
     def finished(self) -> str | None:
-        """Return why there is nothing more to train: `finished` or `early_stop`; None where there
-        is."""
+        """The reason why training is complete, `finished` or `early_stop`; None if it is not."""
         patience = self.cfg.train.early_stop
         if patience is not None and self.progress.stale >= patience:
             return "early_stop"
@@ -287,14 +288,14 @@ class Trainer:
 
     @property
     def checkpoint_due(self) -> bool:
-        """Return whether this step has a checkpoint."""
+        """True if a checkpoint is due after this step."""
         best = self.cfg.checkpoint.best and self.progress.best_step == self.progress.step
         return best or bool(self.finished) or self.is_due(self.cfg.checkpoint.every)
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Take the mean loss over exactly the validation set: the same figure for every number of
-        ranks."""
+        """Compute the mean loss over exactly the validation set, with any number of ranks, and
+        record it."""
         validation = self.validation
         assert validation
         figures = self.forward_backward.pair_figures
@@ -312,7 +313,7 @@ class Trainer:
             finally:
                 reshard(self.model)
             self.dims.sum_over_tokens(sums)
-            dist.broadcast(sums, 0)  # the ranks decide by it: it must be the same to the last bit
+            dist.broadcast(sums, 0)  # decisions depend on it: it must be bitwise equal on all ranks
             weight = self.forward_backward.weight(step.plan)
             loss = sums[metrics.position("loss")].item() / (weight or math.nan)
             self.progress.validated(loss, self.cfg.train.early_stop_delta)
@@ -320,7 +321,7 @@ class Trainer:
         self.compilations.report(self.progress.step, "validation")
 
     def record_validation(self, loss: float, written: dict[str, Any], seconds: float) -> None:
-        """Write the validation loss to the line of the step it followed, and as an event."""
+        """Record the validation loss as an event and in the line of the last step."""
         progress, value = self.progress, finite_or_none(loss)
         lowest = progress.best_step, progress.best_loss
         by_source = written.get("loss_by_source") or {}
@@ -335,16 +336,16 @@ class Trainer:
         self.add_to_line(line)
 
     def add_to_line(self, more: dict[str, Any]) -> None:
-        """Add to the line of the step that was done last; step 0 has none.
+        """Add entries to the metrics line of the last step; there is no line for step 0.
 
-        A stop had it written before work that was still due after the step.
+        The line may be written already: a stop writes it before the work still due after the step.
         """
         step = self.progress.step
         if step and not self.step_log.annotate(more):
             self.observer.amend(step, more)
 
     def sample(self) -> None:
-        """Record what the model says to train.sample_prompts now."""
+        """Record the model's current answers to train.sample_prompts."""
         phases.enter("samples")
         with self.step_log.clock.excluded():
             try:
@@ -355,7 +356,7 @@ class Trainer:
             self.observer.sampled(self.progress.step, answers)
 
     def evaluate(self) -> None:
-        """Record how good the model is at evaluation.tasks now."""
+        """Record the model's current metrics on evaluation.tasks."""
         phases.enter("evaluation")
         with self.step_log.clock.excluded() as seconds:
             try:
@@ -367,9 +368,9 @@ class Trainer:
             self.add_to_line({"tasks": flat_metrics(metrics)})
 
     def log(self, last: bool = False) -> None:
-        """At a logging step, read the device and write all steps since the last one. Collective.
+        """At logging steps, read and write the metrics of all steps since the last one. Collective.
 
-        last: write all the same. Raises Rewind.
+        last: do it after any step. Raises Rewind.
         """
         phases.enter("log")
         if not last and not self.step_log.is_due(self.progress.step):
@@ -414,7 +415,7 @@ class Trainer:
     def save(self) -> None:
         """Commit a checkpoint of this step, unless there is one.
 
-        A failure is recorded; training goes on.
+        A failure is recorded, and training continues.
         """
         progress = self.progress
         if self.checkpoints.has(progress.step, complete=not progress.pending):
@@ -424,7 +425,7 @@ class Trainer:
                 self.check_copies()
         phases.enter("staging")
         started = time.perf_counter()
-        self.settle_save(report_wait=True)  # its failure may change which step is the best
+        self.settle_save(report_wait=True)  # first: a failure may change which step is the best
         shares = self.data.shares(progress)
         if shares:
             self.observer.event("data", step=progress.step, sources=shares)
@@ -433,24 +434,24 @@ class Trainer:
         progress.checkpoint_failed(failed)
 
     def settle_save(self, report_wait: bool = False) -> None:
-        """Wait for the checkpoint on its way."""
+        """Wait for the checkpoint in progress, if there is one."""
         failed = self.checkpoints.settle(self.progress.step, self.next_save, report_wait)
         self.progress.checkpoint_failed(failed)
 
     def save_final(self) -> None:
-        """Commit a checkpoint of this step, whatever it takes. Raises RunFailed."""
+        """Commit a checkpoint of this step, with new attempts after failures. Raises RunFailed."""
 
         def save_and_settle() -> None:
             self.save()
             self.settle_save()
 
-        phases.enter("staging")  # as long as a save may take
+        phases.enter("staging")  # allows as much time as a save
         self.checkpoints.save_until_committed(self.progress.step, save_and_settle)
         self.signals.leaving = True
 
     @property
     def next_save(self) -> int | None:
-        """Return after which step the next checkpoint is due; None where this is the last."""
+        """The step after which the next checkpoint is due; None if this is the last one."""
         step, total = self.progress.step, self.total_steps
         every = self.cfg.checkpoint.every or total
         if self.signals.agreement.reason or step == total:
@@ -458,13 +459,12 @@ class Trainer:
         return min(total, (step // every + 1) * every)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: weights, optimizer state, the load of experts, the loss
-        scale."""
+        """Return a checkpoint's tensors: weights, optimizer state, load of experts, loss scale."""
         tensors = weights(self.model) | optimizer_state(self.model, self.optimizer)
         return tensors | extra_state(self.model.balance, self.forward_backward.loss_scale)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides tensors. Collective."""
+        """Return the part of a checkpoint that is not tensors. Collective."""
         self.capture_state()
         return {
             **asdict(self.progress),
@@ -478,25 +478,25 @@ class Trainer:
 
     @property
     def validation_fingerprint(self) -> str | None:
-        """Return that of the validation set, if there is one."""
+        """Fingerprint of the validation set; None if there is none."""
         return self.validation.fingerprint if self.validation else None
 
     def capture_state(self) -> None:
-        """Bring the progress up to date with what the guard and the data go on from. Collective."""
+        """Copy the state of the guard and of the data source into `progress`. Collective."""
         progress = self.progress
         progress.recent, progress.spikes_in_a_row = self.guard.state()
         for name, value in self.data.state(progress).items():
             setattr(progress, name, value)
 
     def check_copies(self) -> None:
-        """Raise RunFailed if ranks no longer hold the same bits of what they should have alike."""
+        """Raise RunFailed if copies of the same values no longer have equal bits on all ranks."""
         phases.enter("check")
         self.corruption.check_copies(self.progress.step, self.tensors())
 
-    # --- ends
+    # --- end of training
 
     def finish(self) -> Outcome:
-        """End with the last step, or because validation got no better."""
+        """Save, and end the run after its last step or because of train.early_stop."""
         self.profiler.close()
         self.save_final()
         reason, progress = self.finished, self.progress
@@ -507,9 +507,9 @@ class Trainer:
         return reason, 0
 
     def leave(self, stop: Stop) -> Outcome:
-        """Save, so that the same command goes on from here.
+        """Save, so that the same command resumes from here.
 
-        Raises RunFailed if that cannot be, and Rewind.
+        Raises RunFailed if saving fails, and Rewind.
         """
         self.profiler.close()
         self.log(last=True)
@@ -523,8 +523,8 @@ class Trainer:
         return reason, 75
 
     def save_what_was_trained(self) -> None:
-        """Write the last figures and a checkpoint before all ranks end with an error."""
-        with suppress(Rewind):  # the error ends the run all the same
+        """Write the last metrics and a checkpoint before all ranks end with an error."""
+        with suppress(Rewind):  # the error ends the run anyway
             self.log(last=True)
         if self.progress.step:
             self.save_final()

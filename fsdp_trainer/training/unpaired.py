@@ -1,9 +1,9 @@
-"""Learning from answers that are good or bad: KTO (Ethayarajh et al. 2024, arXiv 2402.01306).
+"""Training on answers labelled good or bad: KTO (Ethayarajh et al. 2024, arXiv 2402.01306).
 
-Behind each answer lies its prompt with the answer to another one. The mean over a step of how much
-likelier the model makes such answers than the reference is the baseline that good answers are to
-surpass, and bad ones to stay below. It is known before the step's gradients: the micro-batches are
-computed once without.
+In the data, each answer is followed by its prompt with a mismatched answer, one to another prompt.
+The mean over a step of log(policy / reference) of the mismatched answers, at least 0, is the
+baseline: good answers are trained to exceed it, and bad ones to stay below it. It is needed for the
+step's gradients, so the micro-batches are computed once without gradients before.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,16 +26,16 @@ from fsdp_trainer.training.pair_step import PairForwardBackward
 from fsdp_trainer.training.preferences import answer_sums, counted_once
 
 VERDICTS = ("good", "bad")
-"""Names of the kinds of answers that are learnt from, by their numbers in the data."""
+"""Names of the kinds of answers that are trained on, indexed by their numbers in the data."""
 FIGURES = ("reward", "log_probability", "answer_tokens")
 
 
 @dataclass(frozen=True)
 class UnpairedObjective:
-    """Σ loss of a micro-batch's answers / count. The head calls it, once.
+    """Σ loss of a micro-batch's answers / count. The head calls it once.
 
-    batch: with the sums of its reference. baseline: a scalar, see `baseline`. count: the answers of
-    the whole step, mismatched ones not counted. dims: as in PairObjective.
+    batch: micro-batch with the reference's sums. baseline: scalar, see the module's docstring.
+    count: number of answers in the step, without mismatched ones. dims: see PairObjective.
     """
 
     batch: MicroBatch
@@ -47,11 +47,11 @@ class UnpairedObjective:
     needs_all_tokens = True
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return the sum over all answers. scores: of all tokens."""
+        """Return the sum over all answers. scores: those of all tokens."""
         gains = gains_of(scores.log_probability, self.batch, self.dims)
         ahead = self.cfg.beta * (gains - self.baseline)
         kinds = self.batch.kinds
-        if kinds is None:  # a rank that lacks its rows
+        if kinds is None:  # this rank has no data
             return counted_once((ahead.sum() / self.count).float(), self.dims)
         good = self.cfg.desirable_weight * torch.sigmoid(-ahead)
         bad = self.cfg.undesirable_weight * torch.sigmoid(ahead)
@@ -66,7 +66,10 @@ def gains_of(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> T
 
 
 def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
-    """Return Σ log(policy / reference) of mismatched answers, and their number: [2] float64."""
+    """Return Σ log(policy / reference) of mismatched answers, and their number: [2] float64.
+
+    Collective.
+    """
     gains = gains_of(log_probability, batch, dims)
     if batch.kinds is None:
         return gains.new_zeros(2)
@@ -76,12 +79,12 @@ def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | No
 
 @dataclass(kw_only=True)
 class UnpairedForwardBackward(PairForwardBackward):
-    """Runs micro-batches of good and bad answers. The loss is a mean over the answers."""
+    """Runs micro-batches of good and bad answers. The reported loss is a mean over the answers."""
 
     baseline: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """See ForwardBackward: the micro-batches are computed without gradients first."""
+        """Compute the baseline without gradients first, then run the step. See ForwardBackward."""
         phases.enter("forward")
         batches = [self.reference(batch) for batch in micro_batches]
         with torch.no_grad():
@@ -92,7 +95,7 @@ class UnpairedForwardBackward(PairForwardBackward):
     def scores(
         self, step: StepBatches, before: Callable[[], None]
     ) -> Iterator[tuple[MicroBatch, Scores]]:
-        """See ForwardBackward: all of them, once their baseline is known."""
+        """Yield all scores after the baseline has been computed from them. See ForwardBackward."""
         every = [*super().scores(step, before)]
         self._take_baseline([batch for batch, _ in every], (scores for _, scores in every))
         yield from every
@@ -103,8 +106,8 @@ class UnpairedForwardBackward(PairForwardBackward):
         return UnpairedObjective(batch, self.choice, baseline, count, self.dims)
 
     def _take_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
-        """Take the mean gain of mismatched answers of these micro-batches, of all ranks, at least
-        0. Collective."""
+        """Set the baseline to the mean gain, at least 0, of all ranks' mismatched answers in these
+        micro-batches. Collective."""
         sums = batches[0].weights.new_zeros(2, dtype=torch.float64)
         for batch, one in zip(batches, scores, strict=True):
             sums += counted_once(mismatched_gains(one.log_probability, batch, self.dims), self.dims)
@@ -113,11 +116,11 @@ class UnpairedForwardBackward(PairForwardBackward):
 
 
 class UnpairedFigures:
-    """The rewards, log-probabilities and lengths of good and bad answers, as means over a step's,
-    and the baseline.
+    """The mean rewards, log-probabilities and lengths of a step's good and bad answers, and the
+    baseline.
 
-    Sums: of good and of bad answers the number, the reward, the log-probability and the tokens;
-    then Σ log(policy / reference) of mismatched answers, and their number.
+    Sums: the number, the reward, the log-probability and the number of tokens, each for good and
+    for bad answers; then Σ log(policy / reference) of mismatched answers, and their number.
     """
 
     means = tuple(f"{name}_{verdict}" for name in FIGURES for verdict in VERDICTS)
@@ -144,7 +147,8 @@ class UnpairedFigures:
         return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means, such as reward_good, of what there is; the margin where both are."""
+        """Return the means, such as reward_good, of each kind of answer that occurs; the margin
+        if both do."""
         *totals, gain, others = sums
         counts, totals = totals[: len(VERDICTS)], totals[len(VERDICTS) :]
         figures: dict[str, Any] = {"baseline": max(0.0, gain / others) if others else 0.0}

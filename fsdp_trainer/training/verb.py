@@ -1,4 +1,4 @@
-"""The verb `train`: run as a rank that a launcher started, or start the ranks."""
+"""The verb `train`: run as a rank started by a launcher, or start the ranks."""
 
 import ctypes
 import gc
@@ -21,31 +21,33 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 from fsdp_trainer.process import SIGNALS, cores
 
 SYMPY_NEEDS = ("cmath", "decimal", "unicodedata")
-"""Modules of sympy's that are shared libraries, and would wait for the linker amid libtorch."""
+"""Modules used by sympy that are shared libraries: they would wait for the dynamic linker while it
+loads libtorch."""
 MOST_COMPILE_THREADS = 32  # torch's own limit
 
 
 def train(cfg: TrainConfig, overrides: list[str]) -> int:
     """Train as one rank of torchrun or srun, else start launch.nproc_per_node ranks.
 
-    Returns the exit code. A start that is refused leaves no folder that it has made.
+    Returns the exit code. If it refuses to start, it deletes the folders that it has created.
     """
-    new_folders = NewFolders(run_folder(cfg), compile_cache(cfg))  # torch makes it when imported
+    # torch creates its cache folder when it is imported
+    new_folders = NewFolders(run_folder(cfg), compile_cache(cfg))
     try:
         code = start(cfg, overrides, new_folders)
     except UserError:
         new_folders.delete_empty()
         raise
-    if code == UserError.exit_code:  # of a rank
+    if code == UserError.exit_code:  # a rank has refused
         new_folders.delete_empty()
     return code
 
 
 def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> int:
-    """Do what `train` does. new_folders: those that were not there when the command began."""
+    """Train; see `train`. new_folders: folders that did not exist when the command began."""
     if cfg.evaluation.tasks or cfg.train.evaluate_every:
         require_tasks(cfg.evaluation, "evaluation.")
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's progress bars
+        os.environ.setdefault("TQDM_DISABLE", "1")  # hides the harness's progress bars
     # signals stay pending until a handler is installed
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
@@ -56,7 +58,7 @@ def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> in
         for name, value in cfg.launch.env.items():
             os.environ.setdefault(name, value)
         if cfg.compile.enabled:
-            os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # read when torch is imported
+            os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # torch reads it when imported
         share_compile_threads()
         return import_run_rank()(cfg, new_folders)
     finally:
@@ -66,7 +68,7 @@ def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> in
 def share_compile_threads() -> None:
     """Divide the cores among the ranks of this node for torch's compiler.
 
-    Each rank would start a process for every core: 256 of them with 8 ranks of 32 cores.
+    By default each rank starts a process per core: 256 processes for 8 ranks on 32 cores.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if ranks > 1:
@@ -75,10 +77,11 @@ def share_compile_threads() -> None:
 
 
 def import_run_rank() -> Callable[[TrainConfig, NewFolders], int]:
-    """Return training.run.run_rank. Its import is torch's: a process that starts ranks skips it.
+    """Import and return training.run.run_rank. A process that only starts ranks does not call this,
+    since the import includes torch.
 
-    The import leaves 300,000 objects for good. To search them for garbage meanwhile would be a
-    tenth of the start, so that is off, and they are frozen afterwards.
+    The import creates 300,000 objects that live for ever. Searching them for garbage during the
+    import would take a tenth of the start, so the collector is off, and they are frozen afterwards.
     """
     is_first = "fsdp_trainer.training.run" not in sys.modules
     was_enabled = gc.isenabled()
@@ -86,7 +89,7 @@ def import_run_rank() -> Callable[[TrainConfig, NewFolders], int]:
     try:
         if "torch" not in sys.modules and sys.platform == "linux":
             import_sympy_beside_libtorch()
-        import torch._dynamo  # noqa: F401 - fully_shard's hooks would import it in the first step
+        import torch._dynamo  # noqa: F401 - otherwise fully_shard's hooks import it in step 1
 
         from fsdp_trainer.training.run import run_rank
     finally:
@@ -106,11 +109,11 @@ def import_sympy_beside_libtorch() -> None:
 
 
 def load_libtorch() -> None:
-    """Load the largest shared library of torch, for `import torch` to find it loaded.
+    """Load torch's largest shared library, so that `import torch` finds it loaded.
 
-    That is a fifth of the import and needs no Python. launch.env must be set: OpenMP, which comes
-    with the library, reads its variables now. A build for GPUs is left to torch, which loads its
-    many libraries in an order of its own. If this fails nothing is lost: torch tries again.
+    Loading it is a fifth of the import and runs no Python. launch.env must be set before, since
+    OpenMP, which is loaded as well, reads its variables. Does nothing for a GPU build, whose many
+    libraries torch must load in its own order. A failure is harmless: torch then loads it itself.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -118,7 +121,7 @@ def load_libtorch() -> None:
     folder = Path(torch.origin).parent / "lib"
     if any((folder / f"libtorch_{kind}.so").exists() for kind in ("cuda", "hip", "xpu")):
         return
-    # a C function lets other threads run meanwhile; ctypes.CDLL(path) does not
+    # calling a C function releases the GIL; ctypes.CDLL(path) does not
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.restype = ctypes.c_void_p
     if dlopen(os.fsencode(folder / "libtorch_global_deps.so"), os.RTLD_LAZY | os.RTLD_GLOBAL):

@@ -1,4 +1,4 @@
-"""The weights and optimizer state that a run begins with, or goes on from."""
+"""The weights and optimizer state with which a run starts or resumes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,9 +50,9 @@ MAX_SHOWN_PARAMETERS = 5
 
 
 def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
-    """Give the model the weights of the start. Collective.
+    """Initialise or read the model's weights for the start of a run. Collective.
 
-    Returns the number formats of the export: by parameter, and for all others `default`.
+    Returns the number formats for an export, by parameter; `default` is that of all others.
     """
     if init_from is None:
         draw_weights(model, cfg.run.seed)
@@ -70,7 +70,7 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
 
 
 def draw_weights(model: Decoder, seed: int) -> None:
-    """Draw all weights; those of 4 bits are encoded a few rows at a time."""
+    """Draw random weights; those stored in 4 bits are encoded a few rows at a time."""
     parameters = dict(model.named_parameters())
     encoded = [name for name, p in parameters.items() if is_encoded(p)]
     read_parameters(model, random_weights(meta_decoder(model.config), encoded, seed))
@@ -79,7 +79,7 @@ def draw_weights(model: Decoder, seed: int) -> None:
 
 
 def read_adapter(model: Decoder, source: Path, base: str) -> None:
-    """Read matrices of adapters and what is trained in full beside them. Collective."""
+    """Read an adapter's matrices, and the parameters trained in full along with it. Collective."""
     checkpoint = find_checkpoint(source)
     if checkpoint:
         require_whole(checkpoint)
@@ -92,7 +92,7 @@ def read_adapter(model: Decoder, source: Path, base: str) -> None:
 
 
 def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
-    """Read all weights but those of adapters. Collective. Returns what `fill` does."""
+    """Read all weights except those of adapters. Collective. Returns formats, see `fill`."""
     checkpoint = find_checkpoint(init_from)
     if checkpoint:
         require_whole(checkpoint)
@@ -116,9 +116,9 @@ def stored_config(source: Path) -> ModelConfig:
 
 
 def read_merged(model: Decoder, source: Path) -> dict[str, str]:
-    """Read the weights of a Hugging Face folder, a checkpoint or a PEFT folder, adapters merged.
+    """Read the weights of a Hugging Face folder, a checkpoint or a PEFT folder; merge adapters.
 
-    Collective. Returns what `fill` does.
+    Collective. Returns formats, see `fill`.
     """
     formats: dict[str, str] = {}
     config, stored = model.config, stored_config(source)
@@ -139,7 +139,7 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
 
 
 def extra_state(*parts: Balance | LossScale | None) -> dict[str, Tensor]:
-    """Return the state of parts of a training that have one, by name; it shares their memory."""
+    """Return the tensors of the parts that are not None, by name; they share the parts' memory."""
     return {name: tensor for part in parts if part for name, tensor in part.state().items()}
 
 
@@ -149,9 +149,10 @@ def restore(
     checkpoint: Path,
     loss_scale: LossScale | None = None,
 ) -> None:
-    """Load weights, optimizer state and the loss scale, on any number of ranks.
+    """Load weights, optimizer state, expert balance and loss scale from a checkpoint.
 
-    Raises UserError for weights of other shapes.
+    The checkpoint may have been written by another number of ranks. Raises UserError for weights of
+    other shapes.
     """
     require_shapes(model, checkpoint)
     prepare_optimizer(model, optimizer, str(checkpoint))
@@ -164,9 +165,9 @@ def restore(
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:
-    """Raise UserError unless the checkpoint holds the model's parameters, all and no others.
+    """Raise UserError unless the checkpoint holds exactly the model's parameters.
 
-    Its optimizer state would not belong to them. A vocabulary may be padded to another size.
+    Otherwise its optimizer state would not fit them. A vocabulary may be padded to another size.
     """
     stored = {
         name.removeprefix(WEIGHTS): shape

@@ -119,9 +119,8 @@ class _Values:
         self.file, self.text, self.position = file, "", 0
         self.line = 1
         """Line of the element that `elements` yielded last, from 1."""
-        self._counted = self._column = (
-            0  # position up to which `line` is counted; characters of that line before `text`
-        )
+        # position up to which `line` is counted; characters of that line before `text`
+        self._counted = self._column = 0
         # bytes that are not UTF-8 become lone surrogates, which are detected in the element that
         # holds them
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode

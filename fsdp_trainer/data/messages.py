@@ -216,9 +216,8 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
 
 
 def _weight(weight: Any) -> float:
-    if (
-        isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38
-    ):  # the range of float32
+    # 3.4e38: the maximum of float32
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38:
         raise RowError(
             f"the weight of a turn should be a number of 0 or more, it is {shown_value(weight)}"
         )

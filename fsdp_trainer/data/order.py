@@ -204,9 +204,8 @@ class RowOrder:
             self.store.fetch(firsts, lengths)
         at = ranges(firsts, lengths)
         following = at + 1
-        ends = (before + lengths - 1)[
-            starts + lengths == self.store.lengths[samples]
-        ]  # a document that is cut goes on with its next token
+        # a document that is cut continues with its next token, so only complete ones end here
+        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]
         following[ends] = at[ends]
         learnt = weights[following]
         learnt[ends] = 0
@@ -401,9 +400,8 @@ class RowOrder:
             before(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
             before(lengths),
             before(np.where(whole, np.asarray(self.store.supervised)[samples], learnt)),
-            before(
-                np.rint(self.attention_cost(lengths))
-            ),  # whole numbers: sums are exact, and equal rows cost the same
+            # rounded to integers: sums are exact, and equal rows have equal costs
+            before(np.rint(self.attention_cost(lengths))),
         ]
         columns = {"samples": samples, "starts": starts, "lengths": lengths, "offsets": offsets}
         return {name: narrow(column) for name, column in columns.items()} | {
@@ -491,9 +489,8 @@ class RowOrder:
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
         drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
-        order = np.argsort(
-            drawn
-        )  # twice as fast as a stable one, and the same where no two are equal
+        # twice as fast as a stable sort, with the same result if no two numbers are equal
+        order = np.argsort(drawn)
         return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
 
 

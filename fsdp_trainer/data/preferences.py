@@ -8,10 +8,8 @@ from fsdp_trainer.data.messages import Message, turns_or_text
 from fsdp_trainer.data.row_values import Values
 from fsdp_trainer.data.sources import RowError
 
-TURN = re.compile(
-    r"\n\n(Human|Assistant): ?"
-)  # as in Anthropic's hh-rlhf, one text for a whole conversation
-
+TURN = re.compile(r"\n\n(Human|Assistant): ?")
+"""Start of a turn in Anthropic's hh-rlhf, which has one text per conversation."""
 SIDES = ("chosen", "rejected")
 """The documents of a pair, in the order in which they are stored."""
 SINGLE, PAIRS, UNPAIRED, PROMPTS = "single", "pairs", "unpaired", "prompts"

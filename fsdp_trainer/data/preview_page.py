@@ -15,7 +15,7 @@ class TextPiece:
     text: str
     ids: list[int]
     weight: float
-    """Its loss weight as a target; 0 if it is context only."""
+    """Loss weight as a target; 0 if it is context only."""
     special: bool
 
     def visible(self) -> str:

@@ -244,9 +244,8 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = _part(target)
     with open(part, "ab") as out:
-        with contextlib.suppress(
-            OSError
-        ):  # this file system has no locks: two may fetch the same, and one copy is kept
+        # a file system without locks: two processes may fetch the same file, one copy is kept
+        with contextlib.suppress(OSError):
             fcntl.flock(out, fcntl.LOCK_EX)
         if target.exists():
             return

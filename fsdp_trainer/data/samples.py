@@ -85,7 +85,7 @@ class Rendered:
     is_good: bool | None = None
     """Label of an answer in good or bad; None for any other text."""
     question: str | None = None
-    """As in Sample, for the text of a prompt."""
+    """The same as in Sample, for the text of a prompt."""
 
     @property
     def sides(self) -> "list[Rendered]":

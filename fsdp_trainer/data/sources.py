@@ -61,9 +61,8 @@ class Problems:
     def add(self, where: tuple[str, int], reason: str) -> None:
         """Record a bad row."""
         self.count += 1
-        shown = reason.encode(
-            errors="backslashreplace"
-        ).decode()  # half a character can be in a row, but in no file and no terminal
+        # a row can hold half a surrogate pair, but no file and no terminal can
+        shown = reason.encode(errors="backslashreplace").decode()
         if len(self.first) < SHOWN:
             self.first.append(Problem(f"{where[0]}:{where[1]}", shown))
         if self.listed:

@@ -201,9 +201,8 @@ class StoreWriter:
             "digests": np.array([_digest(s) for s in samples], np.uint64),
         }
         for name, dtype in COLUMNS.items():
-            self._files[name].write(
-                np.ascontiguousarray(columns[name], dtype).data
-            )  # unlike tofile, write raises an error when the disk is full
+            # unlike tofile, write raises an error when the disk is full
+            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
         self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
         self._optional[KINDS] += bytes(sample.kind for sample in samples)
         self._write_questions([s.question.encode() for s in samples if s.question is not None])

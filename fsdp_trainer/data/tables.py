@@ -155,9 +155,8 @@ def open_zstd(file: BinaryIO) -> BinaryIO:
         return zstd.open(file)
     import pyarrow
 
-    return io.BufferedReader(
-        pyarrow.input_stream(file, compression="zstd")
-    )  # pyarrow's own stream cannot read lines
+    # pyarrow's own stream cannot read lines
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
 
 
 def _without_nulls(value: Any) -> Any:

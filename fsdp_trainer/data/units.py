@@ -151,9 +151,8 @@ def read_unit(unit: Unit) -> Iterator[Row]:
         content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
         if content and not (is_url(unit.file) and isinstance(e, OSError)):
             yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
-        elif isinstance(e, OSError) or is_url(
-            unit.file
-        ):  # of the disk or the network: to skip it would lose rows unseen
+        elif isinstance(e, OSError) or is_url(unit.file):
+            # an error of the disk or the network: skipping it would lose rows unnoticed
             raise _lost(
                 unit,
                 number + 1,

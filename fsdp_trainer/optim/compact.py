@@ -1,4 +1,4 @@
-"""Optimizers whose weights or moments take fewer bits than their arithmetic, in float32."""
+"""Optimizers that compute in float32 and store weights or moments in fewer bits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,8 +19,11 @@ from fsdp_trainer.torch_private import dtensor_like
 
 
 class MomentKind(NamedTuple):
-    """A running mean. signed: it may be negative; stochastic: in bfloat16 it is rounded as weights
-    are, else to nearest, which is enough where its steps are large."""
+    """Properties of a moment (a running mean).
+
+    signed: it may be negative. stochastic: in bfloat16 it is rounded like weights; otherwise to
+    nearest, which is enough for a moment that changes in large steps.
+    """
 
     signed: bool
     stochastic: bool
@@ -28,10 +31,9 @@ class MomentKind(NamedTuple):
 
 @dataclass
 class NumberChunk:
-    """Numbers of a parameter that are updated together: [blocks, block] each.
+    """Numbers of a parameter that are updated together; tensors are [blocks, block].
 
-    numbers: which of the parameter's blocks on this rank they are. What is written stays as it was,
-    to the last bit, where `skip`.
+    numbers: slice of the parameter's blocks on this rank. With `skip`, writes change no bit.
     """
 
     numbers: slice
@@ -50,7 +52,7 @@ class NumberChunk:
         return decode(codes, scale, self.moments[name].signed)
 
     def store(self, name: str, moment: Tensor) -> None:
-        """Write a moment in the format that it is kept in. Before `write`."""
+        """Write a moment in its storage format. Must be called before `write`."""
         kind = self.moments[name]
         if name in self.state:
             bits = self.bits >> 16 if kind.stochastic and self.bits is not None else None
@@ -62,21 +64,21 @@ class NumberChunk:
         write_unless(self.skip, self.state[f"{name}_scale"], scale)
 
     def write(self, new: Tensor) -> None:
-        """Write the weight. new: float32, overwritten."""
+        """Write the weight. new: float32, is overwritten."""
         write_unless(self.skip, self.weight, rounded(new, self.weight.dtype, self.bits))
 
 
 class CompactOptimizer(TrainerOptimizer):
-    """An optimizer over float32 or bfloat16 weights, with moments in float32, bfloat16 or 8 bits.
+    """Base class for float32 or bfloat16 weights with moments in float32, bfloat16 or 8 bits.
 
-    What is stored in bfloat16 is rounded stochastically or to nearest, with bits that depend on
-    seed, step, parameter and element, so that neither the layout nor a restart changes them. All
-    parameters share one count of steps, and are expected to have a gradient in each.
+    bfloat16 numbers are rounded stochastically or to nearest. The random bits depend on seed, step,
+    parameter and element, so that sharding and restarts do not change them. All parameters share
+    one step count, and should have a gradient in each step.
     """
 
     skips_on_device = True
     moments: ClassVar[dict[str, MomentKind]]
-    """The moments of each number, by name."""
+    """Kinds of the moments by name."""
 
     def __init__(
         self,
@@ -86,7 +88,11 @@ class CompactOptimizer(TrainerOptimizer):
         seed: int,
         **defaults: Any,
     ):
-        """groups: with names; state_format: float32, bfloat16 or 8bit; defaults: lr and others."""
+        """Create the optimizer; states are created in the first step.
+
+        groups: parameter groups with names; state_format: float32, bfloat16 or 8bit; stochastic:
+        True for stochastic rounding; defaults: lr and other group options.
+        """
         super().__init__(groups, {"weight_decay": 0.0, **defaults})
         self.state_format = state_format
         self.stochastic = stochastic
@@ -100,11 +106,11 @@ class CompactOptimizer(TrainerOptimizer):
             require_whole_blocks(parameter, self.block(parameter))
 
     def block(self, parameter: nn.Parameter) -> int:
-        """Return how many numbers of a moment share a scale; 1: it is stored without."""
+        """Return how many numbers of a moment share a scale; 1: it has no scale."""
         return block_size(parameter.shape) if self.state_format == "8bit" else 1
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero moments, placed as the parameter is; in 8 bits, codes and their scales."""
+        """Return zero moments, sharded like the parameter; for 8 bits, codes and scales."""
         block = self.block(parameter)
         dtype = torch.bfloat16 if self.state_format == "bfloat16" else torch.float32
         formats = {"": (dtype, 1)}
@@ -118,7 +124,7 @@ class CompactOptimizer(TrainerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter, or none where `found_inf` is not 0."""
+        """Update every parameter, or none if `found_inf` is not 0."""
         found_inf = torch.zeros(()) if self.found_inf is None else self.found_inf
         skip = found_inf.to(self.count.device) != 0
         count = self.count + 1
@@ -126,9 +132,9 @@ class CompactOptimizer(TrainerOptimizer):
         write_unless(skip, self.count, count)
 
     def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update every parameter that has a gradient, chunk by chunk, or none where `skip`.
+        """Update every parameter that has a gradient, chunk by chunk; with `skip`, none.
 
-        count: of this step, 1 is the first; a scalar on the device.
+        count: number of this step, starting at 1; a scalar on the device.
         """
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -136,11 +142,11 @@ class CompactOptimizer(TrainerOptimizer):
                     self.update_chunk(chunk, group, count)
 
     def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
-        """Update numbers of a parameter that need no others."""
+        """Update a chunk of a parameter by itself."""
         raise NotImplementedError
 
     def chunks(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Iterator[NumberChunk]:
-        """Yield this rank's part of a parameter; nothing where it has no gradient."""
+        """Yield the chunks of this rank's part of a parameter; none if it has no gradient."""
         if parameter.grad is None:
             return
         if not self.state[parameter]:
@@ -170,19 +176,19 @@ class CompactOptimizer(TrainerOptimizer):
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Return numbers in `dtype`, to nearest without `bits`. Overwrites both arguments."""
+    """Return numbers in `dtype`, rounded to nearest without `bits`. Overwrites both arguments."""
     if dtype == torch.bfloat16 and bits is not None:
         return round_to_bfloat16(numbers, bits)
     return numbers.to(dtype)
 
 
 def write_unless(skip: Tensor, old: Tensor, new: Tensor) -> None:
-    """Overwrite `old`, or leave every bit of it where `skip`."""
+    """Overwrite `old`, or with `skip` change no bit of it."""
     torch.where(skip, old, new, out=old)
 
 
 def require_whole_blocks(parameter: Tensor, block: int) -> None:
-    """Raise UserError if this rank's columns hold a part of a block."""
+    """Raise UserError if this rank's columns contain an incomplete block."""
     columns = local_part(parameter).shape[-1]
     if columns % block:
         cut = f"column shards of {columns} numbers would cut blocks of {block}"
@@ -191,7 +197,7 @@ def require_whole_blocks(parameter: Tensor, block: int) -> None:
 
 
 def zeros_like_part(parameter: Tensor, dtype: torch.dtype, block: int = 1) -> Tensor:
-    """Return zeros placed as the parameter is, one for each `block` numbers of a row."""
+    """Return zeros sharded like the parameter, one for each `block` numbers of a row."""
     require_whole_blocks(parameter, block)
     local = local_part(parameter)
     *rows, columns = local.shape

@@ -1,6 +1,6 @@
-"""Numbers in 8 bits each (Dettmers et al. 2022).
+"""Encoding of numbers in 8 bits (Dettmers et al. 2022).
 
-Blocks share a scale, and codes stand for values that are dense near zero.
+A block shares a scale, and the values of the codes are dense near zero.
 """
 
 from functools import lru_cache
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @lru_cache
 def values(signed: bool) -> tuple[float, ...]:
-    """Return the 256 values in [-1, 1] or [0, 1] that codes stand for.
+    """Return the values of the 256 codes, in [-1, 1] if signed, else in [0, 1].
 
-    They fill seven decades, each with twice as many values as the one below.
+    They cover seven decades, each with twice as many values as the next smaller one.
     """
     numbers = [0.0, 1.0]
     for decade in range(7):
@@ -25,9 +25,10 @@ def values(signed: bool) -> tuple[float, ...]:
 
 
 class Table(NamedTuple):
-    """values: [256], what codes stand for; middles: [256], the largest number nearest to each.
+    """Lookup tables for encoding and decoding.
 
-    starts: [65536], by the upper 16 bits of a float32 the first code that it can have.
+    values: [256], value of each code. middles: [256], upper bound of the numbers nearest to each
+    value. starts: [65536], smallest possible code of a float32, by its upper 16 bits.
     """
 
     values: Tensor
@@ -37,11 +38,11 @@ class Table(NamedTuple):
 
 @lru_cache
 def table(signed: bool, device: torch.device) -> Table:
-    """Return the table for a device, made once."""
+    """Return the table on a device, created once."""
     code = torch.tensor(values(signed))
     middles = (code[1:] + code[:-1]) / 2
     upper = torch.arange(1 << 16, dtype=torch.int32) << 16
-    # the smallest of the numbers that begin with these 16 bits
+    # the smallest of the float32 numbers with these upper 16 bits
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
     starts = torch.bucketize(smallest, middles, out_int32=True)
     largest = torch.cat([middles, torch.tensor([torch.inf])])
@@ -51,9 +52,9 @@ def table(signed: bool, device: torch.device) -> Table:
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Return codes of the nearest values, and scales: [blocks, block] uint8, [blocks, 1] float32.
 
-    numbers: [blocks, block] float32; a block's scale is its largest absolute value. At most one
-    middle lies between two numbers of the same upper 16 bits, so a look-up and a comparison replace
-    a search of 8 steps.
+    numbers: [blocks, block] float32; a block's scale is its largest absolute value. Among numbers
+    with the same upper 16 bits there is at most one middle, so a lookup and a comparison replace a
+    binary search of 8 steps.
     """
     known = table(signed, numbers.device)
     scale = numbers.abs().amax(1, keepdim=True)
@@ -64,6 +65,6 @@ def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Return the [blocks, block] float32 that codes and scales of `encode` stand for."""
+    """Return the numbers encoded by `encode`: [blocks, block] float32."""
     shares = table(signed, codes.device).values.index_select(0, codes.flatten().int())
     return shares.view_as(codes) * scale

@@ -1,4 +1,4 @@
-"""Optimizers in which a number's update depends on that number's gradients alone."""
+"""Optimizers in which the update of a number depends only on the gradients of that number."""
 
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ class CompactAdamW(CompactOptimizer):
     }
 
     def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
-        """Update the moments, and the weight by their quotient."""
+        """Update the moments, and the weight by mean / √(mean square)."""
         mean, square = chunk.load("exp_avg"), chunk.load("exp_avg_sq")
         weight, gradient = chunk.weight.float(), chunk.gradient.float()
         new, mean, square = adamw(weight, gradient, mean, square, group, count)
@@ -36,11 +36,11 @@ def adamw(
 ) -> tuple[Tensor, ...]:
     """Return the new weight, mean and mean square, float32, of any shape.
 
-    count: of this step, 1 is the first; a scalar on the device.
+    count: number of this step, starting at 1; a scalar on the device.
     """
     beta1, beta2 = group["betas"]
     lr = group["lr"]
-    # in float32 only four digits of the corrections would be left at first
+    # in float64: the first corrections would keep only four digits in float32
     bias1, bias2 = (1 - beta ** count.double() for beta in (beta1, beta2))
     mean = torch.lerp(mean, gradient, 1 - beta1)
     square = (square * beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -55,7 +55,7 @@ class Lion(CompactOptimizer):
     moments: ClassVar = {"exp_avg": MomentKind(signed=True, stochastic=True)}
 
     def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
-        """Move every number by lr, in the direction of a mean of mean and gradient."""
+        """Change every number by lr, with the sign of an average of mean and gradient."""
         beta1, beta2 = group["betas"]
         mean, gradient = chunk.load("exp_avg"), chunk.gradient.float()
         direction = torch.lerp(mean, gradient, 1 - beta1).sign_()
@@ -68,14 +68,14 @@ class Lion(CompactOptimizer):
 class Sgd(CompactOptimizer):
     """Stochastic gradient descent. Group options: lr, momentum, nesterov, weight_decay.
 
-    Momentum is torch's: a sum of gradients, each step's times `momentum`. Weight decay is not part
-    of it.
+    Momentum is as in torch: a sum of gradients that is multiplied by `momentum` in each step.
+    Weight decay is decoupled from it.
     """
 
     moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
 
     def update_chunk(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> None:
-        """Update the sum, and move the weight by it."""
+        """Update the momentum, and the weight by it."""
         momentum, gradient = group["momentum"], chunk.gradient.float()
         total = chunk.load("momentum_buffer") * momentum + gradient
         direction = gradient + total * momentum if group["nesterov"] else total

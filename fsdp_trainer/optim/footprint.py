@@ -1,4 +1,4 @@
-"""Bytes that an optimizer holds, by optim.name, for the planner and the memory check. No torch."""
+"""Memory of optimizers by optim.name, for planner and memory check. Does not import torch."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,23 +8,24 @@ from fsdp_trainer.config.schema import Optim
 
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 CHUNKS = {"cpu": 1 << 18, "cuda": 1 << 24}
-"""Numbers that CompactOptimizer updates at a time: few for a CPU's caches, many for launches."""
+"""Numbers that CompactOptimizer updates at a time: few, to fit in a CPU's caches, or many, to
+launch few GPU kernels."""
 ROUND = 1 << 24
-"""Numbers of matrices that Muon deals a rank at a time, if its matrices are not larger: few
-collectives for small ones, little memory for large ones."""
+"""Numbers that Muon assigns to a rank at a time, unless a single matrix is larger: few collectives
+for small matrices, little memory for large ones."""
 OWNED_COPIES = 6
-"""Of an owner's matrices, while they are made orthogonal: what came, the matrices, three steps of
-the arithmetic, products of rows: an upper estimate."""
+"""Upper estimate of the copies of an owner's matrices during orthogonalisation: received pieces,
+matrices, three temporaries of the iteration, products of rows."""
 COMPACT_UPDATE_BYTES = 44
-"""Bytes for each number that CompactOptimizer updates at a time, measured: the most of all."""
+"""Temporary bytes of CompactOptimizer per number of a chunk, measured; maximum over optimizers."""
 
 
 class Update(NamedTuple):
-    """Everything that the memory of an update depends on.
+    """Quantities that determine the temporary memory of an update.
 
-    device: cpu or cuda; largest: numbers of a rank's largest parameter; gradients: bytes of all its
-    gradients. matrix: numbers of the largest matrix of a block, whole; matrices: of all of them.
-    ranks: all of them; shards: those that share one copy.
+    device: cpu or cuda; largest: numbers in a rank's largest parameter; gradients: bytes of a
+    rank's gradients. matrix: numbers in the largest complete matrix of a block; matrices: numbers
+    in all matrices of blocks. ranks: number of ranks; shards: number of ranks that share one copy.
     """
 
     device: str
@@ -37,7 +38,7 @@ class Update(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """state_bytes, update_bytes: as the functions of these names below, of one optimizer."""
+    """The functions `state_bytes` and `update_bytes`, see below, of one optimizer."""
 
     state_bytes: Callable[[Optim, str, Sequence[int] | None, bool], float]
     update_bytes: Callable[[Optim, str, Update], float]
@@ -46,28 +47,28 @@ class Footprint(NamedTuple):
 def state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None = None, in_block: bool = True
 ) -> float:
-    """Return bytes of state for each number of a parameter of `shape`; None: of a large one."""
+    """Return bytes of state per number of a parameter. shape: None for a large parameter."""
     return FOOTPRINTS[optim.name].state_bytes(optim, master_dtype, shape, in_block)
 
 
 def update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
-    """Return bytes that a rank needs for a moment in an update."""
+    """Return the temporary bytes that a rank needs during an update."""
     return FOOTPRINTS[optim.name].update_bytes(optim, master_dtype, update)
 
 
 def is_block_matrix(name: str, dimensions: int) -> bool:
-    """Return whether a parameter is a matrix of a block, or a stack of them: Muon's.
+    """Return True if a parameter is a matrix of a block or a stack of matrices, for Muon.
 
-    Embedding and head are matrices too, whose rows are moved one by one: they are told by name.
+    Embedding and head are matrices too, but their rows are updated separately; they are excluded
+    by name.
     """
-    # biases of all experts are stacked too
+    # stacked biases of experts have two dimensions, too
     is_matrix = dimensions >= 2 and not name.endswith("bias")
     return name.startswith("model.layers.") and is_matrix
 
 
 def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:
-    """Return the bytes of a moment's number; codes of 8 bits have a float32 scale for each
-    block."""
+    """Return the bytes of a moment per number, including the float32 scale of each 8-bit block."""
     moments = moments_format(optim, master_dtype)
     if moments != "8bit":
         return NUMBER_BYTES[moments]
@@ -78,12 +79,12 @@ def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -
 def adamw_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of both moments."""
+    """Return the bytes of both moments per number."""
     return 2 * moment_bytes(optim, master_dtype, shape)
 
 
 def adamw_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
-    """Return the bytes of what the arithmetic needs; torch's fused kernel needs nothing."""
+    """Return the bytes of temporaries; torch's fused kernel needs none."""
     if is_compact(optim, master_dtype):
         return COMPACT_UPDATE_BYTES * min(CHUNKS[update.device], update.largest)
     return update.gradients if optim.implementation == "foreach" else 0.0
@@ -92,8 +93,10 @@ def adamw_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float
 def muon_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of the momentum of a block's matrices (with NorMuon also a number for each
-    row), of both moments of all else."""
+    """Return the bytes per number: momentum for matrices of blocks, two AdamW moments otherwise.
+
+    NorMuon adds a float32 number for each row of a matrix.
+    """
     momentum = moment_bytes(optim, master_dtype, shape)
     if not in_block or (shape is not None and len(shape) < 2):
         return 2 * momentum
@@ -102,7 +105,7 @@ def muon_state_bytes(
 
 
 def muon_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
-    """Return the bytes of a round: shards before and after, and the owner's matrices."""
+    """Return the bytes of a round: shards before and after it, and the owner's matrices."""
     dealt = min(max(ROUND, update.matrix) * update.ranks, update.matrices)
     shards = dealt / update.shards * NUMBER_BYTES[optim.ns_dtype]
     owned = max(dealt / update.ranks, update.matrix) * NUMBER_BYTES[optim.ns_dtype]
@@ -113,12 +116,12 @@ def muon_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
 def lion_state_bytes(
     optim: Optim, master_dtype: str, shape: Sequence[int] | None, in_block: bool
 ) -> float:
-    """Return the bytes of the one moment."""
+    """Return the bytes of the only moment per number."""
     return moment_bytes(optim, master_dtype, shape)
 
 
 def chunked_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
-    """Return the bytes of a CompactOptimizer's arithmetic."""
+    """Return the bytes of a CompactOptimizer's temporaries."""
     return COMPACT_UPDATE_BYTES * min(CHUNKS[update.device], update.largest)
 
 

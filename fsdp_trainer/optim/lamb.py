@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962): AdamW whose steps are as large as the matrix moved."""
+"""LAMB (You et al. 2020, arXiv 1904.00962): AdamW with steps scaled to the norm of the matrix."""
 
 from typing import Any, ClassVar
 
@@ -11,11 +11,11 @@ from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
 
 
 class Lamb(CompactOptimizer):
-    """LAMB over matrices; vectors (norms and biases) are moved as AdamW does.
+    """LAMB for matrices; vectors (norms and biases) are updated by AdamW.
 
-    Group options: lr, betas, eps, weight_decay. Norms are of whole parameters, whatever part of
-    them a rank holds.
-    ranks: those that hold parts of the same parameters; None: all ranks.
+    Group options: lr, betas, eps, weight_decay. Norms are computed over complete parameters,
+    independent of sharding.
+    ranks: group of the ranks that hold parts of the same parameters; None: all ranks.
     """
 
     moments: ClassVar = {
@@ -24,16 +24,16 @@ class Lamb(CompactOptimizer):
     }
 
     def __init__(self, *args: Any, ranks: dist.ProcessGroup | None = None, **options: Any):
-        """args, options: as for CompactOptimizer."""
+        """Create the optimizer. args, options: see CompactOptimizer."""
         super().__init__(*args, **options)
         self.ranks = ranks
 
     def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update all moments, then the weights by what they say. Collective."""
+        """Update all moments, then the weights by them. Collective."""
         named = [(p, group) for group in self.param_groups for p in group["params"]]
         squares = torch.stack([self.update_moments(p, group, count, skip) for p, group in named])
         ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
-        # both copies of a tied embedding, in two stages, get the same norms to the last bit
+        # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
         squares = sum_in_order(squares, self.ranks)
         for (parameter, group), sums in zip(named, squares, strict=True):
             ratio = trust_ratio(sums / replication_factor(parameter, ranks))
@@ -46,7 +46,7 @@ class Lamb(CompactOptimizer):
     def update_moments(
         self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
     ) -> Tensor:
-        """Return Σ weight² and Σ update² of this rank's part: [2] float64."""
+        """Update a parameter's moments; return Σ weight² and Σ update² of its part: [2] float64."""
         beta1, beta2 = group["betas"]
         sums = torch.zeros(2, dtype=torch.float64, device=self.count.device)
         for chunk in self.chunks(parameter, count, skip):
@@ -62,7 +62,7 @@ class Lamb(CompactOptimizer):
 
 
 def direction(chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
-    """Return AdamW's step with its weight decay, for a learning rate of 1: float32."""
+    """Return AdamW's step including weight decay, for a learning rate of 1: float32."""
     bias1, bias2 = (1 - beta ** count.double() for beta in group["betas"])
     root = (chunk.load("exp_avg_sq") / bias2).sqrt_().add_(group["eps"])
     step = chunk.load("exp_avg") / bias1 / root
@@ -70,7 +70,7 @@ def direction(chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tenso
 
 
 def trust_ratio(squares: Tensor) -> Tensor:
-    """Return ‖weight‖ / ‖update‖ from their squares, 1 where either is 0: float32 scalar."""
+    """Return ‖weight‖ / ‖update‖ from their squares, or 1 if either is 0: float32 scalar."""
     weight, update = squares.sqrt().unbind()
     usable = (weight > 0) & (update > 0)
     return torch.where(usable, weight / update, 1.0).float()

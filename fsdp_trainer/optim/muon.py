@@ -1,4 +1,4 @@
-"""Muon (Jordan 2024): matrices of the blocks are moved by orthogonal matrices."""
+"""Muon (Jordan 2024): the blocks' matrices are updated by orthogonalised momentum."""
 
 import math
 from typing import Any, ClassVar
@@ -21,14 +21,14 @@ SCALES = {
     # Jordan 2024
     "keller": lambda rows, columns: math.sqrt(max(1, rows / columns)),
 }
-"""The factor of an orthogonal matrix by optim.scale."""
+"""Functions from (rows, columns) to the factor of an orthogonal update, by optim.scale."""
 
 
 class Muon(CompactOptimizer):
-    """Muon over matrices and stacks of them; `others` updates all other parameters.
+    """Muon for matrices and stacks of matrices; `others` updates all other parameters.
 
-    The momentum is sharded as its weight is. Both optimizers share `param_groups` and `state`, and
-    are one to all who use them.
+    The momentum is sharded like its weight. Both optimizers share `param_groups` and `state`, so
+    that they can be used as one.
     """
 
     moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
@@ -41,9 +41,10 @@ class Muon(CompactOptimizer):
         *formats: Any,
         ranks: dist.ProcessGroup | None = None,
     ):
-        """matrices: groups with names; formats: as for CompactOptimizer. Collective.
+        """Create the optimizer. Collective.
 
-        ranks: those among which matrices are dealt; None: all ranks.
+        matrices: parameter groups with names; formats: state_format, stochastic and seed of
+        CompactOptimizer. ranks: group over which matrices are distributed; None: all ranks.
         """
         super().__init__(matrices, *formats, lr=cfg.lr)
         self.cfg = cfg
@@ -61,7 +62,7 @@ class Muon(CompactOptimizer):
             self.state = others.state
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero momentum, or what `others` remembers of a parameter."""
+        """Return zero momentum, or the empty state of a parameter of `others`."""
         if self.others is not None and parameter not in self.group_of:
             return self.others.empty_state(parameter)
         rows = {SECOND_MOMENT: empty_rows(parameter)} if self.cfg.normuon else {}
@@ -69,21 +70,21 @@ class Muon(CompactOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter, or none where `found_inf` is not 0. Collective."""
+        """Update every parameter, or none if `found_inf` is not 0. Collective."""
         super().step()
         if self.others is not None:
             self.others.found_inf = self.found_inf
             self.others.step()
 
     def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update all matrices, a round at a time."""
+        """Update all matrices, one round at a time."""
         for matrices, norms in zip(self.rounds, self.row_norms, strict=True):
             self.update_round(matrices, norms, count, skip)
 
     def update_round(
         self, matrices: Round, norms: RowNorms | None, count: Tensor, skip: Tensor
     ) -> None:
-        """Update the momentum, orthogonalise what it says, and move the weights by it."""
+        """Update the momentum, orthogonalise the direction, and update the weights by it."""
         directions = [self.direction(p, count, skip) for p in matrices.parameters]
 
         def orthogonal(wholes: Tensor, own: list[OwnMatrix]) -> Tensor:
@@ -108,7 +109,7 @@ class Muon(CompactOptimizer):
                 chunk.write((chunk.weight.float() * decay).sub_(moved, alpha=step))
 
     def direction(self, parameter: nn.Parameter, count: Tensor, skip: Tensor) -> Tensor:
-        """Update the momentum; return this rank's part of what is to be orthogonalised."""
+        """Update the momentum; return this rank's part of the matrices to orthogonalise."""
         momentum = self.cfg.momentum
         local = local_part(parameter)
         direction = torch.zeros(local.shape, dtype=self.ns_dtype, device=local.device)

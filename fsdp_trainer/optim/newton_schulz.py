@@ -1,10 +1,11 @@
-"""The nearest orthogonal matrices, by matrix products alone (Newton-Schulz)."""
+"""Orthogonalisation of matrices by matrix products only (Newton-Schulz)."""
 
 import torch
 from torch import Tensor
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Jordan 2024, https://kellerjordan.github.io/posts/muon: values end between 0.7 and 1.2."""
+"""Coefficients of Jordan 2024, https://kellerjordan.github.io/posts/muon: singular values end
+between 0.7 and 1.2."""
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -12,15 +13,16 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-"""Amsel et al. 2025, arXiv 2505.16932, for 5 steps, a safety factor of 1.02 and a cushion of 2."""
+"""Coefficients of Amsel et al. 2025, arXiv 2505.16932, for 5 steps, a safety factor of 1.02 and a
+cushion of 2."""
 TAYLOR = (15 / 8, -10 / 8, 3 / 8)
-"""The limit of its polynomials, for further steps."""
-SAFETY = 1.02  # of POLAR_EXPRESS: rounding may lift a singular value of 1 above it
+"""Limit of the POLAR_EXPRESS polynomials, used for further steps."""
+SAFETY = 1.02  # factor of POLAR_EXPRESS, since rounding may raise a singular value of 1 above 1
 TINY = 1e-7
 
 
 def coefficients(name: str, steps: int) -> tuple[list[tuple[float, float, float]], float]:
-    """Return the polynomial of each step, and by how much more than its norm to divide a matrix.
+    """Return the polynomial of each step, and a safety factor for the norm of the matrix.
 
     name: `quintic` or `polar_express`.
     """
@@ -33,7 +35,7 @@ def coefficients(name: str, steps: int) -> tuple[list[tuple[float, float, float]
 def orthogonalize(matrices: Tensor, name: str, steps: int) -> Tensor:
     """Return matrices with the same singular vectors and singular values near 1.
 
-    matrices: [count, rows, columns], of the number format in which it is computed.
+    matrices: [count, rows, columns], in the number format of the computation.
     """
     polynomials, safety = coefficients(name, steps)
     wide = matrices.shape[1] <= matrices.shape[2]

@@ -1,7 +1,8 @@
-"""NorMuon (Li et al. 2025, arXiv 2510.05491): the rows of an orthogonal update move equally far.
+"""NorMuon (Li et al. 2025, arXiv 2510.05491): normalises the rows of Muon's updates.
 
-Newton-Schulz leaves rows of different length: few neurons would take most of a step. Each row is
-divided by the root of its running mean square, and the matrix brought back to its norm.
+The rows of an update after Newton-Schulz differ in length, so that few neurons would get most of a
+step. Each row is divided by the root of its running mean square, and the matrix is rescaled to its
+norm.
 """
 
 import torch
@@ -13,16 +14,16 @@ from fsdp_trainer.optim.owners import OwnMatrix, Round, round_of_rows, stacked
 from fsdp_trainer.torch_private import row_dtensor
 
 SECOND_MOMENT = "row_mean_square"
-"""The optimizer's state of a matrix: a number for each row, sharded as the rows are."""
-EPSILON = 1e-8  # the paper's
+"""Name of an optimizer state: one number for each row of a matrix, sharded like the rows."""
+EPSILON = 1e-8  # as in the paper
 TINY = 1e-30
-NUMBERS = 2  # of a row on its way back: its mean square, and its factor
+NUMBERS = 2  # numbers per row that owners return: running mean square and factor
 
 
 class RowNorms:
-    """The mean squares of the rows of a round's matrices, which their owners bring up to date.
+    """The mean squares of the rows of a round's matrices, updated by their owners.
 
-    A row's owner is the rank that makes its matrix orthogonal.
+    A row's owner is the rank that orthogonalises its matrix.
     """
 
     def __init__(self, matrices: Round, beta: float):
@@ -32,15 +33,18 @@ class RowNorms:
         self.columns = [layout.shape[2] for layout in matrices.layouts]
 
     def measure(self, orthogonal: Tensor, own: list[OwnMatrix]) -> None:
-        """Take note of the rows of whole matrices [count, rows, columns]."""
+        """Store the rows' mean squares of complete matrices [count, rows, columns].
+
+        own: identifiers of the matrices.
+        """
         means = orthogonal.float().square().mean(-1)
         self.mean_squares |= dict(zip(own, means, strict=True))
 
     def update(self, states: list[Tensor], skip: Tensor) -> list[Tensor]:
-        """Update this rank's rows of the running mean squares; return their factors. Collective.
+        """Update the running mean squares of this rank's rows; return the rows' factors.
 
-        states: of each parameter, float32 [..., rows, 1] on this rank. skip: they stay as they
-        were, to the last bit.
+        states: this rank's part for each parameter, float32 [..., rows, 1]. skip: True: no bit of
+        the states changes. Collective.
         """
         outgoing = [torch.cat([state, torch.zeros_like(state)], -1) for state in states]
         answers = self.rows.compute(outgoing, self.updated)
@@ -53,15 +57,15 @@ class RowNorms:
         return factors
 
     def updated(self, rows: Tensor, own: list[OwnMatrix]) -> Tensor:
-        """Return the new running mean squares of whole matrices, and each row's factor.
+        """Return the new running mean square and the factor of each row: [count, rows, 2].
 
-        rows: [count, rows, 2], the old ones first.
+        rows: [count, rows, 2]; the first number is the old running mean square.
         """
         means = torch.stack([self.mean_squares[matrix] for matrix in own])
         columns = means.new_tensor([self.columns[parameter] for parameter, _ in own])[:, None]
         running = torch.lerp(rows[..., 0], means, 1 - self.beta)
         inverse = 1 / (running.sqrt() + EPSILON)
-        # of an orthogonal matrix the squared norm is the smaller of its sizes
+        # the squared norm of an orthogonal matrix is the smaller of rows and columns
         wanted = columns.clamp(max=means.shape[1])
         squares = (means * columns * inverse.square()).sum(-1, keepdim=True)
         factor = inverse * (wanted / squares.clamp_min(TINY)).sqrt()
@@ -69,12 +73,12 @@ class RowNorms:
 
 
 def empty_rows(parameter: nn.Parameter) -> Tensor:
-    """Return a zero for each row of a parameter, placed as its rows are: [..., rows, 1] float32."""
+    """Return a zero for each row of a parameter, sharded like them: [..., rows, 1] float32."""
     local = local_part(parameter)
     rows = torch.zeros(*local.shape[:-1], 1, dtype=torch.float32, device=local.device)
     return row_dtensor(parameter, rows) if isinstance(parameter, DTensor) else rows
 
 
 def scaled(result: Tensor, factor: Tensor) -> Tensor:
-    """Return this rank's part of an update with each row times its factor: float32."""
+    """Return this rank's part of an update with rows multiplied by their factors: float32."""
     return (stacked(result).float() * stacked(factor)).view_as(result)

@@ -19,16 +19,16 @@ from fsdp_trainer.optim.muon import Muon
 
 
 class TorchAdamW(TrainerOptimizer, AdamW):
-    """torch's own AdamW, by its `fused` kernel or one operator at a time over all parameters."""
+    """torch's AdamW, with its `fused` kernel or its `foreach` implementation."""
 
     def __init__(self, groups: list[dict[str, Any]], implementation: str, **defaults: Any):
-        """implementation: `fused` or `foreach`; defaults: lr, betas, eps."""
+        """Create the optimizer. implementation: `fused` or `foreach`; defaults: lr, betas, eps."""
         self.skips_on_device = implementation == "fused"
         kernel: dict[str, Any] = {implementation: True}
         super().__init__(groups, **kernel, **defaults)
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zero moments and a step count: on the device where the fused kernel reads it."""
+        """Return zero moments and a step count, which the fused kernel needs on the device."""
         device = parameter.device if self.skips_on_device else None
         return {
             "step": torch.zeros((), device=device),
@@ -40,19 +40,19 @@ class TorchAdamW(TrainerOptimizer, AdamW):
 def build_optimizer(
     model: nn.Module, cfg: Optim, seed: int = 0, ranks: dist.ProcessGroup | None = None
 ) -> TrainerOptimizer:
-    """Return the optimizer that optim.name asks for. Collective.
+    """Return the optimizer of optim.name. Collective.
 
-    seed: of stochastic rounding. ranks: those that have parts of the same parameters; None: all
-    ranks. Raises UserError.
+    seed: seed of stochastic rounding. ranks: group of the ranks that hold parts of the same
+    parameters; None: all ranks. Raises UserError.
     """
     if cfg.name == "muon":
-        # a stage of a pipeline may have none
+        # checked for the complete model, since a single pipeline stage may have no matrices
         require_matrices(getattr(model, "whole", model), cfg)
     return OPTIMIZERS[cfg.name](parameter_groups(model, cfg), cfg, seed, ranks)
 
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
-    """Return the trained parameters with their names: matrices decay, norms and biases do not."""
+    """Return groups of trained parameters with names; norms and biases have no weight decay."""
     matrices: dict[str, Any] = {"params": [], "weight_decay": cfg.weight_decay}
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for name, parameter in model.named_parameters():
@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
 def build_adamw(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None = None
 ) -> TrainerOptimizer:
-    """Return AdamW (Loshchilov & Hutter 2019), torch's own where it has the number formats."""
+    """Return AdamW (Loshchilov & Hutter 2019), torch's if it supports the number formats."""
     options: dict[str, Any] = {"lr": cfg.lr, "betas": tuple(cfg.betas), "eps": cfg.eps}
     if is_compact(cfg, master_dtype(groups)):
         return CompactAdamW(groups, *formats(groups, cfg, seed), **options)
@@ -76,7 +76,7 @@ def build_adamw(
 def build_muon(
     groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
 ) -> TrainerOptimizer:
-    """Return Muon for the matrices of the blocks, with AdamW for everything else, or for all."""
+    """Return Muon for the blocks' matrices and AdamW for the rest; AdamW if there are none."""
     matrices, others = of_muon(groups)
     if not matrices:
         return build_adamw(others, cfg, seed)
@@ -85,7 +85,7 @@ def build_muon(
 
 
 def require_matrices(model: nn.Module, cfg: Optim) -> None:
-    """Raise UserError if Muon would have nothing to update. model: whole."""
+    """Raise UserError if Muon would have nothing to update. model: complete model."""
     matrices, _ = of_muon(parameter_groups(model, cfg))
     if not matrices:
         text = "train.freeze leaves no matrix of a block to train.\nUse  optim=adamw"
@@ -93,7 +93,7 @@ def require_matrices(model: nn.Module, cfg: Optim) -> None:
 
 
 def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups of parameters that are Muon's, and of all others."""
+    """Return the groups of the parameters for Muon, and those of all other parameters."""
     return split(groups, lambda name, p: is_block_matrix(name, p.ndim))
 
 
@@ -123,7 +123,7 @@ def build_lamb(
 def split(
     groups: list[dict[str, Any]], belongs: Callable[[str, Tensor], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the groups of parameters for which `belongs(name, parameter)`, and of all others."""
+    """Return the groups of parameters with `belongs(name, parameter)`, and those of all others."""
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
         for part, wanted in zip(parts, (True, False), strict=True):
@@ -134,14 +134,13 @@ def split(
 
 
 def master_dtype(groups: list[dict[str, Any]]) -> str:
-    """Return the number format of the weights, as precision.master_dtype names it."""
+    """Return the number format of the weights, as a value of precision.master_dtype."""
     _, parameter = groups[0]["params"][0]
     return str(parameter.dtype).removeprefix("torch.")
 
 
 def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, bool, int]:
-    """Return what a CompactOptimizer keeps moments in, whether it rounds stochastically, and the
-    seed of that."""
+    """Return arguments of CompactOptimizer: state_format, stochastic and seed."""
     dtype = master_dtype(groups)
     stochastic = cfg.rounding == "stochastic" and rounds(cfg, dtype)
     return moments_format(cfg, dtype), stochastic, seed
@@ -154,4 +153,5 @@ OPTIMIZERS = {
     "muon": build_muon,
     "sgd": build_sgd,
 }
-"""Optimizers by optim.name. A new one: a file, a line here and one in `footprint.FOOTPRINTS`."""
+"""Optimizers by optim.name. A new one needs a file, a line here and a line in
+`footprint.FOOTPRINTS`."""

@@ -1,8 +1,8 @@
-"""Whole matrices out of shards: which rank computes with which matrix, and who sends it what.
+"""Computation on complete matrices whose parameters are sharded.
 
-Each matrix has an owner, reached by one all-to-all and answered by another. Matrices are dealt over
-all ranks of a group, also those that hold the same shards (replicas, ddp): none repeats another's
-work. The group is that of a pipeline's stage, or all ranks.
+Each matrix has an owner. One all-to-all sends the shards to the owners, another one returns the
+results. Matrices are distributed over all ranks of a group, including those that hold the same
+shards (replicas, ddp), so that no work is repeated. The group is a pipeline stage, or all ranks.
 """
 
 import math
@@ -18,16 +18,18 @@ from fsdp_trainer.distributed import gather, local_slice
 from fsdp_trainer.optim.footprint import ROUND
 
 Range = tuple[int, int]
-"""The first number, and the one behind the last."""
+"""Start and end (exclusive)."""
 Part = tuple[Range, Range, Range]
 """Ranges of matrices, rows and columns of a stack of matrices."""
 OwnMatrix = tuple[int, int]
-"""A parameter's place in a round, and a matrix's place in its stack."""
+"""Identifier of a matrix: index of the parameter in its round, index of the matrix in its stack."""
 
 
 class MatrixPiece(NamedTuple):
-    """Part of a matrix that one rank holds. parameter: its place in a round; matrix: in its
-    stack."""
+    """Part of a matrix that one rank holds.
+
+    parameter: index of the parameter in its round; matrix: index of the matrix in its stack.
+    """
 
     parameter: int
     matrix: int
@@ -36,7 +38,7 @@ class MatrixPiece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Number of rows and of columns."""
         return length(self.rows), length(self.columns)
 
 
@@ -44,15 +46,15 @@ Pieces = list[list[MatrixPiece]]
 
 
 class ShardLayout:
-    """Which part of a parameter each rank holds. shape: matrices, rows, columns."""
+    """The part of a parameter that each rank holds. shape: (matrices, rows, columns)."""
 
     def __init__(self, shape: Sequence[int], parts: Sequence[Part]):
-        """parts: by rank."""
+        """Create a layout. parts: part of each rank."""
         self.shape, self.parts = tuple(shape), list(parts)
 
     @cached_property
     def holders(self) -> dict[Part, list[int]]:
-        """The ranks that hold each part; empty parts are left out."""
+        """Ranks that hold each non-empty part."""
         holders: dict[Part, list[int]] = {}
         for rank, part in enumerate(self.parts):
             if all(length(piece) for piece in part):
@@ -60,16 +62,16 @@ class ShardLayout:
         return holders
 
     def sender(self, part: Part, owner: int) -> int:
-        """Return which of the ranks that hold a part sends it to `owner`.
+        """Return the rank that sends a part to `owner`, among those that hold it.
 
-        Of several replicas it is the owner's own, so that nothing is sent between them.
+        It is the rank in the owner's replica, so that nothing is sent between replicas.
         """
         peers = self.holders.get(self.parts[owner], [owner])
         ranks = self.holders[part]
         return ranks[peers.index(owner) % len(ranks)]
 
     def piece(self, parameter: int, matrix: int, rank: int) -> MatrixPiece | None:
-        """Return what `rank` holds of a matrix, if it holds anything."""
+        """Return the piece of a matrix that `rank` holds; None if it holds nothing."""
         part = self.parts[rank]
         (start, stop), rows, columns = part
         if part in self.holders and start <= matrix < stop:
@@ -78,11 +80,11 @@ class ShardLayout:
 
 
 class Round:
-    """Parameters whose matrices are computed with at the same time, by their owners.
+    """Parameters whose matrices are computed at the same time by their owners.
 
-    layouts: of the parameters; first: the rank to which the first matrix is dealt; rank: this one.
-    Ranks are numbered within `group`; None: all ranks.
-    own: this rank's matrices by their shape, as (place of the parameter, place in its stack).
+    layouts: layouts of the parameters; first: owner of the first matrix; rank: this rank. Ranks are
+    numbered within `group`; None: all ranks.
+    own: this rank's matrices by shape.
     to_owners, from_holders, to_holders, from_owners: pieces by the rank at the other end.
     """
 
@@ -134,10 +136,10 @@ class Round:
     def compute(
         self, parts: list[Tensor], function: Callable[[Tensor, list[OwnMatrix]], Tensor]
     ) -> list[Tensor]:
-        """Return this rank's parts of what `function` makes of whole matrices. Collective.
+        """Apply `function` to complete matrices; return this rank's parts of the results.
 
-        parts: of each parameter what this rank holds, of one number format. function: of
-        [count, rows, columns], matrices of one shape, and which they are.
+        parts: this rank's part of each parameter, in one number format. function: called with
+        matrices of one shape, [count, rows, columns], and their identifiers. Collective.
         """
         outgoing = [self._local(parts, piece) for pieces in self.to_owners for piece in pieces]
         incoming = exchange(outgoing, self.to_owners, self.from_holders, parts[0], self.group)
@@ -162,15 +164,15 @@ class Round:
         return results
 
     def _local(self, parts: list[Tensor], piece: MatrixPiece) -> Tensor:
-        """Return this rank's piece of a matrix: all rows and columns that it holds."""
+        """Return the view of this rank's piece of a matrix in `parts`."""
         stack = stacked(parts[piece.parameter])
         return stack[piece.matrix - self.starts[piece.parameter]]
 
 
 def round_of_rows(matrices: Round, numbers: int) -> Round:
-    """Return a round of the same matrices and owners, of which each row has `numbers` numbers.
+    """Return a round with the same matrices and owners, but with `numbers` numbers per row.
 
-    Ranks that hold columns of the same rows hold the same numbers.
+    Ranks that hold different columns of the same rows hold equal numbers.
     """
     layouts = [
         ShardLayout(
@@ -189,9 +191,9 @@ def exchange(
     like: Tensor,
     group: dist.ProcessGroup | None,
 ) -> Iterable[tuple[MatrixPiece, Tensor]]:
-    """Send pieces to all ranks of a group, and yield those that come from them. Collective.
+    """Send pieces to all ranks of a group, and return the received pieces. Collective.
 
-    outgoing: the numbers of `sent`. like: of the number format, on the device.
+    outgoing: tensors of the pieces in `sent`. like: a tensor with number format and device.
     """
     sizes_out, sizes_in = (
         [sum(numbers_of(piece.shape) for piece in pieces) for pieces in lists]
@@ -209,10 +211,10 @@ def exchange(
 
 
 def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = None) -> list[Round]:
-    """Deal the matrices of parameters over the ranks of a group, the largest first. Collective.
+    """Distribute the matrices of parameters over the ranks of a group, in rounds. Collective.
 
-    parameters: [rows, columns] or stacks [matrices, rows, columns], the same on every rank of the
-    group.
+    Largest matrices first. parameters: [rows, columns] or stacks [matrices, rows, columns], the
+    same on every rank of the group.
     """
     layouts = layouts_of(parameters, group)
     ranks = len(layouts[0].parts)
@@ -227,9 +229,9 @@ def deal(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None = N
 
 
 def rounds_of(shapes: Sequence[tuple[int, int, int]], ranks: int) -> list[list[int]]:
-    """Return which parameters are computed with at the same time, the largest matrices first.
+    """Return the indices of the parameters of each round, largest matrices first.
 
-    shapes: matrices, rows and columns of each.
+    shapes: (matrices, rows, columns) of each parameter.
     """
     order = sorted(range(len(shapes)), key=lambda i: shapes[i][1:], reverse=True)
     order.sort(key=lambda i: work(shapes[i]), reverse=True)
@@ -247,9 +249,9 @@ def rounds_of(shapes: Sequence[tuple[int, int, int]], ranks: int) -> list[list[i
 
 
 def layouts_of(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[ShardLayout]:
-    """Return which rank holds what of each parameter. Collective.
+    """Return the layout of each parameter. Collective.
 
-    Parameters that are placed alike are asked about once.
+    Parameters of the same shape and placements are gathered once.
     """
     kinds = [(tuple(p.shape), str(getattr(p, "placements", ""))) for p in parameters]
     own = {kind: part_of(p) for kind, p in zip(kinds, parameters, strict=True)}
@@ -268,33 +270,33 @@ def part_of(parameter: Tensor) -> Part:
 
 
 def stack_shape(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return matrices, rows and columns of a parameter."""
+    """Return (matrices, rows, columns) of a parameter."""
     matrices, rows, columns = shape if len(shape) == 3 else (1, *shape)
     return matrices, rows, columns
 
 
 def stacked(part: Tensor) -> Tensor:
-    """Return a part of a parameter as matrices: [matrices, rows, columns]."""
+    """Return a part of a parameter as a stack: [matrices, rows, columns]."""
     return part if part.ndim == 3 else part[None]
 
 
 def place(whole: Tensor, piece: MatrixPiece) -> Tensor:
-    """Return a piece's place in the whole matrix."""
+    """Return the view of a piece in the complete matrix."""
     return whole[slice(*piece.rows), slice(*piece.columns)]
 
 
 def work(shape: tuple[int, int, int]) -> int:
-    """Return what Newton-Schulz costs a matrix, up to a factor."""
+    """Return the cost of Newton-Schulz for one matrix, up to a factor."""
     _, rows, columns = shape
     few = min(rows, columns)
     return few * few * (2 * max(rows, columns) + few)
 
 
 def length(piece: Range) -> int:
-    """Return how many numbers a range has."""
+    """Return the length of a range."""
     return max(0, piece[1] - piece[0])
 
 
 def numbers_of(shape: tuple[int, int]) -> int:
-    """Return how many numbers a matrix has."""
+    """Return the number of elements of a matrix."""
     return shape[0] * shape[1]

@@ -1,7 +1,7 @@
 """Stochastic rounding from float32 to bfloat16.
 
-The random bits are a function of where a number stands, not of a generator's state: neither ranks,
-nor layouts, nor restarts change them.
+The random bits are a function of a number's position, not of a generator's state, so that they do
+not depend on ranks, sharding or restarts.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ GOLDEN = 0x9E3779B1 - 2**32
 
 
 def key_of(seed: int, name: str) -> tuple[int, int]:
-    """Return two int32 that stand for a seed and the name of a parameter."""
+    """Return two int32 derived from a seed and the name of a parameter."""
     digest = hashlib.blake2b(f"{seed}/rounding/{name}".encode(), digest_size=8).digest()
     return struct.unpack("<ii", digest)
 
@@ -26,13 +26,13 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
 def element_numbers(
     part: tuple[slice, ...], shape: torch.Size, start: int, count: int, device: torch.device
 ) -> Tensor:
-    """Return the numbers of elements in the whole parameter, modulo 2³²: [count] int32.
+    """Return the flat indices of elements in the complete parameter, modulo 2³²: [count] int32.
 
-    part: the slice of the parameter of `shape` that this rank holds; start, count: which elements
-    of the part. Both the part and the whole are counted row by row.
+    part: slices of the parameter of `shape` that this rank holds; start, count: first element in
+    the part and number of elements. Elements are counted row by row in both.
     """
     sizes = [piece.stop - piece.start for piece in part]
-    if sizes[1:] == list(shape[1:]):  # whole rows follow each other in the whole too
+    if sizes[1:] == list(shape[1:]):  # complete rows are contiguous in the parameter, too
         first = part[0].start * shape[1:].numel() + start
         numbers = torch.arange(count, dtype=torch.int32, device=device)
         return numbers.add_((first + 2**31) % 2**32 - 2**31)
@@ -49,11 +49,11 @@ def element_numbers(
 def random_bits(key: tuple[int, int], step: Tensor, numbers: Tensor) -> Tensor:
     """Return 32 random bits for each element of a parameter in one optimizer step: [n] int32.
 
-    key: of the parameter; step: scalar on the device, so that the host need not wait for it;
-    numbers: [n] int32 of `element_numbers`, overwritten. The same bits on any device.
+    key: key of the parameter; step: scalar on the device, to avoid synchronisation; numbers: [n]
+    int32 from `element_numbers`, overwritten. The bits are the same on any device.
     """
     bits = numbers
-    bits += key[0]  # beyond 2³² elements the sequence begins again
+    bits += key[0]  # the sequence repeats after 2³² elements
     bits ^= (bits >> 16) & 0xFFFF
     bits *= FIRST
     bits += step.to(torch.int32) * GOLDEN + key[1]
@@ -64,10 +64,11 @@ def random_bits(key: tuple[int, int], step: Tensor, numbers: Tensor) -> Tensor:
 
 
 def round_to_bfloat16(numbers: Tensor, bits: Tensor) -> Tensor:
-    """Round [n] float32 to bfloat16, up or down with the probability that keeps the mean.
+    """Round [n] float32 to bfloat16 stochastically, so that the expected value is unchanged.
 
-    The low 16 of `bits` [n] int32 decide; both are overwritten. The probability of leaving zero is
-    the fraction that 16 bits hold of the step to the next number (Gupta et al. 2015).
+    Adds the low 16 of `bits` [n] int32 and truncates (Gupta et al. 2015): the probability of
+    rounding away from zero is the distance to the truncated number, as a share of the step between
+    bfloat16 numbers. Both arguments are overwritten.
     """
     pattern = numbers.view(torch.int32)
     pattern += bits.bitwise_and_(0xFFFF)

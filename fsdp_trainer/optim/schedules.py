@@ -1,4 +1,4 @@
-"""Learning rate as a function of the step: no state, nothing to save."""
+"""Learning rate as a function of the step, without state to save."""
 
 import math
 
@@ -6,10 +6,10 @@ from fsdp_trainer.config.schema import Batch, Optim, Schedule
 
 
 def peak_learning_rate(optim: Optim, batch: Batch) -> float:
-    """Return optim.lr, scaled with the tokens of a step if optim.lr_scaling asks for it.
+    """Return optim.lr, scaled with the tokens of a step according to optim.lr_scaling.
 
-    By their root, since Adam divides by the gradient's root mean square (Malladi et al. 2022), or
-    linearly (Goyal et al. 2017).
+    Scaled by their square root, since Adam divides by the gradient's root mean square (Malladi et
+    al. 2022), or linearly (Goyal et al. 2017).
     """
     if optim.lr_scaling is None or optim.lr_batch_tokens is None:
         return optim.lr
@@ -21,9 +21,9 @@ def learning_rate(cfg: Schedule, peak: float, step: int, steps: int) -> float:
     """Return the learning rate of optimizer step `step` (1 is the first) out of `steps`.
 
     It rises linearly over the warm-up steps and reaches the peak at the last of them. Then it
-    follows the shape from the peak towards min_ratio × peak, which it would reach one step after
-    the last: no step is spent on a rate of 0. wsd: warm-up, stable, then a linear decay over the
-    last decay_share (Hu et al. 2024).
+    follows the schedule's shape from the peak towards min_ratio × peak, which it would reach one
+    step after the last, so that no step has a rate of 0. wsd: warm-up, stable, then a linear decay
+    over the last decay_share of the steps after warm-up (Hu et al. 2024).
     """
     if step <= cfg.warmup_steps:
         return peak * step / cfg.warmup_steps

@@ -62,8 +62,10 @@ class Http(Reward):
 
 
 def read_scores(content: bytes, count: int) -> list[float]:
-    """Return the scores in a server's response. Raises RequestFailed unless they are `count`
-    numbers."""
+    """Return the scores in a server's response.
+
+    Raises RequestFailed unless they are `count` numbers.
+    """
     try:
         value: Any = json.loads(content)
     except ValueError:

@@ -82,10 +82,10 @@ class Assembler:
         return math.ceil((plan.stop - plan.start) / (self.micro_rows * self.ranks))
 
     def suspects_event(self, ranks: list[int], samples: list[str]) -> dict[str, Any]:
-        """Return the fields of an event about a bad step: at most MAX_SUSPECTS ranks and samples,
-        and the number of further samples.
+        """Return the fields of an event that name the suspects of a bad step.
 
-        ranks: suspected positions, numbered like `rank`; the event has global ranks.
+        They are at most MAX_SUSPECTS ranks and samples, and the number of further samples. ranks:
+        numbered like `rank`; the event has global ranks.
         """
         size = self.ranks * self.same_rows  # ranks of a stage
         readers = [
@@ -203,8 +203,7 @@ class Batches(Assembler):
             yield self.assemble(self.order.read_rows(rows[rows >= 0]))
 
     def assign_rows_to_ranks(self, plan: StepPlan) -> np.ndarray:
-        """Return the rows of a step by micro-batch and rank, [micro-batches, ranks, micro_rows]
-        int64; -1: no row.
+        """Return [micro-batches, ranks, micro_rows] int64, the row in each slot; -1: none.
 
         Ranks wait for each other in every micro-batch, so all should take equally long. Rows with
         about the same attention cost go into the same micro-batch, the costliest first, and are
@@ -290,8 +289,10 @@ def row_ranges(
 
 
 def count_steps(rows: int, last_row: int, start: int, skipped: Sequence[Sequence[int]]) -> int:
-    """Return the number of ranges that `row_ranges` yields, without iterating over those after the
-    last skipped range."""
+    """Return the number of ranges that `row_ranges` yields.
+
+    Ranges after the last skipped range are counted without iterating over them.
+    """
     whole_from = max([start, *(min(stop, last_row) for _, stop in skipped)])
     steps = sum(1 for _ in row_ranges(rows, whole_from, start, skipped))
     return steps + max(0, math.ceil((last_row - whole_from) / rows))

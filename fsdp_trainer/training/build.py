@@ -389,8 +389,7 @@ def build_step(
 
 
 def figures_of(cfg: ObjectiveChoice, dims: Dims) -> AnswerFigures | None:
-    """Return the metrics of an objective's compared answers or of its teacher; None: no such
-    metrics."""
+    """Return the metrics of an objective's compared answers or of its teacher, if it has any."""
     if cfg.name == DISTIL:
         return TeacherFigures()
     if cfg.name in UNPAIRED:
@@ -421,10 +420,10 @@ def answer_maker(
     device: torch.device,
     run: Path,
 ) -> AnswerMaker | None:
-    """Return the object that answers prompts and scores the answers; None if the objective has no
-    prompts.
+    """Return the object that answers prompts and scores the answers.
 
-    Collective. Raises UserError for a server that cannot be used.
+    None if the objective has no prompts. Collective. Raises UserError for a server that cannot be
+    used.
     """
     if cfg.objective.name not in PROMPTED:
         return None
@@ -502,11 +501,11 @@ def build_frozen_model(
 def check_room(
     cfg: TrainConfig, init_from: Path | None, world: World, frozen_model: Path | None = None
 ) -> None:
-    """Raise UserError for a layout that does not fit the number of ranks, number formats that the
-    device lacks, or a model that cannot fit in memory.
+    """Check that the ranks can train this model. Called before data or weights are read.
 
-    frozen_model: the folder of a teacher or reference, if there is one. Called before data or
-    weights are read.
+    Raises UserError for a layout that does not fit the number of ranks, number formats that the
+    device lacks, or a model that cannot fit in memory. frozen_model: the folder of a teacher or
+    reference, if there is one.
     """
     if problem := layout_problem(cfg.sharding, world.size):
         raise UserError("the mesh does not divide", [problem])

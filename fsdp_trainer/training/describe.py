@@ -191,8 +191,10 @@ def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[s
 
 
 def step_arithmetic(cfg: TrainConfig, dims: Dims) -> list[str]:
-    """Return a line on how a step's rows are divided, and one on the learning rate if it depends
-    on the step's tokens."""
+    """Return a line on how a step's rows are divided.
+
+    A second line shows the learning rate if it depends on the step's tokens.
+    """
     batch, optim = cfg.batch, cfg.optim
     readers = f"{dims.batch_ranks} {'ranks' if dims.same_rows == 1 else 'groups'}"
     slots = batch.micro_rows * dims.batch_ranks

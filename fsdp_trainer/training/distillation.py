@@ -1,5 +1,4 @@
-"""Distillation: the loss of a student trained on the data and on a teacher's probabilities (Hinton
-et al. 2015)."""
+"""The loss of a student trained on data and on a teacher's probabilities (Hinton et al. 2015)."""
 
 from dataclasses import dataclass
 

@@ -206,9 +206,10 @@ class ExpertLoad:
         return result.auxiliary[LOAD].flatten()
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the largest load relative to an even load, the entropy of the load relative to the
-        largest possible one, averaged over blocks, and the number of experts without a token.
+        """Return figures of the load.
 
+        They are the largest load relative to an even load, the entropy of the load relative to the
+        largest possible one, averaged over blocks, and the number of experts without a token.
         At steps 1 to 99, 100, 110, … 990, 1000, 1100 and so on, add the load of every expert.
         """
         self.steps += 1

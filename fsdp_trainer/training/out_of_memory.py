@@ -189,8 +189,10 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
 
 
 def override_for_training(override: str) -> str:
-    """Return an override of `plan` in the form for `train`: the number of ranks as words, since
-    there the launcher sets it."""
+    """Return an override of `plan` in the form for `train`.
+
+    The number of ranks is written in words, since for `train` the launcher sets it.
+    """
     words = [word for word in override.split() if not word.startswith("plan.")]
     ranks = re.search(r"plan\.world_size=(\S+)", override)
     return " ".join([*words, f"on {ranks[1]} ranks"] if ranks else words)

@@ -97,11 +97,10 @@ class PipelineForwardBackward(ForwardBackward):
     def compute_apart(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Compute the micro-batch, with others of weight 0 to fill the schedule. See
-        ForwardBackward.
+        """See ForwardBackward.
 
-        Each rank returns the gradients of its own stages' parameters, and no gradient of the
-        embedding's output.
+        Other micro-batches, of weight 0, fill the schedule. Each rank returns the gradients of its
+        own stages' parameters, and no gradient of the embedding's output.
         """
         share = batch.token_share
         others = replace(

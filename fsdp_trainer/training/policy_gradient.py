@@ -1,5 +1,8 @@
-"""The policy gradient objective: each token of a sampled answer is weighted by its probability
-ratio and by the advantage of its answer over the other answers to the same prompt."""
+"""The policy gradient objective for sampled answers.
+
+It uses the probability of each token, and the advantage of its answer over the other answers to the
+same prompt.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,8 +65,10 @@ class PolicyGradient:
         return change.exp().clamp(max=self.cfg.importance_cap)
 
     def importance(self, scores: Scores, tokens: slice) -> Tensor:
-        """Return truncated importance weights, which correct for the sampler's other numerics (Yao
-        et al. 2025)."""
+        """Return truncated importance weights of tokens (Yao et al. 2025).
+
+        They correct for the other numerics of the sampler.
+        """
         difference = scores.log_probability.detach() - self.columns[SAMPLED][tokens]
         return difference.exp().clamp(max=self.cfg.importance_cap)
 

@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_trainer.web import RequestFailed, first_line, retried, send
 
 RETRIES = 5
-"""How often a request is repeated that failed for a temporary reason: half a minute in all."""
+"""Maximum number of retries after a temporary failure of a request: half a minute in all."""
 TIMEOUT = 600.0  # seconds; a request may generate a long answer and wait for others
 KEY = "VLLM_API_KEY"
 """Environment variable with the server's API key, the same as vLLM's own."""

@@ -113,8 +113,10 @@ def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
 
 
 def dpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return DPO's loss (Rafailov et al. 2023, eq. 7); with label_smoothing, the conservative form
-    of Mitchell 2023."""
+    """Return DPO's loss (Rafailov et al. 2023, eq. 7).
+
+    With label_smoothing it is the conservative form of Mitchell 2023.
+    """
     gain = advantage(pairs.policy - pairs.reference)
     return preferred(cfg.beta * gain, cfg.label_smoothing)
 
@@ -185,7 +187,7 @@ LOSSES: dict[str, tuple[Formula, Formula]] = {
     "orpo": (orpo, mean_alone),
     "reward": (bradley_terry, score),
 }
-"""For each objective: its loss, [pairs], and the implicit reward of each answer, [pairs, 2]."""
+"""The loss of each objective, [pairs], and the implicit reward of each answer, [pairs, 2]."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,11 @@ class Prefetcher:
         device: torch.device,
         counted: type = object,
     ):
-        """depth: number of items to prefetch; 0: none, without a thread. counted: type of the items
-        that count towards `depth`."""
+        """Start the thread.
+
+        depth: number of items to prefetch; 0: none, without a thread. counted: type of the items
+        that count towards `depth`.
+        """
         self._items, self._device, self._counted = items, device, counted
         self._closed = False
         self._room = threading.Semaphore(depth)

@@ -68,8 +68,10 @@ class Progress:
 
     @classmethod
     def for_data(cls, stored: dict[str, Any], data: str, validation: str | None) -> "Progress":
-        """Return the stored progress, without the parts that depend on data or a validation set
-        with another fingerprint."""
+        """Return the stored progress, without the parts that belong to other data.
+
+        data, validation: fingerprints of the current data and validation set.
+        """
         progress = cls.from_stored(stored)
         if stored["data"] != data:
             progress.streams = []

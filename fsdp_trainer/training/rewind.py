@@ -1,5 +1,7 @@
-"""Rewinding: resume from the checkpoint before a spike and skip the rows around it (PaLM; Chowdhery
-et al. 2022, §5.1)."""
+"""Rewinding: resume from the checkpoint before a spike and skip the rows around it.
+
+PaLM (Chowdhery et al. 2022), §5.1.
+"""
 
 import time
 from functools import partial

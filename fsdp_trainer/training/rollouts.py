@@ -1,5 +1,4 @@
-"""Prompts as a data source: the model answers them, rewards score the answers, and the step trains
-on both."""
+"""Prompts as a data source: the model answers them, and rewards score the answers."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

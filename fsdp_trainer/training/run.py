@@ -303,12 +303,12 @@ def pids_of_node(world: World) -> dict[int, int]:
 
 
 def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
-    """Return the number of attempts made before by this launch, and the last one's exit code if the
-    run must not continue; else None.
+    """Return the number of earlier attempts by this launch, and an exit code or None.
 
-    torchrun restarts after every exit code except 0, also after a clean stop: such a run stays
-    stopped. However, if a node has joined or left since, the ranks were stopped because of that
-    node, and the run continues.
+    The exit code is that of the last attempt if the run must not continue after it. torchrun
+    restarts after every exit code except 0, also after a clean stop: such a run stays stopped.
+    However, if a node has joined or left since, the ranks were stopped because of that node, and
+    the run continues.
     """
     before = RunLock.read(run)
     if not set(before.launchers) & set(launchers):
@@ -488,8 +488,7 @@ def describe_validation(
 
 
 def export_hf(trainer: Trainer, world: World) -> None:
-    """Export the finished run as a Hugging Face folder if checkpoint.export_hf is set, unless that
-    was done before."""
+    """Export the finished run to a Hugging Face folder (checkpoint.export_hf), if not yet done."""
     if not trainer.cfg.checkpoint.export_hf:
         return
     phases.enter("export")

@@ -72,8 +72,7 @@ class CheckpointManager:
         return -1
 
     def has(self, step: int, complete: bool) -> bool:
-        """Return True if there is a checkpoint of `step`. complete: require that no work is pending
-        in it."""
+        """Return True if there is a checkpoint of `step`; complete: one without pending work."""
         return self.newest == step and (self.complete or not complete)
 
     def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int:

@@ -42,8 +42,11 @@ class ServerSampler:
         context: int,
         asks: bool = True,
     ):
-        """context: maximum number of tokens that the model can read. asks: False for a rank whose
-        requests are the same as those of another rank, which sends them."""
+        """Set up without sending weights or requests.
+
+        context: maximum number of tokens that the model can read. asks: False for a rank whose
+        requests are the same as those of another rank, which sends them.
+        """
         self.cfg, self.server, self.weights = cfg, server, weights
         self.stop_ids, self.asks = sorted(stop_ids), asks
         self.context = min(context, served.context or context)

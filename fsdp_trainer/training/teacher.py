@@ -1,5 +1,7 @@
-"""A frozen second model in memory, sharded over the ranks that train: a teacher, which is most of
-this file, or a reference (reference_model.py)."""
+"""A frozen second model in memory, sharded over the ranks that train.
+
+It is a teacher, which is most of this file, or a reference (reference_model.py).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +43,7 @@ class FrozenModel:
     """
 
     name: ClassVar[str]
-    """Its name in messages, and the key of its digest in a checkpoint's state."""
+    """Name in messages, and key of the model's digest in a checkpoint's state."""
     advice: ClassVar[str]
     """Advice for the user if it is not the model that was used before."""
 
@@ -232,8 +234,7 @@ def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
 def with_teacher(
     student: ModelConfig, source: Path | None, ranks: int
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return student and teacher, with vocabularies padded so that `ranks` ranks divide them
-    equally.
+    """Return student and teacher, with vocabularies padded to be divided equally by `ranks` ranks.
 
     source: folder of the teacher; None: it has the student's architecture. Raises UserError for an
     architecture that is not supported.
@@ -271,8 +272,10 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
 def _other_methods(
     cfg: TrainConfig, what: str, student: ModelConfig, teacher: ModelConfig
 ) -> Iterator[Problem]:
-    """Yield a problem if the models divide rows by different methods: the rows are laid out for
-    one."""
+    """Yield a problem if the models would divide rows by different methods.
+
+    The rows are laid out for one method only.
+    """
     shares = cfg.sharding.tensor
     methods = [
         context_method(cfg, replace(one, num_attention_heads=one.num_attention_heads // shares))

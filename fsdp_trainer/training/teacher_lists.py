@@ -95,8 +95,10 @@ class ListedTeacher:
         yield replace(batch, soft=soft)
 
     def _column(self, batch: MicroBatch, name: str) -> Tensor:
-        """Return a column at the targets; zeros for a batch without rows, whose targets have no
-        weight."""
+        """Return a column at the targets.
+
+        For a batch without rows the column is zeros, since its targets have no weight.
+        """
         columns = batch.columns or {}
         if name in columns:
             return columns[name]
@@ -332,11 +334,10 @@ def learnt_tokens(order: RowOrder) -> int:
 def digest_for_lists(
     cfg: TrainConfig, source: Path | None, progress: Callable[[str], None]
 ) -> str | None:
-    """Return a digest of the files with a teacher's weights, independent of their folder; None if
-    the run stores no lists of a teacher.
+    """Return a digest of the files with a teacher's weights, independent of their folder.
 
-    Digests of unchanged files are kept in the cache of tokenised data. progress: shows a line of
-    progress, called repeatedly.
+    None if the run stores no lists of a teacher. Digests of unchanged files are kept in the cache
+    of tokenised data. progress: shows a line of progress, called repeatedly.
     """
     if source is None or not lists_teacher(cfg):
         return None
@@ -348,8 +349,10 @@ def digest_for_lists(
 
 
 def files_of(source: Path) -> list[Path]:
-    """Return the files that determine a model's weights; for a checkpoint only its manifest, which
-    has checksums of all its other files."""
+    """Return the files that determine a model's weights.
+
+    For a checkpoint that is only its manifest, which has checksums of all its other files.
+    """
     checkpoint = find_checkpoint(source)
     if checkpoint:
         return [checkpoint / MANIFEST]

@@ -167,8 +167,11 @@ class Trainer:
         return StepResult(lr, sums, worst, grad_norm, verdict, used)
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
-        """Yield the step's micro-batches. At steps that train.check_every selects, compute the
-        first one twice before yielding it, and compare the results."""
+        """Yield the step's micro-batches.
+
+        At steps that train.check_every selects, compute the first one twice before yielding it, and
+        compare the results.
+        """
         is_checked = self.corruption.is_due(step.plan.step)
         for batch in step:
             if is_checked:
@@ -268,8 +271,7 @@ class Trainer:
             self.stop_if_agreed()
 
     def is_due(self, every: int | None) -> bool:
-        """Return True if work with the interval `every` is due now; after the last step it always
-        is."""
+        """Return True after each multiple of `every` steps, and always after the last step."""
         step = self.progress.step
         return step == self.total_steps or (every is not None and step % every == 0)
 
@@ -294,8 +296,10 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> None:
-        """Compute the mean loss over exactly the validation set, with any number of ranks, and
-        record it."""
+        """Compute and record the mean loss over exactly the validation set.
+
+        The result is the same for any number of ranks.
+        """
         validation = self.validation
         assert validation
         figures = self.forward_backward.pair_figures

@@ -106,8 +106,10 @@ class UnpairedForwardBackward(PairForwardBackward):
         return UnpairedObjective(batch, self.choice, baseline, count, self.dims)
 
     def _take_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
-        """Set the baseline to the mean gain, at least 0, of all ranks' mismatched answers in these
-        micro-batches. Collective."""
+        """Set the baseline from these micro-batches. Collective.
+
+        It is the mean gain, at least 0, of all ranks' mismatched answers.
+        """
         sums = batches[0].weights.new_zeros(2, dtype=torch.float64)
         for batch, one in zip(batches, scores, strict=True):
             sums += counted_once(mismatched_gains(one.log_probability, batch, self.dims), self.dims)
@@ -116,8 +118,7 @@ class UnpairedForwardBackward(PairForwardBackward):
 
 
 class UnpairedFigures:
-    """The mean rewards, log-probabilities and lengths of a step's good and bad answers, and the
-    baseline.
+    """The baseline, and mean rewards, log-probabilities and lengths of good and bad answers.
 
     Sums: the number, the reward, the log-probability and the number of tokens, each for good and
     for bad answers; then Σ log(policy / reference) of mismatched answers, and their number.
@@ -147,8 +148,10 @@ class UnpairedFigures:
         return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return the means, such as reward_good, of each kind of answer that occurs; the margin
-        if both do."""
+        """Return the means, such as reward_good, of each kind of answer that occurs.
+
+        The margin is only returned if both kinds occur.
+        """
         *totals, gain, others = sums
         counts, totals = totals[: len(VERDICTS)], totals[len(VERDICTS) :]
         figures: dict[str, Any] = {"baseline": max(0.0, gain / others) if others else 0.0}

@@ -77,11 +77,11 @@ def share_compile_threads() -> None:
 
 
 def import_run_rank() -> Callable[[TrainConfig, NewFolders], int]:
-    """Import and return training.run.run_rank. A process that only starts ranks does not call this,
-    since the import includes torch.
+    """Import and return training.run.run_rank.
 
-    The import creates 300,000 objects that live for ever. Searching them for garbage during the
-    import would take a tenth of the start, so the collector is off, and they are frozen afterwards.
+    A process that only starts ranks does not call this, since it imports torch. The import creates
+    300,000 objects that live for ever. Searching them for garbage during the import would take a
+    tenth of the start, so the collector is off, and they are frozen afterwards.
     """
     is_first = "fsdp_trainer.training.run" not in sys.modules
     was_enabled = gc.isenabled()

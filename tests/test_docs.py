@@ -114,12 +114,19 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path):
-    shutil.copytree(REPO / "docs", tmp_path / "docs")
-    shutil.copy(REPO / "mkdocs.yml", tmp_path)
-    with (tmp_path / "docs/tour.md").open("a") as page:
-        page.write("[no page](missing.md) [no heading](plan.md#missing)\n")
-    built = build(tmp_path, tmp_path / "site")
-    assert built.returncode == 1
+    """Of two small pages, built as ours are."""
+    settings, _, _ = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")
+    (tmp_path / "mkdocs.yml").write_text(f"{settings}\nnav: [index.md, plan.md]\n")
+    (tmp_path / "docs").mkdir()
+    shutil.copy(REPO / "docs/hooks.py", tmp_path / "docs")
+    (tmp_path / "docs/plan.md").write_text("# A plan\n\n[ours](index.md)\n")
+    for links, codes in (
+        ("[a page](plan.md) [a heading](plan.md#a-plan)", 0),
+        ("[no page](missing.md) [no heading](plan.md#missing)", 1),
+    ):
+        (tmp_path / "docs/index.md").write_text(f"# Start\n\n{links}\n")
+        built = build(tmp_path, tmp_path / "site")
+        assert built.returncode == codes, built.stderr
     assert "missing.md" in built.stderr
     assert "#missing" in built.stderr
 

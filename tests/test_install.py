@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_trainer import quickstart
+from fsdp_trainer.cli import main
+
 REPO = Path(__file__).parents[1]
 
 
@@ -82,25 +85,19 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_and_asks_before_and_after(tmp_path):
-    command = [sys.executable, "-m", "fsdp_trainer", "quickstart", "steps=2", "questions=2"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "before training: 0 of 2" in done.stdout
-    assert "after training:" in done.stdout
-    assert "What to type next" in done.stdout
-    again = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(REPO)},
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0
-    assert "already finished" in again.stdout
+def test_the_quickstart_trains_and_asks_before_and_after(world, monkeypatch, tmp_path, capsys):
+    def start_ranks(cfg, words):
+        """As the launcher does, but for the processes."""
+        assert cfg.launch.nproc_per_node == 2
+        print(world.command("train", *words, ranks=2)[0].out)
+        return 0
+
+    monkeypatch.setattr(quickstart, "start_ranks", start_ranks)
+    command = ["quickstart", f"root={tmp_path}", "steps=2", "questions=2"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "before training: 0 of 2" in said
+    assert "after training:" in said
+    assert "What to type next" in said
+    assert main(command) == 0
+    assert "already finished" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from benchmarks.harness import (
     arguments,
     finish,
     in_turn,
+    inverse,
     rank_memory,
     ratio,
     run_ranks,
@@ -91,9 +92,9 @@ def main() -> None:
             }
     compared = {}
     for way in ROWS:
-        ratios = {what: result[way][what]["ratio"]["median"] for what in FIGURES}
+        ratios = {what: result[way][what]["ratio"] for what in FIGURES}
         compared[f"{way}: speed"] = ratios["tokens_per_second"]
-        compared[f"{way}: memory saved"] = 1 / ratios["memory_mib"]
+        compared[f"{way}: memory saved"] = inverse(ratios["memory_mib"])
     finish("adapters", result, compared, given.check, ("transformers", "accelerate", "peft"))
 
 

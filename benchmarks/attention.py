@@ -167,7 +167,7 @@ def main() -> None:
         "head_dim": config.head_dim,
     }
     compared = {
-        f"{case}: {name}": told["median"]
+        f"{case}: {name}": told
         for case, result in found.items()
         for name, told in result["ratios"].items()
         if "documents" in name and cases[case][1] <= MOST_COMPARED

@@ -442,7 +442,7 @@ def main() -> None:
                 "tokens": both[0]["tokens"], "tokens a second and core": {way: spread(rate) for way, rate in rates.items()}, "ratio": faster,
                 "seconds": {way: spread([run["seconds"] for run in every]) for way, every in runs.items()},
             }  # fmt: skip
-            compared[f"{what}: speed"] = faster["median"]
+            compared[f"{what}: speed"] = faster
         packs = [in_a_process("pack") for _ in range(options.repeat)]
         result["pack 10,000,000"] = {
             figure: spread([run[figure] for run in packs]) for figure in packs[0]

@@ -46,7 +46,7 @@ def main() -> None:
             other = [TOKENS / each for each in measured[peer]]
             speedup = ratio(mine, other)
             result[name][peer] = {"tokens_per_second": spread(other), "ratio": speedup}
-            compared[f"{name}: speed beside {peer}"] = speedup["median"]
+            compared[f"{name}: speed beside {peer}"] = speedup
     finish("experts", result, compared, given.check, ("transformers",))
 
 

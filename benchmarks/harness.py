@@ -3,9 +3,10 @@
     python -m benchmarks.NAME [--repeat N] [--check]
 
 A result is stored in benchmarks/results/MACHINE/NAME.json, with the machine and the versions. With
---check the stored result is not replaced but compared with: the exit code is 1 if a figure is more
-than 10% worse. Compared figures are ratios of two ways measured in turn, because ratios are stable
-when a shared machine's speed drifts and seconds are not.
+--check the stored result is not replaced but compared with: the exit code is 1 if even the best
+round of a figure is more than 10% worse than the stored median. Compared figures are ratios of two
+ways measured in turn, because ratios are stable when a shared machine's speed drifts and seconds
+are not.
 """
 
 import argparse
@@ -64,6 +65,15 @@ def spread(values: list[float]) -> dict[str, float]:
 def ratio(one: list[float], other: list[float]) -> dict[str, float]:
     """Return the spread of one / other, round by round."""
     return spread([a / b for a, b in zip(one, other, strict=True)])
+
+
+def inverse(spread: dict[str, float]) -> dict[str, float]:
+    """Return the spread of 1 / value."""
+    return {
+        "minimum": 1 / spread["maximum"],
+        "median": 1 / spread["median"],
+        "maximum": 1 / spread["minimum"],
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -149,13 +159,14 @@ def result_path(name: str) -> Path:
 def finish(
     name: str,
     result: dict[str, Any],
-    compared: dict[str, float],
+    compared: dict[str, float | dict[str, float]],
     check: bool,
     packages: tuple[str, ...] = (),
 ) -> None:
     """Print a result, and store it or, with `check`, compare it with the stored one and exit.
 
-    result: measurements, JSON. compared: figures by name, of which larger is better.
+    result: measurements, JSON. compared: figures by name, of which larger is better; each a number
+    or its spread over the rounds, of which the median is stored.
     """
     about, path = machine(), result_path(name)
     written = {
@@ -163,7 +174,7 @@ def finish(
         "machine": about,
         "versions": versions(*packages),
         **result,
-        "compared": compared,
+        "compared": {figure: of_rounds(value, "median") for figure, value in compared.items()},
     }
     print(json.dumps(written, indent=1))
     if not check:
@@ -172,12 +183,26 @@ def finish(
         return
     if not path.exists():
         sys.exit(f"{name}: there is no stored result of this kind of machine, {path}")
-    stored = json.loads(path.read_text())["compared"]
-    worse = {
-        figure: (stored[figure], now)
-        for figure, now in compared.items()
-        if figure in stored and now < stored[figure] * (1 - WORSE)
-    }
-    for figure, (then, now) in worse.items():
-        print(f"{name}: {figure} was {then:.3g}, is {now:.3g}", file=sys.stderr)
+    before = json.loads(path.read_text())
+    processor = before["machine"].get("processor")
+    if processor != about.get("processor"):
+        print(f"{name}: the stored result is of another processor, {processor}", file=sys.stderr)
+    stored = before["compared"]
+    best = {figure: of_rounds(value, "maximum") for figure, value in compared.items()}
+    worse = [
+        figure
+        for figure, value in best.items()
+        if figure in stored and value < stored[figure] * (1 - WORSE)
+    ]
+    for figure in worse:
+        now = of_rounds(compared[figure], "median")
+        print(
+            f"{name}: {figure} was {stored[figure]:.3g}, is {now:.3g}, {best[figure]:.3g} at best",
+            file=sys.stderr,
+        )
     sys.exit(1 if worse else 0)
+
+
+def of_rounds(value: float | dict[str, float], name: str) -> float:
+    """Return the minimum, median or maximum of a figure; a number without rounds is its own."""
+    return value[name] if isinstance(value, dict) else value

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, run_ranks, spread
+from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, run_ranks, spread
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.huggingface import import_weights
 from fsdp_trainer.config.compose import compose
@@ -250,8 +250,8 @@ def measure_import(
                 "largest_slice": round(4 * config.vocab_size * config.hidden_size / ranks / MIB),
             },
         }
-        compared[f"read once/import on {ranks}"] = 1 / times["median"]
-        compared[f"read once/import again on {ranks}"] = 1 / again["median"]
+        compared[f"read once/import on {ranks}"] = inverse(times)
+        compared[f"read once/import again on {ranks}"] = inverse(again)
     return result, compared
 
 
@@ -287,7 +287,7 @@ def measure_export(place: Path, repeat: int) -> tuple[dict[str, Any], dict[str, 
                 "export/write once": times,
                 "memory_mib": memory,
             }
-            compared[f"write once/export of {ranks} as {dtype}"] = 1 / times["median"]
+            compared[f"write once/export of {ranks} as {dtype}"] = inverse(times)
         shutil.rmtree(checkpoint)
     return result, compared
 

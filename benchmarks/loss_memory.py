@@ -235,7 +235,7 @@ def main() -> None:
         measured[name] = case
         if often:
             compared |= {
-                f"{name}: {figure} whole / ours": case["whole"][f"{figure} / ours"]["median"]
+                f"{name}: {figure} whole / ours": case["whole"][f"{figure} / ours"]
                 for figure in ("mib", "seconds")
             }
     twice = {

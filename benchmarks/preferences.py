@@ -46,7 +46,7 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, rank_memory, spread
+from benchmarks.harness import arguments, finish, inverse, rank_memory, spread
 
 PAIRS, STEP = 16, 8
 """Number of pairs in all, and in a step on each rank."""
@@ -95,10 +95,10 @@ def main() -> None:
             },
         }
         for way in ways[1:]:
-            faster = figures["pairs_per_second"]["ratio"][way]["median"]
-            less = figures["memory_mib"]["ratio"][way]["median"]
+            faster = figures["pairs_per_second"]["ratio"][way]
+            less = figures["memory_mib"]["ratio"][way]
             compared[f"{ranks} ranks, {way}: speed"] = faster
-            compared[f"{ranks} ranks, {way}: memory saved"] = 1 / less
+            compared[f"{ranks} ranks, {way}: memory saved"] = inverse(less)
     if given.small:
         return print(json.dumps(result, indent=1))
     finish("preferences", result, compared, given.check, PACKAGES)

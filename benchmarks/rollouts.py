@@ -43,7 +43,7 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, rank_memory
+from benchmarks.harness import arguments, finish, inverse, rank_memory
 
 PROMPTS, SAMPLES, NEW = 2, 8, 64
 """Number of prompts in a step, of answers to each, and of tokens in an answer."""
@@ -84,10 +84,10 @@ def main() -> None:
         }
         for way in ways[1:]:
             name = f"{ranks} ranks, {way}"
-            compared[f"{name}: speed"] = figures["steps_per_second"]["ratio"][way]["median"]
+            compared[f"{name}: speed"] = figures["steps_per_second"]["ratio"][way]
             for part in SECONDS:
-                compared[f"{name}: {part} saved"] = 1 / figures[part]["ratio"][way]["median"]
-            compared[f"{name}: memory saved"] = 1 / figures["memory_mib"]["ratio"][way]["median"]
+                compared[f"{name}: {part} saved"] = inverse(figures[part]["ratio"][way])
+            compared[f"{name}: memory saved"] = inverse(figures["memory_mib"]["ratio"][way])
     if given.small:
         return print(json.dumps(result, indent=1))
     finish("rollouts", result, compared, given.check, PACKAGES)

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fsdp_trainer
-from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, spread
 from fsdp_trainer.data.tokenizer import load_tokenizer
 
 RANKS = (1, 2)
@@ -219,7 +219,7 @@ def main() -> None:
                 "seconds": {name: spread(values) for name, values in seconds.items()},
                 "ours/transformers": times,
             }
-            compared[f"transformers/ours on {ranks}"] = 1 / times["ours"]["median"]
+            compared[f"transformers/ours on {ranks}"] = inverse(times["ours"])
     answers = {
         "--help": partial(answer, "--help"),
         "a mistake": partial(answer, "optim.learning_rate=1"),

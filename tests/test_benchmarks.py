@@ -21,7 +21,7 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    finish({"speed": 2.0, "memory": 3.0}, check=False)
+    finish({"speed": harness.spread([1.5, 2.0, 2.2]), "memory": 3.0}, check=False)
     stored = json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text())
     assert stored["compared"] == {"speed": 2.0, "memory": 3.0}
     assert stored["versions"]["torch"]
@@ -30,11 +30,15 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
         ({"speed": 1.85, "memory": 9.0}, 0),
         ({"speed": 1.75, "memory": 3.0}, 1),
         ({"memory": 2.5}, 1),
+        ({"speed": harness.spread([1.2, 1.5, 1.85])}, 0),
+        ({"speed": harness.spread([1.2, 1.5, 1.75])}, 1),
     ):
         with pytest.raises(SystemExit) as left:
             finish(compared, check=True)
         assert left.value.code == code
-    assert "some: memory was 3, is 2.5" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "some: memory was 3, is 2.5" in said
+    assert "some: speed was 2, is 1.5, 1.75 at best" in said
     assert json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text()) == stored
 
 

@@ -101,6 +101,7 @@ def best_fails_late(step, run):
         raise inject.no_space()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited_for(train):
     best = [
         "data.validation=0.1",
@@ -192,6 +193,7 @@ def test_a_save_that_is_still_on_its_way_is_waited_for_and_reported(train):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_its_way_is_committed_whatever_ends_the_run(train):
     fails = inject.together(SLOW_DISK, inject.failed(step=6))  # while that of step 3 is on its way
     run = train("run", *ASYNC, "train.steps=6", ranks=2, seam=fails, code=1)
@@ -200,6 +202,7 @@ def test_a_checkpoint_on_its_way_is_committed_whatever_ends_the_run(train):
     assert [e["event"] for e in run.events] == ["start", "checkpoint", "end"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_leaves_with_its_last_step_committed(train):
     run = train(
         "run",

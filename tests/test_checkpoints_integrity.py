@@ -140,7 +140,7 @@ def cut(path):
 
 DAMAGES = [
     ("MANIFEST.json", flip), ("MANIFEST.json", os.remove), ("__1_0.distcp", flip),
-    ("__0_0.distcp", cut), (".metadata", os.remove), ("hf/config.json", cut),
+    (".metadata", os.remove), ("hf/config.json", cut),
 ]  # fmt: skip
 
 

@@ -91,8 +91,6 @@ WAYS = [
     (1, ["activation_checkpoint=selective", "activation_checkpoint.save=[matmul]"]),
     (4, ["activation_checkpoint=selective", "sharding=hsdp", "sharding.replicas=2"]),
     (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
-    (2, ["sharding=ddp"]),
-    (2, ["data.prefetch=2", "sharding.accumulate=unsharded"]),
     (
         2,
         [

@@ -114,7 +114,7 @@ class OnThisNode:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(own_devices)
         with ExitStack() as closing:
             stream = None
-            # the folder must exist before the job does, which may fail and print the reason there
+            # a job may be refused before it makes its own folder: it prints the reason there
             output.parent.mkdir(parents=True, exist_ok=True)
             if self.at_once > 1:
                 stream = closing.enter_context(output.open("ab"))

@@ -474,5 +474,5 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         suggestions = suggest(cfg, config, world, device)[:1]
     except UserError:  # the job itself reports it
         return None
-    needed = f"needs {plan.memory.peak.total / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
+    needed = f"needs {plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"
     return needed + "".join(f": try  {suggestion.override}" for suggestion in suggestions)

@@ -52,9 +52,14 @@ class RunPlan:
         return self.device.memory_gib * GIB
 
     @property
+    def peak_bytes(self) -> float:
+        """Peak memory of a rank, in bytes."""
+        return self.memory.peak.total
+
+    @property
     def fits(self) -> bool:
         """True if a device has enough memory for the peak."""
-        return self.memory.peak.total <= self.memory_bytes
+        return self.peak_bytes <= self.memory_bytes
 
     @property
     def host_bytes_per_node(self) -> float:

@@ -249,7 +249,7 @@ class Search:
         self.tried = 0
         self.states_typed = cfg.sharding.cpu_offload
         self._choose(Candidate(cfg, config, world, device), (), DIMENSIONS)
-        self.layouts.sort(key=lambda layout: (layout.plan.seconds, peak(layout)))
+        self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.peak_bytes))
 
     def _choose(
         self, run: Candidate, overrides: tuple[str, ...], dimensions: tuple[Dimension, ...]
@@ -326,9 +326,4 @@ def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:
 
 def lack(layout: PlannedLayout) -> tuple[bool, float]:
     """Return a sort key for layouts: peak memory, with those that exceed the host's memory last."""
-    return not layout.plan.host_fits, peak(layout)
-
-
-def peak(layout: PlannedLayout) -> float:
-    """Return the peak memory of a rank, in bytes."""
-    return layout.plan.memory.peak.total
+    return not layout.plan.host_fits, layout.plan.peak_bytes

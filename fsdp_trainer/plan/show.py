@@ -130,7 +130,7 @@ def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | Non
     return {
         "expert_load": cfg.plan.expert_load,
         "fits": uneven.fits,
-        "peak_gib": round(uneven.memory.peak.total / GIB, 3),
+        "peak_gib": round(uneven.peak_bytes / GIB, 3),
         "step_seconds": uneven.step_seconds,
     }
 
@@ -219,7 +219,7 @@ def worlds(plans: list[RunPlan]) -> Table:
         sent = sum(wire.gathered + wire.reduced for wire in plan.wire.values())
         table.add_row(
             f"{plan.world_size:,}",
-            f"{plan.memory.peak.total / GIB:,.1f} GiB",
+            f"{plan.peak_bytes / GIB:,.1f} GiB",
             yes_or_no(plan.fits),
             *timed,
             f"{sent / GIB:,.1f} GiB",
@@ -233,7 +233,7 @@ def verdict(plan: RunPlan) -> Text:
     ranks = f"{plan.world_size:,}"
     devices = {"any": f"{ranks} devices", "cpu": f"{ranks} ranks on this machine"}
     where = devices.get(plan.device.name, f"{ranks} × {plan.device.name}")
-    peak = f"{plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
+    peak = f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f} GiB"
     answer, style = ("fits", "bold green") if plan.fits else ("does not fit", "bold red")
     return Text.assemble((answer, style), f": {peak} on each of {where}")
 
@@ -331,7 +331,7 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
 def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:
     """Return peak and time if one rank's experts get more rows than those of the others."""
     text = f"{cfg.plan.expert_load:g} × the even rows at one rank's experts: "
-    text += f"{uneven.memory.peak.total / GIB:,.1f} GiB"
+    text += f"{uneven.peak_bytes / GIB:,.1f} GiB"
     if timed := uneven.step_seconds:
         size, unit = (1, "s") if timed[1] >= 1 else (1000, "ms")
         text += f", {size * timed[0]:.2f} – {size * timed[1]:.2f} {unit}"

@@ -53,7 +53,7 @@ def row_of(plan: RunPlan, suggestions: list[Suggestion]) -> GpuRow:
     """Return the row for one plan. suggestions: the best one first."""
     rate = plan.tokens / plan.seconds / plan.world_size
     figures: list[str | Text] = [
-        f"{plan.memory.peak.total / GIB:,.1f} of {plan.device.memory_gib:,.1f}",
+        f"{plan.peak_bytes / GIB:,.1f} of {plan.device.memory_gib:,.1f}",
         yes_or_no(plan.fits),
         short(rate) if plan.step_seconds else "–",
     ]

@@ -11,7 +11,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.plan.plan import GIB
-from fsdp_trainer.plan.search import PlannedLayout, Search, peak
+from fsdp_trainer.plan.search import PlannedLayout, Search
 from fsdp_trainer.plan.show import UNTIMED, one_world, show_head
 
 SHOWN = 15
@@ -60,7 +60,7 @@ def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: 
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:
-        needed = f"{peak(search.nearest) / GIB:,.1f} GiB with  {typed(search.nearest)}"
+        needed = f"{search.nearest.plan.peak_bytes / GIB:,.1f} GiB with  {typed(search.nearest)}"
         console.print(f"The nearest needs {needed}")
 
 
@@ -81,6 +81,6 @@ def table_of(layouts: list[PlannedLayout]) -> Table:
         rate = plan.tokens / plan.seconds
         rates = (short(rate), short(rate / plan.world_size)) if plan.step_seconds else ("–", "–")
         host = f"{plan.host_bytes_per_node / GIB:,.0f} GiB" if plan.memory.host else ""
-        memory = f"{peak(layout) / GIB:,.1f} GiB"
+        memory = f"{plan.peak_bytes / GIB:,.1f} GiB"
         table.add_row(typed(layout), memory, host, *rates, f"{plan.micro_batches:,}")
     return table

@@ -135,7 +135,7 @@ def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
                 f"; {new.empty_share:.0%} of their rows are empty: batch.rows={new.computed_rows}"
             )
         override = f"plan.world_size={world} {usual.override}".strip()
-        return [Suggestion(override, peak(new), cost(new, plan), reason, Effect.WORLD)]
+        return [Suggestion(override, new.peak_bytes, cost(new, plan), reason, Effect.WORLD)]
     return []
 
 
@@ -195,11 +195,11 @@ def least_memory(run: Candidate, plan: RunPlan) -> Suggestion:
         longer = [change for change in (together(chosen, one) for one in changes) if change]
         plans = [(change, plan_with(change, run, must_fit=False)) for change in longer]
         allowed = [(change, new) for change, new in plans if new]
-        change, new = min(allowed, key=lambda pair: peak(pair[1]), default=(chosen, smallest))
-        if peak(new) > (1 - SAVING) * peak(smallest):
+        change, new = min(allowed, key=lambda pair: pair[1].peak_bytes, default=(chosen, smallest))
+        if new.peak_bytes > (1 - SAVING) * smallest.peak_bytes:
             break
         chosen, smallest = change, new
-    return Suggestion(chosen.override, peak(smallest), cost(smallest, plan), chosen.reason)
+    return Suggestion(chosen.override, smallest.peak_bytes, cost(smallest, plan), chosen.reason)
 
 
 def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | None:
@@ -214,7 +214,7 @@ def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | No
     if new.memory.host and not plan.memory.host:
         of_rank, of_node = new.memory.host / GIB, new.host_bytes_per_node / GIB
         reason += f" ({of_rank:,.0f} GiB a rank, {of_node:,.0f} a node)"
-    return Suggestion(change.override, peak(new), cost(new, plan), reason, change.effect)
+    return Suggestion(change.override, new.peak_bytes, cost(new, plan), reason, change.effect)
 
 
 def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan | None:
@@ -230,11 +230,6 @@ def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan 
     if must_fit and not plan.fits:
         return None
     return None if changed.is_refused() else plan
-
-
-def peak(plan: RunPlan) -> float:
-    """Return the peak memory of a rank, in bytes."""
-    return plan.memory.peak.total
 
 
 def cost(new: RunPlan, old: RunPlan) -> float:

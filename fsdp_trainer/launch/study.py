@@ -205,9 +205,10 @@ def distribution(override: Any, whole: bool) -> BaseDistribution:
 
 def lowest(values: BaseDistribution) -> Any:
     """Return the first choice or the lowest value of a distribution."""
-    if isinstance(values, CategoricalDistribution):
-        return values.choices[0]
-    return values.low  # type: ignore[attr-defined]
+    if isinstance(values, IntDistribution | FloatDistribution):
+        return values.low
+    assert isinstance(values, CategoricalDistribution)
+    return values.choices[0]
 
 
 SAMPLERS: dict[str, Any] = {

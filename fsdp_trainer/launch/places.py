@@ -14,8 +14,8 @@ from fsdp_trainer.config.sweeping import Local
 from fsdp_trainer.devices import gpus
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.slurm import OnSlurm
-from fsdp_trainer.launch.start import cores, ranks_to_start, start_process
-from fsdp_trainer.process import PARENT, SIGNALS
+from fsdp_trainer.launch.start import ranks_to_start, start_process
+from fsdp_trainer.process import PARENT, SIGNALS, cores
 
 
 class Running(Protocol):

@@ -20,6 +20,7 @@ from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.overrides import quoted
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep import PLACE, SweepLine
+from fsdp_trainer.devices import Device
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.launch.jobs import (
     Board,
@@ -462,7 +463,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         return None
     # imported here because they import torch, which a sweep without a memory limit does not need
     from fsdp_trainer.plan.inputs import architecture
-    from fsdp_trainer.plan.plan import GIB, Device, make_plan
+    from fsdp_trainer.plan.plan import GIB, make_plan
     from fsdp_trainer.plan.suggest import suggest
 
     device = Device("cpu" if cfg.launch.device == "cpu" else "any", limit)

@@ -79,7 +79,7 @@ POINTS = {
     "destroy_groups": "torch.distributed:destroy_process_group",
     "wait_for_node": "fsdp_trainer.launch.world:World.rank0_then_nodes_then_all",
     "join_world": "fsdp_trainer.launch.world:rendezvous",
-    "node_joins": "fsdp_trainer.launch.nodes:Meeting.come",
+    "node_joins": "fsdp_trainer.launch.nodes:Meeting.accept",
     "node": "fsdp_trainer.launch.start:Node",
     "start_rank": "fsdp_trainer.launch.start:start_process",
     "run_claim": "fsdp_trainer.training.run_lock:RunLock.read",

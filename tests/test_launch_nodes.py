@@ -109,7 +109,7 @@ def test_a_node_that_dies_is_noticed(come, lost):
     came = come.all()
     stays = came["other" if lost == "serves" else "serves"]
     if lost == "serves":  # as the kernel does when a process is killed
-        for _, out in came["serves"]._meeting.there:
+        for _, out in came["serves"]._meeting.joined:
             out._sock.shutdown(socket.SHUT_RDWR)
     came[lost]._connection.shutdown(socket.SHUT_RDWR)
     until(lambda: stays.heard)

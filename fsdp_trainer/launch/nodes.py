@@ -23,13 +23,13 @@ from typing import Any
 from fsdp_trainer.config.schema import Launch
 from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
-from fsdp_trainer.process import HOST
+from fsdp_trainer.process import HOST, STOPPED
 
 HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
 NAME_SECONDS = 30.0  # for a name to appear in the DNS: late for a Kubernetes service
 LINGER_SECONDS = 15.0  # that the serving node waits for the others to end
 MOMENT = 0.2  # seconds between two checks of signals and deadlines
-IN_ORDER = (0, 75)  # exit codes of a node that do not make the other nodes end
+NO_FAILURE = (0, STOPPED)  # exit codes of a node that do not make the other nodes end
 
 
 class Meeting(socketserver.ThreadingTCPServer):
@@ -46,19 +46,19 @@ class Meeting(socketserver.ThreadingTCPServer):
 
     def __init__(self, port: int, run: str, nodes: int):
         self.run, self.nodes = run, nodes
-        self.there: list[tuple[dict[str, Any], Any]] = []
+        self.joined: list[tuple[dict[str, Any], Any]] = []
         """The nodes that have joined: first line of each, and the file that sends lines to it."""
         self.full, self.over, self.changed = False, False, threading.Condition()
         super().__init__(("", port), Visit)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def come(self, said: dict[str, Any], out: Any) -> str:
+    def accept(self, said: dict[str, Any], out: Any) -> str:
         """Accept a node. Returns the reason if it is refused, else "".
 
         said: first line of the node; out: file that sends lines to it.
         """
         with self.changed:
-            nodes = [node for node, _ in self.there]
+            nodes = [node for node, _ in self.joined]
             same_devices = [node for node in nodes if node["devices"] == said["devices"]]
             twin = said["devices"] and same_devices
             if said["run"] != self.run:
@@ -77,33 +77,35 @@ class Meeting(socketserver.ThreadingTCPServer):
                     problem = f"{said['host']} is there already"
                 hosts = ", ".join(node["host"] for node in nodes)
                 return f"{problem} ({hosts}): the command was given twice"
-            self.there.append((said, out))
-            self.tell(here=[node["host"] for node, _ in self.there])
-            self.full = len(self.there) == self.nodes
+            self.joined.append((said, out))
+            self.send_all(here=[node["host"] for node, _ in self.joined])
+            self.full = len(self.joined) == self.nodes
             if self.full:
                 self.assign_places()
         return ""
 
     def assign_places(self) -> None:
         """Send every node its place: the server first, then by `order`, then by time of arrival."""
-        self.there.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))
-        ranks, port = [node["ranks"] for node, _ in self.there], self.there[0][0]["serves"]
-        for number, (_, to) in enumerate(self.there):
-            write(to, node=number, first=sum(ranks[:number]), size=sum(ranks), port=port)
+        self.joined.sort(key=lambda node: (not node[0]["serves"], node[0]["order"]))
+        ranks, port = [node["ranks"] for node, _ in self.joined], self.joined[0][0]["serves"]
+        for number, (_, to) in enumerate(self.joined):
+            send(to, node=number, first=sum(ranks[:number]), size=sum(ranks), port=port)
 
-    def go(self, said: dict[str, Any], code: int | None) -> None:
+    def remove(self, said: dict[str, Any], code: int | None) -> None:
         """Remove a node that ended, and inform the others. code: None if its connection broke."""
         with self.changed:
-            self.there = [node for node in self.there if node[0] is not said]
+            self.joined = [node for node in self.joined if node[0] is not said]
             if self.full:
                 self.over = True
-                self.tell(code=1 if code is None else code, host=said["host"], lost=code is None)
+                self.send_all(
+                    code=1 if code is None else code, host=said["host"], lost=code is None
+                )
             self.changed.notify_all()
 
-    def tell(self, **what: Any) -> None:
+    def send_all(self, **what: Any) -> None:
         """Send a line to all nodes that have joined."""
-        for _, to in self.there:
-            write(to, **what)
+        for _, to in self.joined:
+            send(to, **what)
 
 
 class Visit(socketserver.StreamRequestHandler):
@@ -119,15 +121,15 @@ class Visit(socketserver.StreamRequestHandler):
             said = json.loads(self.rfile.readline())
             refused = "speaks another language"
             if said.pop("hello") == HELLO:
-                refused = self.server.come(said, self.wfile)
+                refused = self.server.accept(said, self.wfile)
         except (ValueError, KeyError, TypeError, AttributeError, OSError):
             return  # not a node: a port scanner or a web browser
         if refused:
-            write(self.wfile, **{"over" if self.server.over else "refused": refused})
+            send(self.wfile, **{"over" if self.server.over else "refused": refused})
             return
         with contextlib.suppress(ValueError, OSError):
             code = json.loads(self.rfile.readline())["code"]
-        self.server.go(said, code)
+        self.server.remove(said, code)
 
 
 class Node:
@@ -170,7 +172,7 @@ class Node:
                     "serves": free_port() if self._meeting else 0,
                     "order": int(self._host or env.get("SLURM_NODEID", "0")),
                 }
-                write(self._connection.makefile("wb"), hello=HELLO, **order, **who)
+                send(self._connection.makefile("wb"), hello=HELLO, **order, **who)
                 place = self._place()
         except BaseException:
             self._close()
@@ -199,11 +201,11 @@ class Node:
         The serving node then waits up to LINGER_SECONDS for the others to report theirs.
         """
         self._left = True
-        write(self._connection.makefile("wb"), code=code)
+        send(self._connection.makefile("wb"), code=code)
         meeting = self._meeting
         if meeting:
             with meeting.changed:
-                meeting.changed.wait_for(lambda: not meeting.there, LINGER_SECONDS)
+                meeting.changed.wait_for(lambda: not meeting.joined, LINGER_SECONDS)
         self._close()
 
     def _close(self) -> None:
@@ -259,7 +261,7 @@ class Node:
         self._silent_since = self._silent_since or time.monotonic()
         while True:
             self._pause(0)
-            lines = self._hear()
+            lines = self._receive()
             if not (here or lines) and time.monotonic() > self._silent_since + ANSWER_SECONDS:
                 raise self._wrong(
                     "something that is not fsdp-trainer answers: the port is in use (ss -ltnp"
@@ -302,16 +304,16 @@ class Node:
 
     def _listen(self) -> None:
         ended = False
-        while (lines := self._hear()) is not None:
+        while (lines := self._receive()) is not None:
             for line in lines:
                 ended = True
-                if line["code"] not in IN_ORDER:
+                if line["code"] not in NO_FAILURE:
                     how = "was lost" if line["lost"] else f"ended with {line['code']}"
                     self.heard = self.heard or (line["code"], f"the node {line['host']} {how}")
         if not ended and not self._left:
             self.heard = self.heard or (1, f"the node that serves {self.where} was lost")
 
-    def _hear(self) -> list[dict[str, Any]] | None:
+    def _receive(self) -> list[dict[str, Any]] | None:
         """Return the lines received within MOMENT seconds.
 
         Returns None if the connection is closed, or if the other side does not send JSON.
@@ -419,7 +421,7 @@ def free_port() -> int:
     raise OSError("every port is in use")
 
 
-def write(to: Any, **what: Any) -> None:
+def send(to: Any, **what: Any) -> None:
     """Send a line of JSON. Errors are ignored: the receiver may have ended."""
     with contextlib.suppress(OSError, ValueError):
         to.write(json.dumps(what).encode() + b"\n")

@@ -18,8 +18,8 @@ from fsdp_trainer.launch.start import ranks_to_start, start_process
 from fsdp_trainer.process import PARENT, SIGNALS, cores
 
 
-class Running(Protocol):
-    """A job that was started."""
+class JobHandle(Protocol):
+    """A started job, to be polled and signalled."""
 
     def poll(self) -> int | None:
         """Return the run's exit code, below 0 if a signal killed it; None while it runs."""
@@ -43,7 +43,7 @@ class Place(Protocol):
     def has_room(self, cfg: TrainConfig) -> bool:
         """Return True if another job with this configuration can be started now."""
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> Running:
+    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> JobHandle:
         """Start a training.
 
         words: the arguments of `train`, from which `cfg` was composed; output: the file that the
@@ -70,7 +70,7 @@ class OnThisNode:
         self.devices = devices(cfg.launch)
         possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)
-        self.settings, self.running = settings, list[Process]()
+        self.settings, self.running = settings, list[LocalJob]()
 
     def memory_gib(self) -> float | None:
         """Return the configured memory, else that of the first GPU, in GiB; None on the CPU."""
@@ -102,7 +102,7 @@ class OnThisNode:
             len(self.running) < self.at_once and (not self.devices or self.world(cfg) <= free)
         )
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "Process":
+    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "LocalJob":
         """Start a process that trains, or that starts ranks."""
         ranks = self.world(cfg)
         own_devices = self.free()[:ranks]
@@ -126,11 +126,11 @@ class OnThisNode:
             process = start_process(
                 ["train", *words], env | {DESCRIPTOR: str(file.fileno())}, file.fileno(), **streams
             )
-        self.running.append(Process(process, own_devices))
+        self.running.append(LocalJob(process, own_devices))
         return self.running[-1]
 
 
-class Process:
+class LocalJob:
     """A job on this node, and the devices it uses."""
 
     def __init__(self, process: subprocess.Popen, devices: list[str]):

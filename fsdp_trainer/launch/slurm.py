@@ -50,7 +50,7 @@ class OnSlurm:
         from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
         self.settings, self.at_once = settings, settings.jobs
-        self.running: list[SlurmRunning] = []
+        self.running: list[SubmittedJob] = []
         # one watcher for all jobs, so that one query covers them all
         watcher = SlurmInfoWatcher(delay_s=ASK_SECONDS)
         self.job: Any = type("Job", (SlurmJob,), {"watcher": watcher})
@@ -71,7 +71,7 @@ class OnSlurm:
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once
 
-    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SlurmRunning":
+    def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "SubmittedJob":
         """Submit a training, unless it is already queued or running.
 
         Raises Shown after a dry run, RunFailed if Slurm rejects the job.
@@ -82,7 +82,7 @@ class OnSlurm:
             earlier = self.job(folder, submitted.read_text())
             if not earlier.done(force_check=True):
                 print(f"found again: Slurm job {earlier.job_id}", flush=True)
-                self.running.append(SlurmRunning(earlier))
+                self.running.append(SubmittedJob(earlier))
                 return self.running[-1]
         import submitit
 
@@ -107,7 +107,7 @@ class OnSlurm:
             raise RunFailed(f"Slurm refuses the job: {str(error).strip()}") from None
         replace(submitted, job.job_id)
         print(f"submitted: Slurm job {job.job_id}", flush=True)
-        self.running.append(SlurmRunning(self.job(folder, job.job_id)))
+        self.running.append(SubmittedJob(self.job(folder, job.job_id)))
         return self.running[-1]
 
 
@@ -138,7 +138,7 @@ def parameters(settings: Slurm, job: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-class SlurmRunning:
+class SubmittedJob:
     """A job that was submitted, by this command or an earlier one."""
 
     def __init__(self, job: Any):

@@ -33,7 +33,7 @@ from fsdp_trainer.launch.jobs import (
     varying,
     without_place,
 )
-from fsdp_trainer.launch.places import PLACES, Place, Running
+from fsdp_trainer.launch.places import PLACES, JobHandle, Place
 from fsdp_trainer.launch.slurm import Shown
 from fsdp_trainer.launch.start import launcher
 from fsdp_trainer.observe.console import duration
@@ -131,14 +131,14 @@ class FixedJobs:
 
 
 @dataclass
-class Started:
+class RunningJob:
     """A running job.
 
     began: start in Unix seconds; last_read: time.monotonic() when its metrics were last read;
     pruned: True if it was sent SIGTERM because other jobs are better.
     """
 
-    running: Running
+    handle: JobHandle
     cfg: TrainConfig
     progress: JobProgress
     began: float
@@ -159,7 +159,7 @@ class Jobs:
         self._words: dict[str, list[str]] = {}  # the arguments of each accepted job
         self._configurations: dict[str, TrainConfig] = {}
         self._refused: dict[str, UserError] = {}
-        self._running: dict[str, Started] = {}
+        self._running: dict[str, RunningJob] = {}
         self._board = Board()
         self._place: Place | None = None  # known with the first configuration
 
@@ -235,8 +235,8 @@ class Jobs:
         time.sleep(LOOK_SECONDS)
         for id, started in list(self._running.items()):
             if len(self.received) > 1 and time.monotonic() - self._signalled_at > GRACE_SECONDS:
-                started.running.signal(signal.SIGKILL)
-            code = started.running.poll()
+                started.handle.signal(signal.SIGKILL)
+            code = started.handle.poll()
             self._read_metrics(self.jobs[id], started, search, ended=code is not None)
             if code is not None:
                 del self._running[id]
@@ -247,7 +247,7 @@ class Jobs:
             running = self._running.items()
             self._board.show({self._title(id): (job.cfg, job.progress) for id, job in running})
 
-    def _read_metrics(self, job: Job, started: Started, search: JobSearch, ended: bool) -> None:
+    def _read_metrics(self, job: Job, started: RunningJob, search: JobSearch, ended: bool) -> None:
         """Read new lines of a job's metrics each second and at its end, and stop it if pruned."""
         now = time.monotonic()
         if now - started.last_read <= READ_SECONDS and not ended:
@@ -256,7 +256,7 @@ class Jobs:
         prune = search.prunes(job, started.cfg, started.progress.lines())
         if prune and not ended and not started.pruned:
             started.pruned = True
-            started.running.signal(signal.SIGTERM)
+            started.handle.signal(signal.SIGTERM)
 
     def all(self) -> list[Job]:
         """Return this command's jobs; for a study, also those of earlier commands."""
@@ -292,7 +292,7 @@ class Jobs:
         self._signalled_at = time.monotonic()
         self.received.append(signum)
         for started in list(self._running.values()):
-            started.running.signal(signum)
+            started.handle.signal(signum)
 
     def __exit__(self, *_: object) -> None:
         self._board.close()
@@ -405,21 +405,21 @@ class Jobs:
     def _start(self, job: Job, cfg: TrainConfig, place: Place) -> None:
         words, began = [*self.line.config_flag, *self._words[job.job]], time.time()
         try:
-            running = place.start(cfg, words, Path(job.folder) / "output.log")
+            handle = place.start(cfg, words, Path(job.folder) / "output.log")
         except (RunFailed, OSError) as error:  # Slurm rejected it, or a disk error
             job.state, job.exit_code = "failed", 1
             job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
             print(f"fsdp-trainer: job {job.job} {job.reason}", file=sys.stderr, flush=True)
             return
-        self._running[job.job] = Started(running, cfg, JobProgress(job.folder), began)
+        self._running[job.job] = RunningJob(handle, cfg, JobProgress(job.folder), began)
         job.state = "running"
         for signum in self.received:  # arrived while the job was being started
-            running.signal(signum)
+            handle.signal(signum)
 
     def _title(self, id: str) -> str:
         return f"{id}  {shlex.join(varying(list(self.jobs.values()))[id])}"
 
-    def _end(self, job: Job, code: int, started: Started) -> None:
+    def _end(self, job: Job, code: int, started: RunningJob) -> None:
         """Record how a job ended, and print it."""
         job.seconds = round(time.time() - started.began, 1)
         job.exit_code = code

@@ -95,7 +95,7 @@ POINTS = {
     "torch_version": "fsdp_trainer.config.rules_computing:version",
     "job_fits": "fsdp_trainer.launch.sweep:does_not_fit",
     "check_job": "fsdp_trainer.launch.sweep:Jobs._check",
-    "allocator_copy": "fsdp_trainer.plan.memory:Step.copy",
+    "allocator_copy": "fsdp_trainer.plan.memory:Step.gloo_copy",
     "make_plan": "fsdp_trainer.training.out_of_memory:make_plan",
     "sweep_extra": "fsdp_trainer.config.sweep:find_spec",
     # the watchdog

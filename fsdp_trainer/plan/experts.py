@@ -50,10 +50,13 @@ class EvenRanks(ExpertRanks):
 
     def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
         """Return the rows sent to and received from each rank, both divided evenly."""
-        return [parts(self.rows, self.size), parts(round(self.rows * self.load), self.size)]
+        return [
+            even_parts(self.rows, self.size),
+            even_parts(round(self.rows * self.load), self.size),
+        ]
 
 
-def parts(rows: int, count: int) -> list[int]:
+def even_parts(rows: int, count: int) -> list[int]:
     """Divide `rows` into `count` numbers that differ by at most 1."""
     return [rows // count + (i < rows % count) for i in range(count)]
 

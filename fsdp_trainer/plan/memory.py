@@ -239,7 +239,7 @@ class Step:
         self.most_sharded = self.trained * self.stored
         self.sharded = 0.0 if self.whole else self.gradients  # sharded part of the gradients
         self.gathered, self.waiting = self.staged, 0.0
-        self.kept = float(shared) + self._waiting(share, shared)
+        self.kept = float(shared) + self._pipeline_activations(share, shared)
         self.flying: deque[float] = deque()
         # messages between replicas: they stay until the end of backward if the gradient is a cast
         # copy of them
@@ -269,7 +269,7 @@ class Step:
         else:
             self.always["parameters"] += units.states
 
-    def _waiting(self, share: StageShare, shared: float) -> float:
+    def _pipeline_activations(self, share: StageShare, shared: float) -> float:
         """Return the bytes of activations of a pipeline's forwards that wait for their backward.
 
         Each forward keeps the activations of its blocks, and its output. In addition there are one
@@ -331,7 +331,7 @@ class Step:
         others = sum(unit.gathered for unit in units) - experts
         return others * (self.group > 1) + experts * (self.expert_shards > 1)
 
-    def copy(self, message: float) -> float:
+    def gloo_copy(self, message: float) -> float:
         """Return the bytes of the temporary copy that gloo makes of a message; 0 on a GPU."""
         return message if self.device == "cpu" and self.group > 1 else 0.0
 
@@ -341,7 +341,7 @@ class Step:
         A unit's message stays until the next unit's is copied out: FSDP2's `wait_for_unshard` keeps
         the previous one in a local variable until it returns.
         """
-        self.teach()
+        self.teacher_forward()
         mine = self.first.gathered
         self.at("forward", "embedding", self.kept + self.stream, mine, self.message(self.first))
         if self.tied or not self.reshard:
@@ -356,7 +356,7 @@ class Step:
                 self.kept + self.stream,
                 mine,
                 fetched,
-                max(before, self.copy(own)),
+                max(before, self.gloo_copy(own)),
             )
             before = own
             for _ in range(self.sizes[i]):
@@ -372,7 +372,7 @@ class Step:
                 done += 1
             self.gathered += 0 if self.reshard else mine
 
-    def teach(self) -> None:
+    def teacher_forward(self) -> None:
         """Record the moments of the teacher's forward.
 
         A teacher leaves its head gathered, and its hidden states. A reference model computes its
@@ -393,7 +393,7 @@ class Step:
             self.kept + shared + block.forward,
             is_freed * (units.block.gathered + units.first.gathered * config.tie_word_embeddings),
             is_freed * 2 * message,
-            is_freed * self.copy(message),
+            is_freed * self.gloo_copy(message),
         )
         end, before = f"the end of the {self.teacher.name}'s forward", self.kept + shared
         if not self.teacher.compares:
@@ -477,7 +477,7 @@ class Step:
                 else 0.0
             )
             self.gathered -= 0 if self.reshard else mine
-            copied = self.copy(self.message(self.units[i - 1])) if i and self.reshard else 0.0
+            copied = self.gloo_copy(self.message(self.units[i - 1])) if i and self.reshard else 0.0
             self.at(
                 "backward",
                 f"gathering before block {done} goes back",
@@ -529,7 +529,7 @@ class Step:
         self.at(phase, when, self.kept + self.stream, 0 if self.whole else whole, fetched)
         self.gradients -= unit.trained * self.reduce if self.whole else 0
         # a single rank sends nothing, but FSDP2 still makes a copy, divided by 1.0
-        again = message if self.group == 1 else self.copy(message)
+        again = message if self.group == 1 else self.gloo_copy(message)
         self.at(phase, when, self.kept + self.stream, 0, fetched, again + out)
         if self.replicated and self.reduce != self.master:
             self.reduced += out

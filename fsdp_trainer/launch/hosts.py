@@ -95,9 +95,9 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
             nodes.append(node_on(host, number))
         with signs_of_life(nodes):
             wait_until_ready(nodes)
-            common = words_of_nodes(cfg, overrides, nodes)
+            common = common_overrides(cfg, overrides, nodes)
             for node in nodes:
-                node.start([verb, *common, *words_of_host(cfg.launch, node.host)])
+                node.start([verb, *common, *host_overrides(cfg.launch, node.host)])
             processes = NodeProcesses(nodes, partial(advice_after_kill, cfg, verb))
             with passing_on_signals(processes):
                 return processes.wait()
@@ -139,7 +139,7 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
     return SshNode(host, number)
 
 
-def words_of_nodes(
+def common_overrides(
     cfg: TrainConfig, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
     """Return the overrides that are the same for all nodes."""
@@ -154,7 +154,7 @@ def words_of_nodes(
     ]
 
 
-def words_of_host(launch: Launch, host: Host) -> list[str]:
+def host_overrides(launch: Launch, host: Host) -> list[str]:
     """Return the overrides of one host: its number of ranks, if that is configured."""
     ranks = ranks_of(host, launch.nproc_per_node)
     return [f"launch.nproc_per_node={ranks}"] if ranks else []
@@ -237,9 +237,9 @@ class NodeOfHost:
 
     def send_signal(self, signum: int) -> None:
         """Ask the node to send itself a signal."""
-        self.say(f"{int(signum)}\n".encode())
+        self.send_line(f"{int(signum)}\n".encode())
 
-    def say(self, line: bytes) -> None:
+    def send_line(self, line: bytes) -> None:
         """Write a line to the node. Errors are ignored: a node that no longer reads is ending."""
         with self._lock, suppress(OSError):
             if self.process and self.process.stdin and self._hung_up_at is None:
@@ -466,7 +466,7 @@ def signs_of_life(nodes: Sequence[NodeOfHost]) -> Iterator[None]:
     def show() -> None:
         while not over.wait(BEAT_SECONDS):
             for node in nodes:
-                node.say(b"\n")
+                node.send_line(b"\n")
 
     thread = threading.Thread(target=show, daemon=True)
     thread.start()

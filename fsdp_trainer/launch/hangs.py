@@ -29,9 +29,8 @@ A single wait may be long if the storage is remote or cold.
 """
 UNLIMITED = {"start", "export", "end"}
 """Phases in which a rank may wait outside any collective for a working rank, or for trackers."""
-# FACTOR: allowed time of a phase, in medians of its duration; PATIENCE: factor on launch.stall, the
-# least allowed time, for phases in STORAGE
-FACTOR, PATIENCE = 5, 12
+FACTOR = 5  # a phase may take this many times its median duration
+PATIENCE = 12  # a phase in STORAGE may always take this many times launch.stall, others 1 time
 STOPPED_SECONDS = 1.0  # a rank stopped by a signal for longer is at fault
 ALONG = {
     "/fsdp_trainer/parallel/tensor.py": "tensor",

@@ -100,7 +100,7 @@ class Flops(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Seconds of computation in one micro-batch. head: forward and backward of the head."""
+    """Seconds of computation in one micro-batch. head: all work of the head, done in forward."""
 
     forward: float
     backward: float

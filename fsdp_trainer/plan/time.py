@@ -178,7 +178,7 @@ def tensor_traffic(
 
 
 def context_group(sharding: Sharding, per_node: int) -> Group:
-    """Return the context group of a rank: after tensor groups, its ranks are nearest neighbours."""
+    """Return the context group of a rank: its ranks are neighbours, one tensor group apart."""
     return Group(sharding.context, min(sharding.context, max(1, per_node // sharding.tensor)))
 
 

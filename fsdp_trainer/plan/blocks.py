@@ -154,12 +154,12 @@ def trace_of_rows(rows: int, traces: dict[int, PartTrace]) -> PartTrace | None:
     """
     if len(traces) < 2:
         return None
-    (low, few), (high, many) = sorted(traces.items())[-2:]
-    growths = [more - less for less, more in zip(few.sizes, many.sizes, strict=False)]
-    if few.order != many.order or any(growth % (high - low) for growth in growths):
+    (low, smaller), (high, larger) = sorted(traces.items())[-2:]
+    growths = [more - less for less, more in zip(smaller.sizes, larger.sizes, strict=False)]
+    if smaller.order != larger.order or any(growth % (high - low) for growth in growths):
         return None
     grown = [growth // (high - low) * (rows - low) for growth in growths]
-    return PartTrace(few.order, tuple(map(sum, zip(few.sizes, grown, strict=True))))
+    return PartTrace(smaller.order, tuple(map(sum, zip(smaller.sizes, grown, strict=True))))
 
 
 def trace(

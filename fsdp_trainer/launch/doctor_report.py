@@ -11,7 +11,7 @@ UNHEALTHY = 3  # exit code
 
 
 class DoctorReport:
-    """Prints findings at once, under a heading for each section. Only rank 0 prints."""
+    """Prints each finding immediately, under the heading of its section. Only rank 0 prints."""
 
     def __init__(self, format: str, quiet: bool):
         self.format, self.quiet = format, quiet

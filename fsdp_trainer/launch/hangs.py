@@ -30,7 +30,7 @@ A single wait may be long if the storage is remote or cold.
 UNLIMITED = {"start", "export", "end"}
 """Phases in which a rank may wait outside any collective for a working rank, or for trackers."""
 FACTOR = 5  # a phase may take this many times its median duration
-PATIENCE = 12  # a phase in STORAGE may always take this many times launch.stall, others 1 time
+PATIENCE = 12  # a phase in STORAGE may always take this many times launch.stall; others once
 STOPPED_SECONDS = 1.0  # a rank stopped by a signal for longer is at fault
 ALONG = {
     "/fsdp_trainer/parallel/tensor.py": "tensor",

@@ -186,8 +186,8 @@ class Training:
     def __call__(self) -> int:
         """Train.
 
-        A run that was interrupted and saved a checkpoint is requeued, unless it was cancelled with
-        SIGTERM.
+        A run that was interrupted and stopped cleanly (exit code 75) is requeued, unless a person
+        stopped it with SIGTERM.
         """
         received: list[int] = []
 

@@ -43,8 +43,8 @@ def launcher(env: Mapping[str, str]) -> str | None:
 def starts_ranks(cfg: Launch, env: Mapping[str, str]) -> bool:
     """Return True if this process starts ranks instead of being one.
 
-    True without a launcher if there are several ranks or hosts, and for the only task that srun
-    starts on a node of several ranks.
+    True without a launcher if there are several ranks, nodes or hosts, and for the only task that
+    srun starts on a node of several ranks.
     """
     started_by = launcher(env)
     if started_by is None:

@@ -33,7 +33,7 @@ class PlannedTeacher(NamedTuple):
     """A teacher, or a reference model in memory.
 
     cfg: configuration of a run of the teacher itself; compares: True if all its logits are compared
-    with the student's, in which case the student's head computes them.
+    with the student's, in which case they are computed chunk by chunk inside the student's head.
     """
 
     config: ModelConfig

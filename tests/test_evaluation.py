@@ -63,7 +63,7 @@ def tasks(tmp_path_factory):
             "answer": i % 4,
             "text": f"line {i} of text é " * (1 + i % 9),
         }
-        for i in range(14)
+        for i in range(13)  # which two ranks do not divide
     ]
     items = folder / "items.jsonl"
     items.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -120,7 +120,7 @@ def evaluate(world, folder, tasks, *options, ranks=1):
 def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
     theirs = with_transformers(folder, tasks)
     assert theirs.keys() == MORE.keys()
-    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 3)):
+    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 2)):
         ours = evaluate(world, folder, tasks, *options, ranks=ranks)
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():

@@ -366,21 +366,34 @@ def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, t
 
 
 @pytest.mark.slow
-def test_torchrun_does_not_train_again_what_stopped_in_order(done, tmp_path):
+def test_torchrun_does_not_train_again_what_stopped_in_order(world, inputs, tmp_path):
     """--max-restarts restarts any non-zero exit; the second attempt reads in the folder that there
     is nothing to do, and leaves at once."""
     (tmp_path / "broken.jsonl").write_text(BROKEN)
-    code, out, err, run = done(
-        [*TORCHRUN, "--nproc_per_node=1", "--max-restarts=1", "-m", "fsdp_trainer"],
-        *("train.steps=2", f"data.path={tmp_path / 'broken.jsonl'}"),
-    )
-    assert code == 1
-    assert err.count("broken.jsonl:2") == 1
-    assert "broken.jsonl" not in out
-    assert "fsdp_trainer/" not in err, "no traceback of ours"
+    given = inputs | {"data.path": tmp_path / "broken.jsonl", "run.root": tmp_path}
+    words = [*SMALL, *(f"{k}={v}" for k, v in given.items()), "run.name=run", "train.steps=2"]
+    (first,), (again,) = (world.call(1, attempt_under_torchrun, words, n) for n in range(2))
+    assert (first.code, again.code) == (2, 2)
+    said = first.err + again.err
+    assert said.count("broken.jsonl:2") == 1
+    assert "broken.jsonl" not in first.out + again.out
+    assert "fsdp_trainer/" not in said, "no traceback of ours"
+    run = Run(tmp_path / "run")
     assert run.events[-1]["event"] == "end"
     assert run.events[-1]["exit_code"] == 2
     assert not run.event("resume")
+
+
+def attempt_under_torchrun(words, number):
+    """One rank that torchrun has started so often."""
+    import world
+
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/a/attempt_{number}/0/error.json",
+    }
+    return world.command(["train", *words], None)
 
 
 @pytest.mark.slow

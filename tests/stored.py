@@ -30,11 +30,9 @@ def newest(run):
 
 
 def assert_bitwise_equal(a, b):
-    assert a.keys() == b.keys()
+    """Raise AssertionError if two checkpoints differ, or if they have no optimizer states."""
     assert any("exp_avg_sq" in name for name in a)
-    for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(bytes_of(a[name]), bytes_of(b[name])), name
+    assert_byte_equal(a, b)
 
 
 def bytes_of(tensor):
@@ -55,7 +53,8 @@ def tensors(folder):
 
 
 def assert_byte_equal(a, b):
+    """Raise AssertionError if two sets of tensors by name differ in any byte."""
     assert a.keys() == b.keys()
     for name in a:
-        assert a[name].dtype == b[name].dtype, name
-        assert torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)), name
+        assert (a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape), name
+        assert torch.equal(bytes_of(a[name]), bytes_of(b[name])), name

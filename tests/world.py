@@ -47,7 +47,7 @@ class RankFailed(AssertionError):
 
 
 @dataclass
-class Told:
+class CommandResult:
     """Exit code and output of one rank's command line."""
 
     code: Any
@@ -60,7 +60,7 @@ class Run:
     """The folder of a run, read through its record files."""
 
     folder: Path
-    ranks: list[Told] = field(default_factory=list)
+    ranks: list[CommandResult] = field(default_factory=list)
 
     @property
     def out(self) -> str:
@@ -119,13 +119,13 @@ def ranks_below(pid: int) -> dict[str, int]:
     return found
 
 
-def wait_until(there: Callable[[], Any], process: Any = None) -> Any:
-    """Poll `there` until it returns a true value, and return that.
+def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
+    """Poll `condition` until it returns a true value, and return that.
 
     Raises AssertionError after 300 s, or if `process` ends.
     """
     deadline = time.monotonic() + 300
-    while not (found := there()):
+    while not (found := condition()):
         assert not process or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "took too long"
         time.sleep(0.01)
@@ -199,11 +199,11 @@ class World:
                     deadline = min(deadline, time.monotonic() + patience)
         if any(kind != "done" for kind, *_ in answers.values()) or len(answers) < ranks:
             self.close()
-            told = [
+            lines = [
                 f"rank {r}: {' '.join(map(str, answers.get(r, ('stuck',))[:2]))}"
                 for r in range(ranks)
             ]
-            raise RankFailed("\n".join(told))
+            raise RankFailed("\n".join(lines))
         self.worn_out = [rank for rank in range(ranks) if answers[rank][2]]
         return [answers[rank][1] for rank in range(ranks)]
 
@@ -214,17 +214,18 @@ class World:
         code: int = 0,
         seam: Callable | None = None,
         **options: Any,
-    ) -> list[Told]:
+    ) -> list[CommandResult]:
         """Run a command line on every rank; each must exit with `code`.
 
         seam: a function whose context manager is entered on every rank. options: see call.
         """
         composed = compose_once(argv) if ranks > 1 and code != 2 else None
-        told = self.call(ranks, command, list(argv), seam, composed, **options)
-        assert [t.code for t in told] == [code] * ranks, "\n".join(
-            f"rank {i} exit {t.code}\n{t.out}{t.err}" for i, t in enumerate(told)
+        results = self.call(ranks, command, list(argv), seam, composed, **options)
+        assert [result.code for result in results] == [code] * ranks, "\n".join(
+            f"rank {i} exit {result.code}\n{result.out}{result.err}"
+            for i, result in enumerate(results)
         )
-        return told
+        return results
 
     def train(
         self,
@@ -236,10 +237,10 @@ class World:
     ) -> Run:
         """Do a small training into `folder`. base: overrides instead of SMALL."""
         place = [f"run.root={folder.parent}", f"run.name={folder.name}"]
-        told = self.command(
+        results = self.command(
             "train", *(SMALL if base is None else base), *place, *overrides, ranks=ranks, **options
         )
-        return Run(folder, told)
+        return Run(folder, results)
 
     def new_worker(self) -> tuple:
         """Start a process that waits for jobs; return it and our end of its pipe."""
@@ -407,7 +408,7 @@ def compose_once(argv: tuple[str, ...]) -> Any:
         return None  # rank 0 reports the error
 
 
-def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Told:
+def command(argv: list[str], seam: Callable | None, composed: Any = None) -> CommandResult:
     """Run a command line in this process; return its exit code and output.
 
     seam: see World.command. composed: the configuration, if a launcher passes it.
@@ -424,7 +425,7 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Tol
         contextlib.redirect_stderr(err),
     ):
         code = main(argv)
-    return Told(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
 def verify(*words: str, code: int = 0) -> str:
@@ -432,6 +433,6 @@ def verify(*words: str, code: int = 0) -> str:
 
     For tests that have imported transformers: a worker would spend seconds importing it again.
     """
-    told = command(["verify", *words], None)
-    assert told.code == code, told
-    return told.out
+    result = command(["verify", *words], None)
+    assert result.code == code, result
+    return result.out

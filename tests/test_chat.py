@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 from browser import browser_page, settle
-from texts import made_tokenizer
+from texts import make_tokenizer
 from zoo import make_folder
 
 from fsdp_trainer.chat.engine import Engine, first_of, sure
@@ -130,7 +130,7 @@ def folder(tmp_path_factory):
     for file in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
         file.unlink()
     # one without a token that ends an answer: a long one lasts until the test ends it
-    TextTokenizer(made_tokenizer(("<|x|>",)), {}, set(), TEMPLATE).save(folder)
+    TextTokenizer(make_tokenizer(("<|x|>",)), {}, set(), TEMPLATE).save(folder)
     return folder
 
 

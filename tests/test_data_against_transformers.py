@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import learnt, made_tokenizer, samples_of
+from texts import make_tokenizer, samples_of, supervised_texts
 from zoo import make_model
 
 from fsdp_trainer.data.conversations import Conversation, make_reader
@@ -50,7 +50,7 @@ def both(tmp_path_factory):
     """One tokenizer, as this trainer and as transformers load it from a folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     markers = dict.fromkeys(marker for markers in MARKERS.values() for marker in markers)
-    made_tokenizer(["<s>", "</s>", *markers]).save(str(folder / "tokenizer.json"))
+    make_tokenizer(["<s>", "</s>", *markers]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         json.dumps({**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast"})
     )
@@ -270,7 +270,7 @@ def test_the_answers_of_a_long_conversation_are_learnt_as_the_family_writes_them
     samples, _ = samples_of(
         both.ours, Conversation(chat, None, ("f", 1)), load_template(name, both.ours)
     )
-    found = [text for sample in samples for text in learnt(both.ours, sample)]
+    found = [text for sample in samples for text in supervised_texts(both.ours, sample)]
     if len(samples) > 1:  # qwen3 rewrites: each answer is learnt as it stood when it was the last
         assert found == [
             "<think>\n\n</think>\n\n" * ("<think>" not in text) + text.lstrip("\n")

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from texts import CHAT, SHARED, learnt, made_tokenizer, samples_of, turn
+from texts import CHAT, SHARED, make_tokenizer, samples_of, supervised_texts, turn
 from tokenizers import AddedToken
 
 from fsdp_trainer.data.conversations import Conversation, Document, make_reader
@@ -111,7 +111,7 @@ RENDERED = {
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
     """A byte tokenizer with the special tokens of every family."""
-    backend = made_tokenizer(
+    backend = make_tokenizer(
         ["<s>", "</s>", *(marker for markers in MARKERS.values() for marker in markers)]
     )
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -127,9 +127,9 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
     assert template.render(LONG_CHAT) == before + answer + after
     assert template.render(LONG_CHAT[:4], add_generation_prompt=True) == before
     samples, builder = samples_of(family, Conversation(LONG_CHAT, None, WHERE), template)
-    assert learnt(family, samples[-1])[-1] == answer
+    assert supervised_texts(family, samples[-1])[-1] == answer
     assert (
-        sum(len(learnt(family, sample)) for sample in samples) == 2
+        sum(len(supervised_texts(family, sample)) for sample in samples) == 2
     )  # mistral and qwen3 rewrite earlier turns
     assert len(samples) == (2 if name in ("mistral", "qwen3") else 1)
     told = set(builder.counts) & set(KINDS)
@@ -190,7 +190,7 @@ def test_reasoning_is_learnt_in_every_turn_but_only_seen_in_the_last(family):
         turn("assistant", "B", reasoning_content="r2"),
     ]
     samples, _ = samples_of(family, Conversation(chat, None, WHERE), template)
-    assert [learnt(family, s) for s in samples] == [
+    assert [supervised_texts(family, s) for s in samples] == [
         ["<think>\nr1\n</think>\n\nA<|im_end|>"],
         ["<think>\nr2\n</think>\n\nB<|im_end|>"],
     ]
@@ -261,8 +261,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn_as_at_
         turn("assistant", "d"),
     ]
     first, second = samples_of(tokenizer, Conversation(chat, None, WHERE), template)[0]
-    assert learnt(tokenizer, first) == ["<think>\nwhy\n</think>\n\nb<|im_end|>"]
-    assert learnt(tokenizer, second) == ["<think>\n\n</think>\n\nd<|im_end|>"]
+    assert supervised_texts(tokenizer, first) == ["<think>\nwhy\n</think>\n\nb<|im_end|>"]
+    assert supervised_texts(tokenizer, second) == ["<think>\n\n</think>\n\nd<|im_end|>"]
     prompt = template.render(chat[:3], add_generation_prompt=True)
     assert tokenizer.decode(second.tokens.tolist(), skip_special=False).startswith(prompt)
     assert "why" not in prompt
@@ -271,9 +271,13 @@ def test_a_template_that_rewrites_earlier_turns_gives_one_sample_per_turn_as_at_
 def test_a_template_that_rewrites_gives_one_sample_where_nothing_is_rewritten(tokenizer):
     template = Template("rewriting", REWRITING, tokenizer.special)
     samples, _ = samples_of(tokenizer, Conversation(CHAT[:3], None, WHERE), template)
-    assert [learnt(tokenizer, s) for s in samples] == [["<think>\n\n</think>\n\nHello!<|im_end|>"]]
+    assert [supervised_texts(tokenizer, s) for s in samples] == [
+        ["<think>\n\n</think>\n\nHello!<|im_end|>"]
+    ]
     samples, _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), template, loss_on="last")
-    assert [learnt(tokenizer, s) for s in samples] == [["<think>\n\n</think>\n\n4<|im_end|>"]]
+    assert [supervised_texts(tokenizer, s) for s in samples] == [
+        ["<think>\n\n</think>\n\n4<|im_end|>"]
+    ]
 
 
 @pytest.mark.parametrize("answer", ["Hello", "<th", "<think>\nwhy\n</think>Hello", "1", "A"])
@@ -284,7 +288,7 @@ def test_a_prompt_that_opens_a_think_block_does_not_shift_the_mask(tokenizer, an
         Conversation([turn("user", "a"), turn("assistant", answer)], None, WHERE),
         template,
     )
-    assert learnt(tokenizer, sample) == [answer.split("</think>")[-1] + "<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == [answer.split("</think>")[-1] + "<|im_end|>"]
     assert builder.counts["prompt_differs"] == 1
 
 
@@ -295,12 +299,12 @@ def test_an_assistant_that_speaks_first_is_learnt(tokenizer):
             [turn("assistant", "Welcome"), turn("user", "a"), turn("assistant", "b")], None, WHERE
         ),
     )
-    assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
 
 
 def test_loss_on_last_and_all(tokenizer):
     (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="last")
-    assert learnt(tokenizer, sample) == ["4<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["4<|im_end|>"]
     (sample,), _ = samples_of(tokenizer, Conversation(CHAT, None, WHERE), loss_on="all")
     assert sample.weights[1:].all()
     assert not sample.weights[0]
@@ -314,15 +318,15 @@ def test_weights_of_turns_are_honoured(tokenizer):
         turn("assistant", "d", weight=0.5),
     ]
     (sample,), _ = samples_of(tokenizer, Conversation(chat, None, WHERE))
-    assert learnt(tokenizer, sample) == ["d<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["d<|im_end|>"]
     assert set(sample.weights.tolist()) == {0.0, 0.5}
     (sample,), _ = samples_of(tokenizer, Conversation(chat, None, WHERE), loss_on="all")
     assert set(sample.weights.tolist()) == {0.0, 0.5, 1.0}
-    assert "b<|im_end|>" not in "".join(learnt(tokenizer, sample))
+    assert "b<|im_end|>" not in "".join(supervised_texts(tokenizer, sample))
 
 
 def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
-    made_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     # The prompt ends in a space, which this vocabulary may join with the first letter of the
     # answer.
@@ -335,8 +339,8 @@ def test_a_token_across_the_edge_of_a_turn_is_not_learnt(tmp_path):
         Conversation([turn("user", "a"), turn("assistant", "Be brief.")], None, WHERE),
         Template("t", source, {}),
     )
-    assert " " not in learnt(tokenizer, sample)[0][:1]
-    assert learnt(tokenizer, sample)[0].endswith("<|eot_id|>")
+    assert " " not in supervised_texts(tokenizer, sample)[0][:1]
+    assert supervised_texts(tokenizer, sample)[0].endswith("<|eot_id|>")
 
 
 def test_a_template_without_end_tokens_is_reported(tokenizer):
@@ -351,7 +355,7 @@ def test_a_template_without_end_tokens_is_reported(tokenizer):
 @pytest.mark.parametrize("how", ["rstrip", "lstrip", "single_word"])
 def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_reported(tmp_path, how):
     transformers = pytest.importorskip("transformers")
-    backend = made_tokenizer(["<|im_start|>"])
+    backend = make_tokenizer(["<|im_start|>"])
     backend.add_special_tokens(
         [AddedToken("<|im_end|>", special=True, normalized=False, **{how: True})]
     )
@@ -367,7 +371,7 @@ def test_an_end_that_swallows_spaces_is_learnt_and_one_that_is_no_token_is_repor
     if how == "single_word":  # "word<|im_end|>" is text to it, "spaced <|im_end|>" ends
         assert builder.counts["no_end"] == 1
         return
-    assert [text.endswith("<|im_end|>") for text in learnt(tokenizer, sample)] == [
+    assert [text.endswith("<|im_end|>") for text in supervised_texts(tokenizer, sample)] == [
         True,
         True,
     ]
@@ -450,7 +454,7 @@ def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(
     columns = {"conversations": chat, "tools": '[{"name": "add"}]'}
     row = make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
     (sample,), builder = samples_of(tokenizer, row, template)
-    assert learnt(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
     assert not builder.counts
     assert '"name": "add"}}]<|im_start|>' in tokenizer.decode(
         sample.tokens.tolist(), skip_special=False
@@ -487,5 +491,5 @@ def test_reasoning_and_tool_calls_are_masked_as_the_template_marks_generation(fa
     (sample,), builder = samples_of(family, row, load_template("qwen3", family))
     assert_same_as_transformers(sample, fast, chat)
     assert not builder.counts
-    assert "why" in learnt(family, sample)[0]
-    assert learnt(family, sample)[0].count("<tool_call>") == 2
+    assert "why" in supervised_texts(family, sample)[0]
+    assert supervised_texts(family, sample)[0].count("<tool_call>") == 2

@@ -5,7 +5,7 @@ import json
 import os
 
 import pytest
-from texts import learnt
+from texts import supervised_texts
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.conversations import make_reader
@@ -149,8 +149,8 @@ def test_a_pair_is_two_samples_of_one_group_whose_answers_alone_are_learnt():
     (chosen, rejected), _ = pair_samples()
     assert chosen.starts_group
     assert not rejected.starts_group
-    assert learnt(BYTES, chosen) == ["yes<|im_end|>"]
-    assert learnt(BYTES, rejected) == ["no, not at all<|im_end|>"]
+    assert supervised_texts(BYTES, chosen) == ["yes<|im_end|>"]
+    assert supervised_texts(BYTES, rejected) == ["no, not at all<|im_end|>"]
 
 
 def test_a_pair_that_no_row_holds_is_dropped_whole():

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from texts import learnt, samples_of
+from texts import samples_of, supervised_texts
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
 from fsdp_trainer.data.conversations import make_reader
@@ -119,11 +119,11 @@ def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
     ]
     row = read({"messages": [ASK, {"role": "assistant", "content": "one two", "train_detail": []}]})
     (whole,), _ = samples_of(BYTES, row)
-    assert learnt(BYTES, whole) == ["one two<|im_end|>"]
+    assert supervised_texts(BYTES, whole) == ["one two<|im_end|>"]
     detail[1]["end_offset"] = 6
     turn = {"role": "assistant", "content": "one two", "train_detail": detail}
     (part,), _ = samples_of(BYTES, read({"messages": [ASK, turn]}))
-    assert learnt(BYTES, part) == ["two<|im_end|>"]
+    assert supervised_texts(BYTES, part) == ["two<|im_end|>"]
     detail[1]["end_offset"] = 7
     with pytest.raises(RowError, match="train_detail names characters 4 to 7 of 7"):
         read({"messages": [ASK, turn]})
@@ -225,7 +225,7 @@ def test_segments_are_learnt_where_their_label_is_true():
     assert BYTES.decode(sample.tokens.tolist(), skip_special=False) == (
         "<|im_start|>Ask: yes<|im_end|>"
     )
-    assert learnt(BYTES, sample) == ["yes<|im_end|>"]
+    assert supervised_texts(BYTES, sample) == ["yes<|im_end|>"]
     assert not builder.counts
     with pytest.raises(RowError, match="needs a text and a label"):
         read({"segments": [{"text": "x"}]}, format="segments")

@@ -7,7 +7,7 @@ the template; text, tokens and the beginning of what is learnt must be the same.
 import json
 
 import pytest
-from texts import learnt, made_tokenizer, samples_of, turn
+from texts import make_tokenizer, samples_of, supervised_texts, turn
 
 from fsdp_trainer.data.conversations import Conversation, make_reader
 from fsdp_trainer.data.findings import KINDS
@@ -230,7 +230,7 @@ FORMS = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    made_tokenizer(["<s>", "</s>", "<|im_start|>", END]).save(str(folder / "tokenizer.json"))
+    make_tokenizer(["<s>", "</s>", "<|im_start|>", END]).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
     return load_tokenizer(str(folder))
 
@@ -274,7 +274,7 @@ def test_a_template_gets_each_thing_in_the_form_it_reads(form, tokenizer):
     ]
     answers = [text[len(prompt) :].partition(END)[0] + END for prompt in prompts]
     assert all(text.startswith(prompt) for prompt in prompts)
-    assert learnt(tokenizer, sample) == answers
+    assert supervised_texts(tokenizer, sample) == answers
     assert notes_of(builder) <= {"tools_not_shown"}
 
 
@@ -295,7 +295,7 @@ def test_a_system_text_that_only_prompts_show_stands_where_inference_has_it(toke
     for sample, before, answer in ((first, chat[:2], " b</s>"), (second, longer[:4], " d</s>")):
         prompt, _ = rendered(tokenizer, SYSTEM_IN_LAST_QUESTION, before, add_generation_prompt=True)
         assert text_of(tokenizer, sample) == prompt + answer
-        assert learnt(tokenizer, sample) == [answer]
+        assert supervised_texts(tokenizer, sample) == [answer]
     assert "S\n\nc" in text_of(tokenizer, second)
     (sample,), _ = samples_of(tokenizer, row_of([turn("system", ""), *chat[1:]]), template)
     assert text_of(tokenizer, sample).startswith("[INST] ")
@@ -321,7 +321,7 @@ def test_reasoning_that_a_template_cuts_out_leaves_no_line_ends(tokenizer):
     ):
         (sample,), builder = samples_of(tokenizer, row_of([ASK, answer]), template)
         assert sample.tokens.tolist() == rendered(tokenizer, CUTS_THINKING, [ASK, ANSWER])[1]
-        assert learnt(tokenizer, sample) == ["Grey.<|im_end|>"]
+        assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"]
         assert builder.counts["reasoning_left_out"] == 1
 
 
@@ -341,7 +341,7 @@ def test_reasoning_within_the_answer_goes_where_the_template_reads_it(tokenizer)
     template = Template("t", source, tokenizer.special)
     (sample,), builder = samples_of(tokenizer, row_of([ASK, inline]), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, [ASK, THINKING])[1]
-    assert learnt(tokenizer, sample) == ["[Look up.]Grey.<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["[Look up.]Grey.<|im_end|>"]
     assert not notes_of(builder)
 
 
@@ -434,7 +434,7 @@ def test_an_answer_begins_where_it_parts_from_the_prompt(what, tokenizer):
     template = Template(what, source, tokenizer.special)
     (sample,), builder = samples_of(tokenizer, row_of(messages), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, messages)[1]
-    assert learnt(tokenizer, sample) == [answer]
+    assert supervised_texts(tokenizer, sample) == [answer]
     assert builder.counts["prompt_differs"] == 1
 
 
@@ -445,7 +445,7 @@ def test_a_question_that_stands_in_the_prompt_too_does_not_shift_the_mask(questi
     template = Template("t", source, tokenizer.special)
     (sample,), _ = samples_of(tokenizer, row_of(chat), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert learnt(tokenizer, sample) == ["Grey.<|im_end|>"] * 2
+    assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"] * 2
 
 
 def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(tokenizer):
@@ -467,8 +467,8 @@ def test_reasoning_that_goes_once_the_answer_is_there_was_seen_by_the_model(toke
     assert "[Look up.]" in prompt
     (sample,) = samples  # the first turn's text is the beginning of the second's
     assert text_of(tokenizer, sample) == prompt + "Grey.<|im_end|>"
-    assert learnt(tokenizer, sample)[0].startswith("[Look up.]<call>")
-    assert learnt(tokenizer, sample)[1] == "Grey.<|im_end|>"
+    assert supervised_texts(tokenizer, sample)[0].startswith("[Look up.]<call>")
+    assert supervised_texts(tokenizer, sample)[1] == "Grey.<|im_end|>"
 
 
 def test_a_conversation_may_begin_with_an_answer_where_the_template_wants_a_question(tokenizer):
@@ -480,7 +480,7 @@ def test_a_conversation_may_begin_with_an_answer_where_the_template_wants_a_ques
     template = Template("asks", source, tokenizer.special)
     (sample,), _ = samples_of(tokenizer, row_of(chat), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", "b<|im_end|>"]
 
 
 def test_the_header_of_a_first_answer_is_not_learnt_where_only_a_last_turn_has_the_prompt(
@@ -497,7 +497,7 @@ def test_the_header_of_a_first_answer_is_not_learnt_where_only_a_last_turn_has_t
     template = Template("OLMo's way", source, tokenizer.special)
     (sample,), _ = samples_of(tokenizer, row_of(chat), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert learnt(tokenizer, sample) == ["Welcome<|im_end|>", "Grey.<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["Welcome<|im_end|>", "Grey.<|im_end|>"]
 
 
 def test_a_header_behind_a_result_that_ends_otherwise_in_prompts_is_not_learnt(tokenizer):
@@ -510,7 +510,7 @@ def test_a_header_behind_a_result_that_ends_otherwise_in_prompts_is_not_learnt(t
     template = Template("Hermes' way", source, tokenizer.special)
     (sample,), builder = samples_of(tokenizer, row_of(chat), template)
     assert sample.tokens.tolist() == rendered(tokenizer, source, chat)[1]
-    assert learnt(tokenizer, sample)[-1] == "Grey.<|im_end|>"
+    assert supervised_texts(tokenizer, sample)[-1] == "Grey.<|im_end|>"
     assert builder.counts["prompt_differs"] == 1
 
 
@@ -585,7 +585,7 @@ def test_a_template_is_given_its_arguments_and_exported_with_them(tokenizer, tmp
     template = load_template(str(path), tokenizer, args)
     (sample,), builder = samples_of(tokenizer, row_of([ASK, ANSWER]), template)
     assert sample.tokens.tolist() == rendered(tokenizer, SWITCHED, [ASK, ANSWER], **args)[1]
-    assert learnt(tokenizer, sample) == ["Grey.<|im_end|>"]  # the prompt has the <think>
+    assert supervised_texts(tokenizer, sample) == ["Grey.<|im_end|>"]  # the prompt has the <think>
     assert not notes_of(builder)
     tokenizer.save(tmp_path / "out", template.exported)
     exported = load_tokenizer(str(tmp_path / "out"))
@@ -633,7 +633,7 @@ def test_samples_that_begin_others_of_their_conversation_are_merged_with_them(to
     plain = turn("assistant", "a")
     chat = [ASK, plain, ASK, THINKING, ASK, plain, ASK, plain]
     samples, builder = samples_of(tokenizer, row_of(chat), template)
-    assert [learnt(tokenizer, sample) for sample in samples] == [
+    assert [supervised_texts(tokenizer, sample) for sample in samples] == [
         ["a<|im_end|>", "[Look up.]Grey.<|im_end|>"],
         ["a<|im_end|>", "a<|im_end|>"],
     ]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from texts import SHARED, made_tokenizer
+from texts import SHARED, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from fsdp_trainer.data.byte_level_files import BYTE_TEXTS
@@ -545,7 +545,7 @@ def test_a_vocabulary_that_is_no_byte_level_bpe_is_refused(tmp_path):
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(sentencepiece_file):
     text = "Grüße, 世界 — an emoji 🎈, a tab\tand the small cells"
-    byte_level = TextTokenizer(made_tokenizer(), {}, set(), None)
+    byte_level = TextTokenizer(make_tokenizer(), {}, set(), None)
     for tokenizer in (byte_level, load_tokenizer("demo:bytes")):
         sizes = token_bytes(tokenizer, tokenizer.vocab_size + 3)
         assert len(sizes) == tokenizer.vocab_size + 3

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from texts import CHAT, learnt, samples_of
+from texts import CHAT, samples_of, supervised_texts
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Data
@@ -83,7 +83,7 @@ def test_the_masks_of_its_conversations_cover_the_answers(kind, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
     template = load_template(None, tokenizer)
     [sample], _ = samples_of(tokenizer, Conversation(CHAT, None, ("f", 1)), template)
-    assert learnt(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
+    assert supervised_texts(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
     assert tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.special_tokens["<|im_end|>"] in tokenizer.stop_ids
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from browser import browser_page, settle
 from rich.console import Console
-from texts import SHARED, made_tokenizer
+from texts import SHARED, make_tokenizer
 from tokenizers import pre_tokenizers
 
 from fsdp_trainer.cli import main
@@ -149,7 +149,7 @@ def test_every_finding_has_a_case_here():
 def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path):
     rows, keys, severity, line = FINDINGS[key]
     if key in ("two_bos", "shared_token"):  # words in one token
-        backend = made_tokenizer([BOS, "<|im_start|>", "<|im_end|>"])
+        backend = make_tokenizer([BOS, "<|im_start|>", "<|im_end|>"])
         (tmp_path / "tokenizer").mkdir()
         backend.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
         (tmp_path / "tokenizer" / "tokenizer_config.json").write_text(
@@ -319,7 +319,7 @@ def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path
 
 
 def test_a_tokenizer_that_loses_text_is_named(preview, tmp_path):
-    backend = made_tokenizer()
+    backend = make_tokenizer()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -68,7 +68,7 @@ CHAT = [
 ]
 
 
-def made_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
+def make_tokenizer(special=("<|begin_of_text|>", "<|eot_id|>")):
     """Return a small byte-level BPE tokenizer."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer, backend.decoder = (
@@ -93,7 +93,7 @@ def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
     return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
 
 
-def learnt(tokenizer, sample):
+def supervised_texts(tokenizer, sample):
     """Return the supervised spans of a sample as texts."""
     texts, previous = [], 0.0
     for token, weight in zip(sample.tokens.tolist(), sample.weights.tolist(), strict=True):

@@ -16,7 +16,7 @@ from browser import browser_page, settle
 from texts import make_tokenizer
 from zoo import make_folder
 
-from fsdp_trainer.chat.engine import Engine, first_of, sure
+from fsdp_trainer.chat.engine import Engine, first_stop, settled_text
 from fsdp_trainer.chat.requests import BadRequest, ChatDefaults, read_request
 from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokenizer import TextTokenizer
@@ -30,11 +30,11 @@ LONG = 100_000  # tokens: up to the context
 
 
 def test_a_text_ends_before_a_stop_string_and_holds_its_beginning_back():
-    assert first_of(["##", "b#"], "ab##c") == 1
-    assert first_of([], "abc") is None
+    assert first_stop(["##", "b#"], "ab##c") == 1
+    assert first_stop([], "abc") is None
     for text, given in {"ab": "ab", "a#": "a", "a##": "a#", "aé\ufffd": "aé", "#a": "#a"}.items():
-        assert sure(text, ["#b"]) == given
-    assert sure("xyEN", ["END", "yEND"]) == "x"
+        assert settled_text(text, ["#b"]) == given
+    assert settled_text("xyEN", ["END", "yEND"]) == "x"
 
 
 def test_a_wrong_request_names_the_key():

@@ -22,15 +22,20 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fsdp_trainer.chat.engine import AnswerPiece, ChatJob, Engine, EngineError, Event
-from fsdp_trainer.chat.requests import BadRequest, ChatDefaults, ChatRequest, read_request
+from fsdp_trainer.chat.requests import (
+    LOCAL_ADDRESSES,
+    BadRequest,
+    ChatDefaults,
+    ChatRequest,
+    read_request,
+)
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.sampling import Sampling
 
 HERE = Path(__file__).parent
-LOCAL = ("127.0.0.1", "localhost", "::1")
-LOOK_SECONDS = 0.25
+POLL_SECONDS = 0.25
 """Seconds between two checks that a client is still connected while nothing is sent to it."""
-MOST_BYTES = 16 << 20  # largest size of a request
+MAX_REQUEST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class AccessGuard:
             return None
         host = urlsplit(f"//{request.headers.get('host', '')}").hostname
         origin = request.headers.get("origin")
-        if host not in LOCAL or (origin and urlsplit(origin).hostname not in LOCAL):
+        origin_host = urlsplit(origin).hostname if origin else host
+        if host not in LOCAL_ADDRESSES or origin_host not in LOCAL_ADDRESSES:
             return error_response(403, "only this machine may ask: start with  token=…")
         return None
 
@@ -136,14 +142,14 @@ def hash_of(content: str) -> str:
 async def complete(request: Request, served: Served) -> Response:
     """Answer a request for the next turn, at once or as a stream."""
     try:
-        asked_for = read_request(await body_of(request), served.defaults)
-        prompt = encode(served, asked_for)
+        wanted = read_request(await body_of(request), served.defaults)
+        prompt = encode(served, wanted)
     except BadRequest as error:
         return error_response(400, *error.args)
-    answers = Answers(request, served, asked_for, prompt)
-    if asked_for.stream:
+    answers = Answers(request, served, wanted, prompt)
+    if wanted.stream:
         return StreamingResponse(answers.stream(), media_type="text/event-stream")
-    return await answers.whole()
+    return await answers.at_once()
 
 
 async def body_of(request: Request) -> Any:
@@ -151,7 +157,7 @@ async def body_of(request: Request) -> Any:
     content = b""
     async for chunk in request.stream():
         content += chunk
-        if len(content) > MOST_BYTES:
+        if len(content) > MAX_REQUEST_BYTES:
             raise BadRequest("the request is too long", None)
     try:
         return json.loads(content)
@@ -207,12 +213,12 @@ class Answers:
         """Return the next event. Raises ConnectionError if the client has disconnected."""
         while True:
             try:
-                return await asyncio.wait_for(self._events.get(), LOOK_SECONDS)
+                return await asyncio.wait_for(self._events.get(), POLL_SECONDS)
             except TimeoutError:
                 if await self.request.is_disconnected():
                     raise ConnectionError from None
 
-    async def whole(self) -> Response:
+    async def at_once(self) -> Response:
         """Return all answers at once."""
         texts = [""] * self.wanted.n
         reasons: list[str | None] = [None] * self.wanted.n

@@ -19,7 +19,7 @@ from fsdp_trainer.generation.generate import Continuation, Generation, room_behi
 from fsdp_trainer.generation.ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two checks of an idle engine whether it has been closed."""
 UNFINISHED = "\ufffd"
 """The character that a decoder writes for bytes of an incomplete character."""
@@ -83,7 +83,7 @@ class AnswerText:
         self.job.tokens += len(continuation.tokens) - self._count
         self._count = len(continuation.tokens)
         text = self._tokenizer.decode(continuation.tokens)
-        at_stop = first_of(self.job.stops, text)
+        at_stop = first_stop(self.job.stops, text)
         finish = None
         if at_stop is not None:
             text = text[:at_stop]
@@ -92,7 +92,7 @@ class AnswerText:
         elif continuation.is_done:
             finish = "length" if len(continuation.tokens) >= continuation.room else "stop"
         else:
-            text = sure(text, self.job.stops)
+            text = settled_text(text, self.job.stops)
         piece = text[self._sent :]
         self._sent = max(self._sent, len(text))
         self.is_finished = finish is not None
@@ -100,13 +100,13 @@ class AnswerText:
             self.job.send(AnswerPiece(self.index, piece, finish))
 
 
-def first_of(stops: list[str], text: str) -> int | None:
+def first_stop(stops: list[str], text: str) -> int | None:
     """Return the index of the first stop string in a text; None if there is none."""
     places = [place for stop in stops if (place := text.find(stop)) >= 0]
     return min(places, default=None)
 
 
-def sure(text: str, stops: list[str]) -> str:
+def settled_text(text: str, stops: list[str]) -> str:
     """Return the beginning of a text that no further token can change.
 
     An incomplete character at the end is left out, and an end that may begin a stop string.
@@ -185,11 +185,11 @@ class Engine:
             job.send(EngineError("the server is closing"))
 
     def _receive(self) -> None:
-        """Move arrived jobs to the waiting ones; when idle, wait up to LOOK_SECONDS for one."""
+        """Move arrived jobs to the waiting ones; when idle, wait up to POLL_SECONDS for one."""
         is_idle = not (self._active or self._waiting or self._closing.is_set())
         with suppress(queue.Empty):
             if is_idle:
-                self._waiting.append(self._arrived.get(timeout=LOOK_SECONDS))
+                self._waiting.append(self._arrived.get(timeout=POLL_SECONDS))
             while True:
                 self._waiting.append(self._arrived.get_nowait())
 

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-MOST_STOPS = 4
+LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
+MAX_STOPS = 4
 NOT_SERVED = ("tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio")
 """Keys of OpenAI's API that are not supported; false, null and empty values are ignored."""
 
@@ -51,9 +52,9 @@ def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
         read_messages(body.get("messages")),
         number(body, "temperature", defaults.temperature, 0, 100),
         number(body, "top_p", defaults.top_p, 1e-6, 1),
-        whole(body, length, defaults.max_tokens, 1, 10**9),
-        whole(body, "n", 1, 1, defaults.rows),
-        None if body.get("seed") is None else whole(body, "seed", 0, -(2**63), 2**63),
+        integer(body, length, defaults.max_tokens, 1, 10**9),
+        integer(body, "n", 1, 1, defaults.rows),
+        None if body.get("seed") is None else integer(body, "seed", 0, -(2**63), 2**63),
         read_stops(body.get("stop")),
         flag(body, "stream"),
         flag(body.get("stream_options") or {}, "include_usage"),
@@ -91,11 +92,11 @@ def read_turn(turn: Any, place: int) -> dict[str, str]:
 
 
 def read_stops(value: Any) -> list[str]:
-    """Return the stop strings, up to MOST_STOPS. Raises BadRequest."""
+    """Return the stop strings, up to MAX_STOPS. Raises BadRequest."""
     stops = [value] if isinstance(value, str) else value or []
     are_texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
-    if not are_texts or len(stops) > MOST_STOPS:
-        raise BadRequest(f"'stop' should be a text or up to {MOST_STOPS} of them", "stop")
+    if not are_texts or len(stops) > MAX_STOPS:
+        raise BadRequest(f"'stop' should be a text or up to {MAX_STOPS} of them", "stop")
     return [stop for stop in stops if stop]
 
 
@@ -109,7 +110,7 @@ def number(body: dict[str, Any], key: str, default: float, low: float, high: flo
     return float(value)
 
 
-def whole(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
+def integer(body: dict[str, Any], key: str, default: int, low: int, high: int) -> int:
     """Return an integer of the body, the default for null. Raises BadRequest if out of bounds."""
     value = body.get(key)
     if value is None:

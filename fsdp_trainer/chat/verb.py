@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from fsdp_trainer.chat.requests import LOCAL_ADDRESSES, ChatDefaults
 from fsdp_trainer.config.verbs import ChatConfig
 from fsdp_trainer.errors import Problem, UserError
 
-LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 GRACE_SECONDS = 10  # longest wait for connections to end after Ctrl-C
 
 
@@ -67,7 +67,6 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
 
     from fsdp_trainer.chat.app import Served, make_app
     from fsdp_trainer.chat.engine import Engine
-    from fsdp_trainer.chat.requests import ChatDefaults
     from fsdp_trainer.generate import Speaker, device_of
 
     source = Path(str(cfg.source))

@@ -215,12 +215,7 @@ def module_rank(spec: AdapterSpec, layers: list[str]) -> tuple[int, float]:
     if len(layers) == 1:
         return spec.layers[layers[0]]
     rank = sum(spec.layers[layer][0] for layer in layers)
-    return rank, alpha_for(spec, spec.scale(layers[0]), rank)
-
-
-def alpha_for(spec: AdapterSpec, scale: float, rank: int) -> float:
-    """Return the alpha with which an adapter of this rank has this scale."""
-    return scale * (math.sqrt(rank) if spec.scaling == "rslora" else rank)
+    return rank, spec.alpha_for(spec.scale(layers[0]), rank)
 
 
 def module_tensors(
@@ -291,7 +286,7 @@ def adapter_config(
         round(replace(spec, layers={name: pair}).scale(name), 12) for name, pair in ranks.items()
     )
     exact = [alpha for own, alpha in ranks.values() if own == rank]
-    alpha = alpha_for(spec, scales.most_common(1)[0][0], rank)
+    alpha = spec.alpha_for(scales.most_common(1)[0][0], rank)
     alpha = next((value for value in exact if math.isclose(value, alpha)), alpha)
     other_ranks = {name: own for name, (own, _) in ranks.items() if own != rank}
     other_alphas = {name: own for name, (_, own) in ranks.items() if own != alpha}

@@ -1,6 +1,5 @@
 """Adapters of experts as PEFT stores them, in either form. See models.peft_experts."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -121,7 +120,7 @@ def _add_stacked(
     experts.tensors |= {f"{parameter.module}.{n}.weight": tensor for n, tensor in tensors.items()}
     alpha = spec.layers[layers[0]][1]
     if len(layers) > 1:
-        alpha = scale * (math.sqrt(whole) if spec.scaling == "rslora" else whole)
+        alpha = spec.alpha_for(scale, whole)
         experts.fused_ranks |= {layer: spec.layers[layer][0] for layer in layers}
     experts.ranks[parameter.name] = (whole, alpha)
 

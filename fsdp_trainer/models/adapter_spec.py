@@ -32,7 +32,11 @@ class AdapterSpec:
     def scale(self, layer: str) -> float:
         """Return the factor of B·A for a layer."""
         rank, alpha = self.layers[layer]
-        return alpha / (math.sqrt(rank) if self.scaling == "rslora" else rank)
+        return alpha / scale_divisor(rank, self.scaling == "rslora")
+
+    def alpha_for(self, scale: float, rank: int) -> float:
+        """Return the alpha with which an adapter of this rank has this scale."""
+        return scale * scale_divisor(rank, self.scaling == "rslora")
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> "AdapterSpec":
@@ -41,6 +45,14 @@ class AdapterSpec:
             name: (int(rank), float(alpha)) for name, (rank, alpha) in stored["layers"].items()
         }
         return cls(**(stored | {"layers": layers, "also": tuple(stored["also"])}))
+
+
+def scale_divisor(rank: int, is_rslora: bool) -> float:
+    """Return the number by which alpha is divided for the scale of B·A.
+
+    It is the rank, or √rank with rsLoRA (Kalajdzievski 2023, arXiv 2312.03732).
+    """
+    return math.sqrt(rank) if is_rslora else rank
 
 
 def matrix_name(layer: str) -> str:

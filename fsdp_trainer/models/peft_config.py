@@ -1,7 +1,6 @@
 """PEFT's folders: adapter_config.json and the tensors' names and shapes. Does not import torch."""
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, B
+from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, B, scale_divisor
 
 Shape = tuple[int, ...]
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -100,7 +99,12 @@ class PeftFolder:
 
     def scale(self, rank: int, alpha: float) -> float:
         """Return the factor of B·A for this rank and alpha."""
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        return alpha / scale_divisor(rank, self.is_rslora)
+
+    @property
+    def is_rslora(self) -> bool:
+        """True if the folder was trained with rsLoRA."""
+        return bool(self.config.get("use_rslora"))
 
     def pattern(self, key: str, default: str, module: str) -> Any:
         """Return a module's value in rank_pattern or alpha_pattern, by PEFT's rules.

@@ -1,12 +1,18 @@
 """Translation of PEFT's names to ours: the adapters of a PEFT folder. Does not import torch."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fsdp_trainer.config.paths import ADAPTER_CONFIG
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, AdapterSpec, B, adapter_name
+from fsdp_trainer.models.adapter_spec import (
+    MAGNITUDE,
+    A,
+    AdapterSpec,
+    B,
+    adapter_name,
+    scale_divisor,
+)
 from fsdp_trainer.models.peft_config import MAX_MISFITS, MERGE_WITH_PEFT, TENSORS, PeftFolder, Shape
 from fsdp_trainer.models.peft_experts import (
     STACKED_PARTS,
@@ -110,7 +116,7 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
         title = f"the adapter in {peft.folder} does not fit the model"
         raise UserError(title, problems[:MAX_MISFITS])
     kind = "dora" if peft.config.get("use_dora") else "lora"
-    scaling = "rslora" if peft.config.get("use_rslora") else "standard"
+    scaling = "rslora" if peft.is_rslora else "standard"
     ordered = [part.layer for _, parts in layout.linears.values() for part in parts]
     ordered += layout.stacks
     layers = {name: layers[name] for name in ordered if name in layers}
@@ -200,7 +206,7 @@ def adopt(
         rank = own[part.layer] if own else whole
         if not rank:
             continue
-        divisor = math.sqrt(rank) if peft.config.get("use_rslora") else rank
+        divisor = scale_divisor(rank, peft.is_rslora)
         layers[part.layer] = (rank, scale * divisor)
         columns = (column, column + rank) if own else None
         sources[f"{part.layer}.{A}.weight"] = PeftRows(a, column, rank)
@@ -286,7 +292,7 @@ def adopt_stacked(
         rank = own[part.layer] if any(own.values()) else whole
         if not rank:
             continue
-        divisor = math.sqrt(rank) if peft.config.get("use_rslora") else rank
+        divisor = scale_divisor(rank, peft.is_rslora)
         layers[part.layer] = (rank, scale * divisor)
         span = (count, whole, first, rank)
         sources[adapter_name(part.layer, A)] = StackedTensor(a, False, *span)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_trainer.checkpoint.derived import Columns, LastRead, Stacked, rows_of, stack_of
-from fsdp_trainer.checkpoint.expert_tensors import OwnB
+from fsdp_trainer.checkpoint.derived import Columns, PartCache, Stacked, rows_of, stack_of
+from fsdp_trainer.checkpoint.expert_tensors import OurB
 from fsdp_trainer.checkpoint.huggingface import DTYPES, read_header, stacked
 from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
@@ -17,7 +17,7 @@ from fsdp_trainer.models.peft_config import WEIGHTS_FILE, plain_name, read_folde
 from fsdp_trainer.models.peft_experts import SeparateTensors, StackedRows, StackedTensor
 from fsdp_trainer.models.peft_names import Source, resolve
 
-KEPT = 8
+CACHED_TENSORS = 8
 """Number of complete tensors in the cache: enough for those that threads read at a time."""
 
 
@@ -51,12 +51,16 @@ def peft_adapter(
             problems.append(Problem(first, text))
     if problems:
         raise UserError(f"the adapter in {folder} cannot be read", problems)
-    cache = LastRead(KEPT)
-    sources = {name: part_of(stored, source, cache) for name, source in resolved.sources.items()}
+    cache = PartCache(CACHED_TENSORS)
+    sources = {
+        name: parameter_from(stored, source, cache) for name, source in resolved.sources.items()
+    }
     return resolved.spec, sources
 
 
-def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRead) -> TensorOnDisk:
+def parameter_from(
+    stored: dict[str, HuggingFaceTensor], source: Source, cache: PartCache
+) -> TensorOnDisk:
     """Return one of our parameters, read from PEFT's tensors.
 
     cache: holds complete tensors of all experts' B, of which several parameters read a part.
@@ -66,7 +70,7 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRea
         return stacked(source.tensors[0], list(matrices))
     whole = stored.get(source.tensor) or stored[f"{source.tensor}.weight"]
     if isinstance(source, StackedTensor):
-        return own_matrices(whole, source, cache)
+        return stacked_matrices(whole, source, cache)
     if isinstance(source, StackedRows):
         count, height, _ = whole.shape
         matrix = whole.as_matrix()
@@ -79,14 +83,16 @@ def part_of(stored: dict[str, HuggingFaceTensor], source: Source, cache: LastRea
     return Columns(rows.dtype, (source.rows, last - first), [], rows, first)
 
 
-def own_matrices(whole: HuggingFaceTensor, source: StackedTensor, cache: LastRead) -> TensorOnDisk:
+def stacked_matrices(
+    whole: HuggingFaceTensor, source: StackedTensor, cache: PartCache
+) -> TensorOnDisk:
     """Return A or B of all experts of one matrix, stacked, as part of PEFT's tensor."""
     if not source.is_b:
         starts = [expert * source.whole + source.first for expert in range(source.experts)]
         return stacked(source.tensor, [whole.whole_rows(start, source.rank) for start in starts])
     shape = (source.experts * source.rows, source.rank)
     span = (source.experts, source.row, source.first, source.whole)
-    matrix = OwnB(whole.dtype, shape, whole.chunks, whole, *span, cache)
+    matrix = OurB(whole.dtype, shape, whole.chunks, whole, *span, cache)
     return Stacked(whole.dtype, (source.experts, source.rows, source.rank), whole.chunks, matrix)
 
 

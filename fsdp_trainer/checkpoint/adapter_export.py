@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint.base import (
     weights_on_disk,
 )
 from fsdp_trainer.checkpoint.expert_export import EXPERT_FORMS, PeftExperts, trained_experts
-from fsdp_trainer.checkpoint.files import whole_folder, write_json
+from fsdp_trainer.checkpoint.files import complete_folder, write_json
 from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.stream import (
@@ -110,7 +110,7 @@ def export_adapter(
         PREFIX + name: TensorOnDisk(getattr(torch, dtype) if dtype else t.dtype, t.shape, [])
         for name, t in files.tensors.items()
     }
-    with whole_folder(out) as partial:
+    with complete_folder(out) as partial:
         for file in (checkpoint / "hf").iterdir():
             if file.name not in NOT_COPIED:
                 shutil.copyfile(file, partial / file.name)
@@ -297,7 +297,7 @@ def adapter_config(
         "base_model_name_or_path": base_name(base),
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": number(alpha),
+        "lora_alpha": integral_as_int(alpha),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": spec.scaling == "rslora",
@@ -305,7 +305,9 @@ def adapter_config(
         "target_modules": modules,
         "target_parameters": parameters or None,
         "rank_pattern": by_name(other_ranks, list(ranks)),
-        "alpha_pattern": by_name({n: number(a) for n, a in other_alphas.items()}, list(ranks)),
+        "alpha_pattern": by_name(
+            {n: integral_as_int(a) for n, a in other_alphas.items()}, list(ranks)
+        ),
         "modules_to_save": saved or None,
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -347,7 +349,7 @@ def target_names(
     return modules, parameters + module_names(list(of_experts.ranks), of_experts.all_names)
 
 
-def number(value: float) -> float | int:
+def integral_as_int(value: float) -> float | int:
     """Return an integral value as int, any other unchanged."""
     return int(value) if float(value).is_integer() else value
 

@@ -107,7 +107,7 @@ def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
     return Stacked(dtype, (count, rows, columns), chunks, joined)
 
 
-class LastRead:
+class PartCache:
     """A cache of the last parts of files, so that threads converting pieces of one read it once."""
 
     def __init__(self, count: int):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_trainer.checkpoint.derived import Stacked, rows_of, stack_of
-from fsdp_trainer.checkpoint.expert_tensors import PlacedStack, StackedA, StackedB
+from fsdp_trainer.checkpoint.expert_tensors import PeftA, PeftB, PlacedStack
 from fsdp_trainer.checkpoint.stream import TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapter_spec import A, AdapterSpec, B, adapter_name
@@ -114,8 +114,8 @@ def _add_stacked(
         first += spec.layers[layer][0]
     dtype = a[0].tensor.dtype
     tensors = {
-        A: StackedA(dtype, (count * whole, columns), [], whole, a),
-        B: StackedB(dtype, (rows, whole * count), [], count, b),
+        A: PeftA(dtype, (count * whole, columns), [], whole, a),
+        B: PeftB(dtype, (rows, whole * count), [], count, b),
     }
     experts.tensors |= {f"{parameter.module}.{n}.weight": tensor for n, tensor in tensors.items()}
     alpha = spec.layers[layers[0]][1]

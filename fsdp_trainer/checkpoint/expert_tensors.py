@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.derived import LastRead
+from fsdp_trainer.checkpoint.derived import PartCache
 from fsdp_trainer.checkpoint.stream import TensorOnDisk, as_tensor, read_whole
 
 
 @dataclass
-class OwnB(TensorOnDisk):
+class OurB(TensorOnDisk):
     """Our B [experts, out, rank], as a matrix of all rows, read from PEFT's [out, ranks · experts].
 
     source: PEFT's tensor. row: the first of our rows in it. first: the first of our ranks in it.
@@ -21,7 +21,7 @@ class OwnB(TensorOnDisk):
     row: int
     first: int
     whole: int
-    cache: LastRead
+    cache: PartCache
 
     def as_matrix(self) -> TensorOnDisk:
         """Return this tensor, which is a matrix already."""
@@ -53,7 +53,7 @@ class PlacedStack:
 
 
 @dataclass
-class StackedA(TensorOnDisk):
+class PeftA(TensorOnDisk):
     """PEFT's A, [experts · ranks, in]: for each expert the ranks of all parts."""
 
     ranks: int
@@ -76,7 +76,7 @@ class StackedA(TensorOnDisk):
 
 
 @dataclass
-class StackedB(TensorOnDisk):
+class PeftB(TensorOnDisk):
     """PEFT's B, [out, ranks · experts]; 0 in a part's rows at another part's ranks."""
 
     experts: int

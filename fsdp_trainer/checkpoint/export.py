@@ -20,9 +20,9 @@ from fsdp_trainer.checkpoint.base import (
     weights_on_disk,
 )
 from fsdp_trainer.checkpoint.files import (
+    complete_folder,
     named_checkpoint,
     require_undamaged,
-    whole_folder,
     write_json,
 )
 from fsdp_trainer.checkpoint.huggingface import (
@@ -149,7 +149,7 @@ def export_checkpoint(
     require_unchanged(config, source)
     sources = weights_on_disk(config, source, merge_into)
     files = split_into_files(tensors, int(shard_gib * 2**30))
-    with whole_folder(out) as partial, ExitStack() as opened:
+    with complete_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
         hf_config = json.loads((partial / "config.json").read_text())
         hf_config.pop("quantization_config", None)  # a quantized base is decoded as it is read

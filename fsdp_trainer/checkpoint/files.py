@@ -109,11 +109,11 @@ def require_undamaged(checkpoint: Path) -> None:
     """
     problems = damage(checkpoint)
     if problems:
-        problems[-1].why += f"\n{newest_whole(checkpoint)}"
+        problems[-1].why += f"\n{newest_undamaged(checkpoint)}"
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
-def newest_whole(damaged: Path) -> str:
+def newest_undamaged(damaged: Path) -> str:
     """Return a sentence on the newest undamaged checkpoint of the same run, for a message."""
     others = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
     whole = next((path for path in reversed(others) if not damage(path)), None)
@@ -163,7 +163,7 @@ def unfinished(target: Path) -> Path:
 
 
 @contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def complete_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` when the block succeeds.
 
     It is deleted when the block raises.

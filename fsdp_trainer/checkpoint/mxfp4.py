@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.derived import LastRead
+from fsdp_trainer.checkpoint.derived import PartCache
 from fsdp_trainer.checkpoint.stream import HuggingFaceTensor, TensorOnDisk, as_tensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -17,7 +17,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 BYTES = 16
 """Bytes of a block: 32 numbers, two in a byte, the first in its lower half."""
 NUMBERS = 2 * BYTES
-KEPT = 4
+CACHED_TENSORS = 4
 """Number of cached tensors: blocks and scales of two experts, as threads read adjacent pieces."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BIAS = 127
@@ -34,7 +34,7 @@ class Mxfp4Tensor(HuggingFaceTensor):
 
     blocks: TensorOnDisk
     scales: TensorOnDisk
-    cache: LastRead
+    cache: PartCache
 
     def as_matrix(self) -> "Mxfp4Tensor":
         """Return all matrices as one matrix of all their rows."""
@@ -81,7 +81,7 @@ def decode(blocks: Tensor, scales: Tensor) -> Tensor:
 def join_mxfp4(tensors: dict[str, HuggingFaceTensor]) -> dict[str, HuggingFaceTensor]:
     """Return the tensors of a folder, with each pair of blocks and scales joined into one."""
     joined = dict(tensors)
-    cache = LastRead(KEPT)
+    cache = PartCache(CACHED_TENSORS)
     for name, blocks in tensors.items():
         whole = name.removesuffix(BLOCKS)
         scales = tensors.get(f"{whole}{SCALES}")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.base import base_folder, kept_in_four_bits
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.files import damage, named_checkpoint, newest_whole, read_manifest
+from fsdp_trainer.checkpoint.files import damage, named_checkpoint, newest_undamaged, read_manifest
 from fsdp_trainer.checkpoint.huggingface import check_tensors, read_headers, tensor_parts
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
@@ -42,7 +42,7 @@ def verify(cfg: VerifyConfig) -> int:
             print(f"{source} is damaged:")
             for problem in problems:
                 print(f"  {problem.what} {problem.why}")
-            print(newest_whole(source))
+            print(newest_undamaged(source))
             return 3
         files = read_manifest(source)["files"].values()
         size = sum(file["bytes"] for file in files)

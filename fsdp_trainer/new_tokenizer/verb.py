@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_trainer.checkpoint.files import whole_folder
+from fsdp_trainer.checkpoint.files import complete_folder
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.verbs import TokenizerConfig
 from fsdp_trainer.data.build import cache_root
@@ -94,7 +94,7 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
     began = time.monotonic()
     out = Path(str(cfg.out))
     try:
-        with whole_folder(out) as folder:
+        with complete_folder(out) as folder:
             if cfg.kind == "bpe":
                 trained = train_byte_pairs(pieces, cfg.vocab_size, added)
             else:

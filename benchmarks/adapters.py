@@ -25,11 +25,11 @@ from benchmarks.harness import (
     finish,
     in_turn,
     inverse,
+    print_result,
     rank_memory,
     ratio,
     run_ranks,
     spread,
-    tell,
 )
 from benchmarks.train_step import (
     LR,
@@ -60,7 +60,7 @@ def main() -> None:
     given = arguments(__doc__, repeat=3, ranks=2, task="", gpu="")
     if given.task:
         task = json.loads(Path(given.task).read_text())
-        tell(PROGRAMS[task["who"]](task))
+        print_result(PROGRAMS[task["program"]](task))
         os._exit(0)  # torch's threads may abort the interpreter's end
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -70,11 +70,13 @@ def main() -> None:
         draw_adapter(folder)
         tasks = {way: peers_task(folder, way) for way in ROWS}
         ways = {
-            (who, way): (
-                lambda who=who, way=way: measure(folder, who, way, tasks[way], given.ranks)
+            (program, way): (
+                lambda program=program, way=way: measure(
+                    folder, program, way, tasks[way], given.ranks
+                )
             )
             for way in ROWS
-            for who in PROGRAMS
+            for program in PROGRAMS
         }
         measured = in_turn(ways, given.repeat)
     result: dict[str, Any] = {"what": f"{given.ranks} ranks over gloo, {given.repeat} rounds"}
@@ -98,24 +100,26 @@ def main() -> None:
     finish("adapters", result, compared, given.check, ("transformers", "accelerate", "peft"))
 
 
-def measure(folder: Path, who: str, way: str, task: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Train once and return the figures. who: a key of PROGRAMS; way: a key of ROWS."""
-    out = folder / f"{who}-{way}-{time.monotonic_ns()}"
+def measure(
+    folder: Path, program: str, way: str, task: dict[str, Any], ranks: int
+) -> dict[str, Any]:
+    """Train once and return the figures. program: a key of PROGRAMS; way: a key of ROWS."""
+    out = folder / f"{program}-{way}-{time.monotonic_ns()}"
     shape = [f"batch.micro_rows={ROWS[way] // ranks}", f"train.steps={STEPS}", "precision=fp32"]
     adapter = ["adapter=lora", f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}"]
     how = [f"optim.lr={LR[way]}", "schedule=constant", "checkpoint.every=null"]
     words = [*command(folder, way), *shape, *adapter, *how, f"run.root={out}", "run.name=run"]
     file = folder / "task.json"
-    file.write_text(json.dumps({**task, "who": who, "out": str(out), "command": words}))
-    said = run_ranks("benchmarks.adapters", ranks, "--task", str(file))
-    if who == "fsdp_trainer":
+    file.write_text(json.dumps({**task, "program": program, "out": str(out), "command": words}))
+    results = run_ranks("benchmarks.adapters", ranks, "--task", str(file))
+    if program == "fsdp_trainer":
         figures = our_figures(out / "run", way)
-        figures["memory_mib"] = max(rank["memory_mib"] for rank in said)
+        figures["memory_mib"] = max(rank["memory_mib"] for rank in results)
     else:
-        figures = peers_figures(task, way, said)
+        figures = peers_figures(task, way, results)
     stored = sum(path.stat().st_size for path in out.rglob("*.distcp"))
     figures["checkpoint_mib"] = stored / 2**20
-    figures["mib_sent_per_step"] = max(rank["sent"] for rank in said) / 2**20 / STEPS
+    figures["mib_sent_per_step"] = max(rank["sent"] for rank in results) / 2**20 / STEPS
     return figures
 
 

@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread, wait_for_device
 from fsdp_trainer.models.attention import (
     LAYOUTS,
     MaskedAttention,
@@ -30,7 +30,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.sdpa import Scoring, sdpa
 
 DOCUMENTS = (1, 4, 16, 64)
-MOST_COMPARED = 16  # with more documents, time outside of the kernels dominates and varies
+MAX_COMPARED = 16  # with more documents, time outside of the kernels dominates and varies
 WINDOW_SHARE = 16  # the window is this part of the row
 CONFIGS = {
     "cpu": ModelConfig(vocab_size=8, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
@@ -49,11 +49,10 @@ def gradients(attention: Callable[[], Tensor], inputs: list[Tensor], grad: Tenso
 def seconds(first: AttentionChoice, run: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of one forward and backward. first: the choice whose kernel is used."""
     set_kernel_priority(first, CONFIGS[device.type], DTYPES[device.type], device, required=False)
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
+    wait_for_device()
     begin = time.perf_counter()
     run()
-    wait()
+    wait_for_device()
     return time.perf_counter() - begin
 
 
@@ -133,7 +132,7 @@ def measure(
         for n in sizes
     )
     flops = 7 * 2 * heads[0] * config.head_dim * pairs
-    told = {
+    figures = {
         name: {
             "ms": spread([1e3 * s for s in times]),
             "tflops": float(f"{flops / min(times) / 1e12:.3g}"),
@@ -146,20 +145,20 @@ def measure(
         for name, times in measured.items()
         if name != against
     }
-    return {"ways": told, "ratios": ratios}
+    return {"ways": figures, "ratios": ratios}
 
 
 def main() -> None:
     """Measure all cases; store the cost of the row or the mask relative to documents."""
-    asked = arguments(__doc__, repeat=5, row=4096)
+    given = arguments(__doc__, repeat=5, row=4096)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     config = CONFIGS[device.type]
-    row = asked.row
+    row = given.row
     cases = {f"{parts} documents": (row, parts, None, None) for parts in DOCUMENTS}
     cases["1 document, window"] = (row, 1, row // WINDOW_SHARE, None)
     cases["1 document, softcap"] = (row // 2, 1, None, 50.0)
-    found = {case: measure(*how, device, asked.repeat) for case, how in cases.items()}
+    found = {case: measure(*how, device, given.repeat) for case, how in cases.items()}
     shape = {
         "row": row,
         "heads": config.num_attention_heads,
@@ -167,12 +166,12 @@ def main() -> None:
         "head_dim": config.head_dim,
     }
     compared = {
-        f"{case}: {name}": told
+        f"{case}: {name}": figures
         for case, result in found.items()
-        for name, told in result["ratios"].items()
-        if "documents" in name and cases[case][1] <= MOST_COMPARED
+        for name, figures in result["ratios"].items()
+        if "documents" in name and cases[case][1] <= MAX_COMPARED
     }
-    finish("attention", {"shape": shape, "cases": found}, compared, asked.check)
+    finish("attention", {"shape": shape, "cases": found}, compared, given.check)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]
     counted = [
         e for e in events if e["event"] == "checkpoint" and EVERY * len(WAYS) < e["step"] < steps
     ]
-    told: dict[str, Any] = {
+    figures: dict[str, Any] = {
         way: {"stall": [], "slower": [], "lost": [], "until_committed": []} for way in WAYS
     }
     half = EVERY // 2
@@ -131,33 +131,37 @@ def measure(folder: Path, repeat: int, ranks: int, width: int) -> dict[str, Any]
             "lost": stall + slower,
             "until_committed": event["seconds"],
         }.items():
-            told[way_of(step)][name].append(value)
+            figures[way_of(step)][name].append(value)
     size = sum(
         f.stat().st_size
         for f in next((folder / "run" / "checkpoints").glob("plain-*")).glob("*.distcp")
     )
-    return told | {"steps": seconds[EVERY * len(WAYS) :], "mib": size / ranks / 2**20}
+    return figures | {"steps": seconds[EVERY * len(WAYS) :], "mib": size / ranks / 2**20}
 
 
 def main() -> None:
     """Measure, print and store the result."""
     given = arguments(__doc__, repeat=3, ranks=2, width=896)
     with tempfile.TemporaryDirectory() as folder:
-        told = measure(Path(folder), given.repeat, given.ranks, given.width)
+        figures = measure(Path(folder), given.repeat, given.ranks, given.width)
     compared = {
-        f"dcp.save/{way}": ratio(told["dcp.save"]["lost"], told[way]["lost"]) for way in WAYS[1:]
+        f"dcp.save/{way}": ratio(figures["dcp.save"]["lost"], figures[way]["lost"])
+        for way in WAYS[1:]
     }
     result = {
-        "what": f"{given.ranks} ranks over gloo, {told['mib']:.0f} MiB of checkpoint a rank",
+        "what": f"{given.ranks} ranks over gloo, {figures['mib']:.0f} MiB of checkpoint a rank",
         "rounds": given.repeat,
-        "step_seconds": spread(told["steps"]),
+        "step_seconds": spread(figures["steps"]),
         **{
-            f"{name}_seconds": {way: spread(told[way][name]) for way in WAYS}
-            for name in told["sync"]
+            f"{name}_seconds": {way: spread(figures[way][name]) for way in WAYS}
+            for name in figures["sync"]
         },
         "lost_of_dcp_save": {
             way: spread(
-                [a / b for a, b in zip(told[way]["lost"], told["dcp.save"]["lost"], strict=True)]
+                [
+                    a / b
+                    for a, b in zip(figures[way]["lost"], figures["dcp.save"]["lost"], strict=True)
+                ]
             )
             for way in WAYS[1:]
         },
@@ -165,7 +169,7 @@ def main() -> None:
     finish(
         "checkpoint_stall",
         result,
-        {f"lost {name}": figures for name, figures in compared.items()},
+        {f"lost {name}": each for name, each in compared.items()},
         given.check,
     )
 

@@ -134,7 +134,7 @@ def make_inputs(folder: Path) -> None:
 
 
 def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
-    """Prepare a file with this trainer; return the figures of `told`. what: a key of TEMPLATES."""
+    """Prepare a file with this trainer; return figures_of it. what: a key of TEMPLATES."""
     tokenizer = load_tokenizer(tokenizer_path, [] if what == "texts" else list(MARKS))
     texts = {"format": "text", "loss_on": "all", "too_long": "split", "packing": "stream"}
     data = Data(
@@ -147,11 +147,11 @@ def ours(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, 
     store = prepare(data, Batch(seq_len=SEQ_LEN), tokenizer, template, scratch / "cache").train[0]
     seconds = clocks() - started
     masks = np.zeros(0, bool) if what == "texts" else np.asarray(store.weights) > 0
-    return told(np.asarray(store.tokens), masks, seconds, len(store))
+    return figures_of(np.asarray(store.tokens), masks, seconds, len(store))
 
 
 def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str, Any]:
-    """Prepare a file with `datasets`, as `ours` does; return the figures of `told`."""
+    """Prepare a file with `datasets`, as `ours` does; return figures_of it."""
     from datasets import (
         disable_progress_bars,
         load_dataset,
@@ -186,7 +186,7 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
         )
         tokenised.map(group_texts, batched=True)
         seconds = clocks() - started
-        return told(
+        return figures_of(
             np.concatenate(tokenised.with_format("numpy")["input_ids"][:]),
             np.zeros(0, bool),
             seconds,
@@ -208,7 +208,7 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
     started = clocks()
     made = rows.map(render, remove_columns=rows.column_names).with_format("numpy")
     seconds = clocks() - started
-    return told(
+    return figures_of(
         np.concatenate(made["input_ids"][:]),
         np.concatenate(made["mask"][:]) > 0,
         seconds,
@@ -221,7 +221,7 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def told(
+def figures_of(
     tokens: np.ndarray, masks: np.ndarray, seconds: np.ndarray, samples: int
 ) -> dict[str, Any]:
     """Return a hash of tokens and masks, which must be the same on both sides, and the speed.

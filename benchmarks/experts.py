@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread, wait_for_device
 
 TOKENS = 2048
 SIZES = {
@@ -104,19 +104,13 @@ def check_outputs(blocks: dict[str, Any], x: torch.Tensor) -> None:
 def seconds(block: Any, x: torch.Tensor) -> float:
     """Return the seconds of one forward and backward."""
     leaf = x.clone().requires_grad_()
-    wait()
+    wait_for_device()
     start = time.perf_counter()
     out = block(leaf)
     out.backward(torch.ones_like(out))
-    wait()
+    wait_for_device()
     block.zero_grad(set_to_none=True)
     return time.perf_counter() - start
-
-
-def wait() -> None:
-    """Wait for the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

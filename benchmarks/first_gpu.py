@@ -118,7 +118,7 @@ def steps(device: str, folder: Path) -> list[Step]:
                 run("whole", *whole, "train.steps=30", no_checkpoint),
                 run("packed", *packed, "train.steps=30", no_checkpoint),
             ),
-            figures=lambda runs: alike(runs / "whole", runs / "packed", 0.02),
+            figures=lambda runs: compare_losses(runs / "whole", runs / "packed", 0.02),
         ),
         Step(
             "compiled, profiled",
@@ -143,7 +143,7 @@ def steps(device: str, folder: Path) -> list[Step]:
                 run("again", *saving, "train.steps=20"),
                 run("once", *saving, "train.steps=20"),
             ),
-            figures=lambda runs: alike(runs / "again", runs / "once", 0.02),
+            figures=lambda runs: compare_losses(runs / "again", runs / "once", 0.02),
         ),
         Step(
             "out of memory",
@@ -213,7 +213,7 @@ def pace(run: Path) -> dict[str, Any]:
     }
 
 
-def alike(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
+def compare_losses(one: Path, other: Path, tolerance: float) -> dict[str, Any]:
     """Return the largest relative difference of two runs' losses, and both runs' pace.
 
     Raises AssertionError if it exceeds the tolerance.
@@ -332,7 +332,7 @@ def describe() -> dict[str, Any]:
     return facts
 
 
-def described(folder: Path) -> dict[str, Any]:
+def describe_in_process(folder: Path) -> dict[str, Any]:
     """Return the result of `describe` in another process, so that this one never uses the GPU."""
     command = Command(("-m", "benchmarks.first_gpu", "--describe", "1"))
     answer = run_command(command, MACHINE_SECONDS, folder)
@@ -356,7 +356,7 @@ def main() -> None:
         folder = Path(name)
         write_documents(folder / "docs.jsonl")
         about = {"date": time.strftime("%Y-%m-%d %H:%M"), "device": given.device}
-        about |= described(folder)
+        about |= describe_in_process(folder)
         path = RESULTS / about["machine"]["kind"] / f"first-gpu-{time.strftime('%Y-%m-%d')}.json"
         if given.device == "cpu":  # not a result, since it shows nothing about a GPU
             path = ROOT / "runs" / "first-gpu-on-a-cpu.json"

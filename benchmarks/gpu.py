@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import arguments, finish, run_ranks, spread, tell
+from benchmarks.harness import arguments, finish, print_result, run_ranks, spread, wait_for_device
 from benchmarks.train_step import documents, padded
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER
@@ -63,7 +63,7 @@ def main() -> None:
     """Measure the requested parts, print and store the result."""
     given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="", links=0)
     if given.links:
-        return tell_links(bool(given.small))
+        return print_link_speeds(bool(given.small))
     if given.task:
         return print(json.dumps(train_with_trainer(json.loads(Path(given.task).read_text()))))
     if not CUDA and not given.small:
@@ -125,18 +125,12 @@ def rates(call: Any, work: float) -> list[float]:
     """Return the TFLOP/s of ten calls, after three untimed ones. work: operations of a call."""
     found = []
     for _ in range(13):
-        wait()
+        wait_for_device()
         started = time.perf_counter()
         call()
-        wait()
+        wait_for_device()
         found.append(work / (time.perf_counter() - started) / 1e12)
     return found[3:]
-
-
-def wait() -> None:
-    """Wait for the device."""
-    if CUDA:
-        torch.cuda.synchronize()
 
 
 def sft(folder: Path, small: bool) -> dict[str, Any]:
@@ -208,7 +202,7 @@ def several(folder: Path, small: bool) -> dict[str, Any]:
     }
 
 
-def tell_links(small: bool) -> None:
+def print_link_speeds(small: bool) -> None:
     """Print, on the first rank, GB/s that each rank sends in each collective."""
     dist.init_process_group("nccl" if CUDA else "gloo")
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -238,7 +232,7 @@ def tell_links(small: bool) -> None:
         for name, (call, sent_bytes) in calls.items()
     }
     if rank == 0:
-        tell(rates_by_call)
+        print_result(rates_by_call)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -285,10 +279,10 @@ def run(
         text=True,
     )
     if done.returncode:
-        told = [
+        errors = [
             line for line in done.stderr.splitlines() if "out of memory" in line
         ] or done.stderr.strip().splitlines()
-        return {"failed": told[-1]}
+        return {"failed": errors[-1]}
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[WARM:]]
     tokens = np.diff([0, *(line["tokens"] for line in lines)])
@@ -384,7 +378,7 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            wait()
+            wait_for_device()
             seconds.append(time.perf_counter())
 
     options = transformers.TrainingArguments(

@@ -133,13 +133,19 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def tell(result: dict[str, Any]) -> None:
+def print_result(result: dict[str, Any]) -> None:
     """Print a result for `run_ranks` in a single write.
 
     print would write the line's end separately, possibly after another rank's text.
     """
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
+
+
+def wait_for_device() -> None:
+    """Wait until the GPU, if there is one, is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def rank_memory() -> float:

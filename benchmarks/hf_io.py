@@ -113,13 +113,13 @@ def import_rank(folder: Path) -> None:
         import_weights(model, folder)
         seconds.append(time.perf_counter() - started)
         torch.distributed.barrier()
-    told = {"seconds": seconds[0], "again": seconds[1], "peak": peak()}
+    figures = {"seconds": seconds[0], "again": seconds[1], "peak": peak()}
     local = [p.to_local() for p in model.parameters()]
-    told |= {
+    figures |= {
         "shard": sum(p.nbytes for p in local),
         "sum": sum(p.sum(dtype=torch.float64).item() for p in local),
     }
-    print(json.dumps(told))
+    print(json.dumps(figures))
     torch.distributed.destroy_process_group()
 
 
@@ -209,27 +209,27 @@ def make_checkpoint(folder: Path, ranks: int) -> Path:
 def measure_import(
     place: Path, config: ModelConfig, repeat: int
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """Measure the import on 1 and 2 ranks; return the results and the compared figures."""
+    """Measure the import on 1 and 2 ranks; return the results and the compared runs."""
     small, large = place / "small", place / "large"
     files = sorted(large.glob("*.safetensors"))
     write_folder(small, 0.0)
     whole = sum(t.sum(dtype=torch.float64).item() for t in tensors(large).values())
     result, compared = {}, {}
     for ranks in RANKS:
-        told: list[list[dict]] = []
+        runs: list[list[dict]] = []
 
-        def imported(ranks: int = ranks, told: list[list[dict]] = told) -> float:
-            told.append(run_ranks("benchmarks.hf_io", ranks, "--import-of", str(large)))
-            assert abs(sum(r["sum"] for r in told[-1]) - whole) < 1e-6 * abs(whole), (
+        def imported(ranks: int = ranks, runs: list[list[dict]] = runs) -> float:
+            runs.append(run_ranks("benchmarks.hf_io", ranks, "--import-of", str(large)))
+            assert abs(sum(r["sum"] for r in runs[-1]) - whole) < 1e-6 * abs(whole), (
                 "the weights are not those of the folder"
             )
-            return max(r["seconds"] for r in told[-1])
+            return max(r["seconds"] for r in runs[-1])
 
         ways = {"read once": partial(read_once, files), "import": imported}
         seconds = in_turn(
             {name: partial(after_dropping, files, way) for name, way in ways.items()}, repeat
         )
-        seconds["import again"] = [max(r["again"] for r in run) for run in told]
+        seconds["import again"] = [max(r["again"] for r in run) for run in runs]
         constant = max(
             r["peak"] - r["shard"]
             for r in run_ranks("benchmarks.hf_io", ranks, "--import-of", str(small))
@@ -242,10 +242,10 @@ def measure_import(
             "import/read once": times,
             "import again/read once": again,
             "memory_mib": {
-                "shard": round(max(r["shard"] for r in told[-1]) / MIB),
+                "shard": round(max(r["shard"] for r in runs[-1]) / MIB),
                 "constant": round(constant / MIB),
                 "beyond": round(
-                    max(r["peak"] - r["shard"] - constant for run in told for r in run) / MIB
+                    max(r["peak"] - r["shard"] - constant for run in runs for r in run) / MIB
                 ),
                 "largest_slice": round(4 * config.vocab_size * config.hidden_size / ranks / MIB),
             },

@@ -39,11 +39,11 @@ from benchmarks.harness import (
     arguments,
     finish,
     in_turn,
+    print_result,
     rank_memory,
     ratio,
     run_ranks,
     spread,
-    tell,
 )
 from fsdp_trainer.config.schema import Sharding
 from fsdp_trainer.distributed import local_part, local_slice
@@ -79,9 +79,9 @@ def main() -> None:
     """Measure, print and store the result, or run one rank's part."""
     given = arguments(__doc__, repeat=5, host=0, memory="")
     if given.host:
-        return tell_host_times(given.repeat)
+        return print_host_times(given.repeat)
     if given.memory:
-        tell_memory(json.loads(given.memory))
+        print_memory(json.loads(given.memory))
         os._exit(0)  # torch's threads may abort the interpreter's end
     hosts = run_ranks("benchmarks.layouts", RANKS, "--host", "1", "--repeat", str(given.repeat))
     by_hand = [host["by hand"] for host in hosts]
@@ -110,7 +110,7 @@ def main() -> None:
 # --- host time ------------------------------------------------------------------------------------
 
 
-def tell_host_times(rounds: int) -> None:
+def print_host_times(rounds: int) -> None:
     """Print this rank's milliseconds per step of both ways, and their gradients' difference."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -127,7 +127,7 @@ def tell_host_times(rounds: int) -> None:
         step()
     difference = largest_difference(by_hand, modules)
     ways = {name: (lambda step=step: milliseconds(step)) for name, step in steps.items()}
-    tell({**in_turn(ways, rounds), "difference": difference})
+    print_result({**in_turn(ways, rounds), "difference": difference})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -225,18 +225,18 @@ def grown_memory(ranks: int, overrides: list[str]) -> float:
         given = [
             *LARGE, *overrides, f"data.path={folder}/text.jsonl", f"run.root={folder}/runs",
         ]  # fmt: skip
-        told = run_ranks("benchmarks.layouts", ranks, "--memory", json.dumps(given))
-    return max(rank["mib"] for rank in told)
+        results = run_ranks("benchmarks.layouts", ranks, "--memory", json.dumps(given))
+    return max(rank["mib"] for rank in results)
 
 
-def tell_memory(overrides: list[str]) -> None:
+def print_memory(overrides: list[str]) -> None:
     """Print this rank's growth of peak memory in a training, without imports, in MiB."""
     for name in ("torch._dynamo", "fsdp_trainer.training.run"):
         import_module(name)
     with contextlib.redirect_stdout(io.StringIO()):
         before = rank_memory()
         fsdp_trainer.train(overrides)
-    tell({"mib": rank_memory() - before})
+    print_result({"mib": rank_memory() - before})
 
 
 if __name__ == "__main__":

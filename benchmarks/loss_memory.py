@@ -154,8 +154,7 @@ def measure(way: str, *shape: Any) -> dict[str, float]:
         before = peak(device)
         started = time.perf_counter()
         WAYS[way](head, hidden, targets).backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        harness.wait_for_device()
         seconds.append(time.perf_counter() - started)
         added.append(peak(device) - before)
     return {"mib": max(added) / MIB, "seconds": min(seconds[1:])}

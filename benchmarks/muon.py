@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, run_ranks, spread, tell
+from benchmarks.harness import arguments, finish, in_turn, print_result, ratio, run_ranks, spread
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -39,7 +39,7 @@ def main() -> None:
     """Measure, print and store the result, or run one rank's part."""
     given = arguments(__doc__, repeat=5, rank=0)
     if given.rank:
-        return tell_seconds(given.repeat)
+        return print_seconds(given.repeat)
     result: dict[str, Any] = {
         "what": f"{SHAPE.num_hidden_layers} blocks of width {SHAPE.hidden_size}, {given.repeat} rounds"
     }
@@ -63,7 +63,7 @@ def main() -> None:
     finish("muon", result, compared, given.check)
 
 
-def tell_seconds(rounds: int) -> None:
+def print_seconds(rounds: int) -> None:
     """Print this rank's seconds per step of every way, and how far owners and gathering differ."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -75,7 +75,7 @@ def tell_seconds(rounds: int) -> None:
         steps[way]()  # creates the optimizer states
     pairs = zip(models["owners"].parameters(), models["gather all"].parameters(), strict=True)
     difference = max((a.to_local() - b.to_local()).abs().max().item() for a, b in pairs)
-    tell({**in_turn(steps, rounds), "difference": difference})
+    print_result({**in_turn(steps, rounds), "difference": difference})
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # torch's threads may abort the interpreter's end

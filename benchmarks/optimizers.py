@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import arguments, finish, in_turn, ratio, spread
+from benchmarks.harness import arguments, finish, in_turn, ratio, spread, wait_for_device
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -71,19 +71,13 @@ def prepared(
     fine = torch.zeros((), dtype=torch.bool, device=device)
 
     def step() -> float:
-        wait(device)
+        wait_for_device()
         started = time.perf_counter()
         optimizer.step_unless(fine)
-        wait(device)
+        wait_for_device()
         return time.perf_counter() - started
 
     return step, moments / SHAPE.parameters()
-
-
-def wait(device: torch.device) -> None:
-    """Wait until the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import train_step
-from benchmarks.beside_trl import (
+from benchmarks.harness import arguments, finish, inverse, rank_memory, spread
+from benchmarks.trl_common import (
     OURS,
     PACKAGES,
     USED,
@@ -46,7 +47,6 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, inverse, rank_memory, spread
 
 PAIRS, STEP = 16, 8
 """Number of pairs in all, and in a step on each rank."""
@@ -165,10 +165,12 @@ def draw_pairs() -> list[dict[str, str]]:
 def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """Train once and return the figures. way: a key of WAYS."""
     task = {"way": way, "ranks": ranks, "options": WAYS[way]}
-    said = run_task("benchmarks.preferences", folder, ranks, task)
-    seconds = max(rank["seconds"] + rank["seconds_of_reference"] for rank in said)
-    highest = {name: max(rank[name] for rank in said) for name in ("seconds_of_reference", *USED)}
-    return {"pairs_per_second": PAIRS / seconds, "loss": said[0]["loss"], **highest}
+    results = run_task("benchmarks.preferences", folder, ranks, task)
+    seconds = max(rank["seconds"] + rank["seconds_of_reference"] for rank in results)
+    highest = {
+        name: max(rank[name] for rank in results) for name in ("seconds_of_reference", *USED)
+    }
+    return {"pairs_per_second": PAIRS / seconds, "loss": results[0]["loss"], **highest}
 
 
 # --- on a rank

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import train_step
-from benchmarks.beside_trl import (
+from benchmarks.harness import arguments, finish, inverse, rank_memory
+from benchmarks.trl_common import (
     OURS,
     PACKAGES,
     USED,
@@ -43,7 +44,6 @@ from benchmarks.beside_trl import (
     trl_options,
     ways_to_measure,
 )
-from benchmarks.harness import arguments, finish, inverse, rank_memory
 
 PROMPTS, SAMPLES, NEW = 2, 8, 64
 """Number of prompts in a step, of answers to each, and of tokens in an answer."""
@@ -114,16 +114,16 @@ def prepare(folder: Path) -> None:
 def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """Train once and return the figures. way: a key of WAYS."""
     task = {"way": way, "ranks": ranks, "options": WAYS[way]}
-    said = run_task("benchmarks.rollouts", folder, ranks, task)
+    results = run_task("benchmarks.rollouts", folder, ranks, task)
     steps = STEPS - WARM
-    sampling = max(rank["seconds_of_sampling"] for rank in said) / steps
-    seconds = max(rank["seconds"] for rank in said) / steps
+    sampling = max(rank["seconds_of_sampling"] for rank in results) / steps
+    seconds = max(rank["seconds"] for rank in results) / steps
     return {
         "steps_per_second": 1 / seconds,
         "seconds_of_sampling": sampling,
         "seconds_of_learning": seconds - sampling,
-        "entropy": said[0]["entropy"],
-        **{name: max(rank[name] for rank in said) for name in USED},
+        "entropy": results[0]["entropy"],
+        **{name: max(rank[name] for rank in results) for name in USED},
     }
 
 

@@ -116,9 +116,9 @@ def until_line(command: list[str], file: Path, losses: list[float], env: dict[st
         if seconds is None and file.exists() and file.stat().st_size:
             seconds = time.perf_counter() - started
         time.sleep(0.005)
-    told = process.communicate()[0]
+    output = process.communicate()[0]
     if process.returncode or not file.exists():
-        raise RuntimeError(f"{' '.join(command)} failed:\n{told[-4000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{output[-4000:]}")
     losses.append(float(json.loads(file.read_text().splitlines()[0])["loss"]))
     return seconds or time.perf_counter() - started
 

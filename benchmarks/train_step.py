@@ -32,11 +32,11 @@ from benchmarks.harness import (
     finish,
     in_turn,
     inverse,
+    print_result,
     rank_memory,
     ratio,
     run_ranks,
     spread,
-    tell,
 )
 
 VOCABULARY = 32_000
@@ -58,14 +58,16 @@ def main() -> None:
     """Measure, print and store the result, or run one rank's task."""
     given = arguments(__doc__, repeat=3, ranks=2, peer="")
     if given.peer:
-        return tell(train_with_accelerate(json.loads(Path(given.peer).read_text())))
+        return print_result(train_with_accelerate(json.loads(Path(given.peer).read_text())))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         ways = {
-            (who, way): (lambda who=who, way=way: WHO[who](folder, way, given.ranks))
+            (program, way): (
+                lambda program=program, way=way: PROGRAMS[program](folder, way, given.ranks)
+            )
             for way in ROWS
-            for who in WHO
+            for program in PROGRAMS
         }
         measured = in_turn(ways, given.repeat)
     result: dict[str, Any] = {
@@ -76,7 +78,10 @@ def main() -> None:
         result[way] = {
             "largest_difference_of_losses": check_losses(mine[0]["losses"], theirs[0]["losses"]),
             **{
-                what: {who: spread([run[what] for run in measured[who, way]]) for who in WHO}
+                what: {
+                    program: spread([run[what] for run in measured[program, way]])
+                    for program in PROGRAMS
+                }
                 for what in ("tokens_per_second", "memory_mib")
             },
             "speed_ratio": ratio(
@@ -194,8 +199,8 @@ def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
     """Train with accelerate and transformers on the same samples and return the figures."""
     task = peers_task(folder, way)
     (folder / "task.json").write_text(json.dumps(task))
-    ranks_said = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
-    return peers_figures(task, way, ranks_said)
+    results = run_ranks("benchmarks.train_step", ranks, "--peer", str(folder / "task.json"))
+    return peers_figures(task, way, results)
 
 
 def peers_task(folder: Path, way: str) -> dict[str, Any]:
@@ -216,17 +221,17 @@ def peers_task(folder: Path, way: str) -> dict[str, Any]:
     }
 
 
-def peers_figures(task: dict[str, Any], way: str, ranks_said: list[dict]) -> dict[str, Any]:
+def peers_figures(task: dict[str, Any], way: str, results: list[dict]) -> dict[str, Any]:
     """Return speed, memory and losses from the results that the ranks printed."""
-    losses = [loss for loss, _ in ranks_said[0]["losses"]]
+    losses = [loss for loss, _ in results[0]["losses"]]
     if way == "natural":
-        weights = [weight for _, weight in ranks_said[0]["losses"]]
+        weights = [weight for _, weight in results[0]["losses"]]
         losses = [float(np.average(losses, weights=weights))]
-    seconds = max(rank["seconds"] for rank in ranks_said)
+    seconds = max(rank["seconds"] for rank in results)
     tokens = sum(len(sample["tokens"]) for step in task["steps"][WARM:] for sample in step)
     return {
         "tokens_per_second": tokens / seconds,
-        "memory_mib": max(rank["memory_mib"] for rank in ranks_said),
+        "memory_mib": max(rank["memory_mib"] for rank in results),
         "losses": losses,
     }
 
@@ -334,7 +339,7 @@ def padded(samples: list[dict], length: int | None) -> dict[str, Any]:
     }
 
 
-WHO = {"fsdp_trainer": ours, "accelerate": accelerated}
+PROGRAMS = {"fsdp_trainer": ours, "accelerate": accelerated}
 
 if __name__ == "__main__":
     main()

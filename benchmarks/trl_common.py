@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import train_step
-from benchmarks.harness import in_turn, ratio, run_ranks, spread, tell
+from benchmarks.harness import in_turn, print_result, ratio, run_ranks, spread
 
 USED = ("memory_mib", "memory_above_imports_mib", "processor_seconds")
 PACKAGES = ("transformers", "accelerate", "trl")
@@ -64,8 +64,8 @@ def answer_task(file: str, programs: dict[str, Callable[[dict[str, Any]], dict[s
     """Run the program of a task's way in this process, print its result, and end the process."""
     task = json.loads(Path(file).read_text())
     with contextlib.redirect_stdout(sys.stderr):
-        said = programs[task["way"]](task)
-    tell(said)
+        result = programs[task["way"]](task)
+    print_result(result)
     os._exit(0)  # torch's threads may abort the interpreter's end
 
 

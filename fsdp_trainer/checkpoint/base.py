@@ -21,6 +21,7 @@ from fsdp_trainer.checkpoint.stored import StoredTensors
 from fsdp_trainer.checkpoint.stream import (
     TensorOnDisk,
     as_tensor,
+    dtype_name,
     in_threads,
     piece_bytes,
     row_ranges,
@@ -328,8 +329,7 @@ def number_formats(config: ModelConfig, source: Path) -> dict[str, str]:
     if checkpoint:
         return read_progress(checkpoint)["dtypes"]
     tensors = parameters_on_disk(config, source)
-    names = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-    return with_default(names)
+    return with_default({name: dtype_name(tensor.dtype) for name, tensor in tensors.items()})
 
 
 def with_default(formats: dict[str, str]) -> dict[str, str]:

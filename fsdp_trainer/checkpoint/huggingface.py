@@ -22,6 +22,7 @@ from fsdp_trainer.checkpoint.stream import (
     Chunk,
     HuggingFaceTensor,
     TensorOnDisk,
+    dtype_name,
     in_threads,
     piece_bytes,
     row_ranges,
@@ -278,7 +279,7 @@ def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
     """
     sources = parameters_on_disk(model.config, folder)
     read_parameters(model, sources)
-    return {name: str(source.dtype).removeprefix("torch.") for name, source in sources.items()}
+    return {name: dtype_name(source.dtype) for name, source in sources.items()}
 
 
 def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnDisk]:
@@ -312,7 +313,7 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
     """
     dtypes = {matrix.dtype for matrix in matrices}
     if len(dtypes) > 1:
-        formats = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        formats = " and ".join(sorted(map(dtype_name, dtypes)))
         problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
         raise UserError("the experts of a block differ in their number format", [problem])
     if any(isinstance(matrix, SomeRows) for matrix in matrices):

@@ -116,6 +116,11 @@ def _by_matrix(chunk: Chunk, dtype: torch.dtype, rows: int) -> Iterator[Chunk]:
         yield Chunk(chunk.file, offset, (slice(first + held.start, first + held.stop), *columns))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a number format, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def as_tensor(buffer: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor whose memory is the beginning of `buffer`, uint8."""
     return buffer[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

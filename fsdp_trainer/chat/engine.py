@@ -15,7 +15,7 @@ import torch
 
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.generate import Speaker
-from fsdp_trainer.generation.generate import Continuation, Generation, room_behind
+from fsdp_trainer.generation.generate import Continuation, Generation, room_after
 from fsdp_trainer.generation.ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -211,7 +211,7 @@ class Engine:
         model, tokenizer = self.speaker.model, self.speaker.tokenizer
         answers = []
         for job in jobs:
-            room = room_behind(model, job.prompt)
+            room = room_after(model, job.prompt)
             for index in range(job.sampling.samples):
                 continuation = Continuation(job.prompt, job.sampling, room, (0, index))
                 answers.append(AnswerText(job, index, continuation, tokenizer))

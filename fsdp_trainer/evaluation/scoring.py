@@ -122,7 +122,9 @@ class Scorer:
 
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending. Collective."""
-        return self.shared_out(endings, self.own_likelihoods, lambda ending: len(ending.tokens))
+        return self.compute_in_shares(
+            endings, self.own_likelihoods, lambda ending: len(ending.tokens)
+        )
 
     def continuations(
         self,
@@ -147,9 +149,9 @@ class Scorer:
             )
             return [tokens for [tokens] in answers]
 
-        return self.shared_out(prompts, generate, len)
+        return self.compute_in_shares(prompts, generate, len)
 
-    def shared_out(
+    def compute_in_shares(
         self,
         items: Sequence[Item],
         work: Callable[[Sequence[Item]], Sequence[Result]],

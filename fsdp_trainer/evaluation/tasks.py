@@ -37,13 +37,13 @@ class Tasks:
         """
         metrics = self.core.run(scorer) if self.core else {}
         if self.harness:
-            with same_randomness():
+            with preserved_randomness():
                 metrics |= self.harness.run(scorer, self.tokenizer, self.template)
         return metrics
 
 
 @contextmanager
-def same_randomness() -> Iterator[None]:
+def preserved_randomness() -> Iterator[None]:
     """Restore the process's random number generators at the end: the harness seeds them."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():

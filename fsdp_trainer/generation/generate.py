@@ -110,7 +110,7 @@ class Generation:
         logits = self.start(rows)
         while True:
             chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
-            self.note_probabilities(rows, logits, chosen)
+            self.record_log_probabilities(rows, logits, chosen)
             for answer, token in zip(rows, chosen.tolist(), strict=True):
                 answer.add(token, stop_ids, is_over)
             yield answers
@@ -124,7 +124,9 @@ class Generation:
                 chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
 
-    def note_probabilities(self, rows: list[Continuation], logits: Tensor, chosen: Tensor) -> None:
+    def record_log_probabilities(
+        self, rows: list[Continuation], logits: Tensor, chosen: Tensor
+    ) -> None:
         """Append the log-probabilities of the chosen tokens to the rows that are not done."""
         if not self.sampling.log_probabilities:
             return
@@ -197,7 +199,7 @@ def stream_tokens(
     """Yield the tokens that continue one prompt as they are generated. decoding: see Generation."""
     sampling = sampling or Sampling()
     device = model.lm_head.weight.device
-    answer = Continuation(prompt, sampling, room_behind(model, prompt))
+    answer = Continuation(prompt, sampling, room_after(model, prompt))
     if answer.is_done:
         return
     generation = Generation(model, sampling, device, decoding)
@@ -230,7 +232,7 @@ def generate_tokens(
     ranks = ranks or OneRank()
     device = device or model.lm_head.weight.device
     answers = [
-        Continuation(prompt, sampling, room_behind(model, prompt), (number, sample))
+        Continuation(prompt, sampling, room_after(model, prompt), (number, sample))
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.samples)
     ]
@@ -264,7 +266,7 @@ def continue_all(
             pass
 
 
-def room_behind(model: Decoder, prompt: list[int]) -> int:
+def room_after(model: Decoder, prompt: list[int]) -> int:
     """Return the number of tokens that fit in the model's context after a prompt."""
     assert prompt, "a prompt needs a token to begin with"
     return model.config.max_position_embeddings - len(prompt)

@@ -90,7 +90,7 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
     share = cfg.data.validation if isinstance(cfg.data.validation, float) else 0.0
     corpus = Corpus(cfg.data, share, cfg.run.seed)
     parts = parts_of(cfg, console)
-    pieces = told(corpus, parts, cfg, console)
+    pieces = with_progress(corpus, parts, cfg, console)
     began = time.monotonic()
     out = Path(str(cfg.out))
     try:
@@ -119,7 +119,7 @@ def train(cfg: TokenizerConfig, template: str, added: AddedTokens, console: Cons
     return corpus
 
 
-def told(
+def with_progress(
     corpus: Corpus, parts: list[CorpusPart], cfg: TokenizerConfig, console: Console
 ) -> Iterator[str]:
     """Yield the corpus's pieces while reporting the bytes and rows read. Raises UserError."""

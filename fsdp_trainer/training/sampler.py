@@ -10,7 +10,7 @@ import torch
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.scoring import Shares
-from fsdp_trainer.generation.generate import Continuation, Generation, continue_all, room_behind
+from fsdp_trainer.generation.generate import Continuation, Generation, continue_all, room_after
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
@@ -105,7 +105,7 @@ class OwnSampler:
     def _begin(self, request: Request, place: int) -> Continuation:
         prompt = list(request.prompt)
         number = request.row * self.samples + request.sample
-        return Continuation(prompt, self.sampling, room_behind(self.model, prompt), (place, number))
+        return Continuation(prompt, self.sampling, room_after(self.model, prompt), (place, number))
 
 
 def as_answer(continuation: Continuation, version: int) -> SampledAnswer:

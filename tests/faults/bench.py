@@ -1,5 +1,4 @@
-"""Runs that may be killed: each rank is a process of its own, forked from one that has torch
-imported already."""
+"""Runs that may be killed, with each rank in a new process forked from one that imported torch."""
 
 import hashlib
 import json
@@ -17,12 +16,12 @@ from world import PRELOAD, SMALL, Run
 from fsdp_trainer.launch.nodes import free_port
 
 INJECT = Path(__file__).parent / "inject"
-GRACE_SECONDS = 10.0  # that ranks have after the first has failed; as in launch/start.py
+GRACE_SECONDS = 10.0  # time for other ranks to end after the first failure; as in launch/start.py
 
 
 @dataclass
 class Attempt:
-    """codes: of each rank; negative: the signal that ended it."""
+    """One start of a run. codes: exit code of each rank, or minus the signal that killed it."""
 
     codes: list[int]
     seconds: float
@@ -41,7 +40,7 @@ class Broken(Run):
 
 
 class Bench:
-    """Starts the same command again until it has ended well."""
+    """A runner that repeats a training command until it succeeds."""
 
     def __init__(self):
         self.context = multiprocessing.get_context("forkserver")
@@ -55,9 +54,11 @@ class Bench:
         faults: str = "",
         attempts: int = 4,
     ) -> Broken:
-        """Train into `folder`. ranks: of each attempt; the last number holds for the rest.
+        """Train into `folder`.
 
-        Raises AssertionError if it does not finish.
+        ranks: number of ranks in each attempt; the last number is used for all further ones.
+        faults: see breaks.py. attempts: largest number of attempts. Raises AssertionError if none
+        succeeds.
         """
         worlds = ranks if isinstance(ranks, list) else [ranks]
         run, words = Broken(folder), ["train", *self.words(folder), *overrides]
@@ -76,11 +77,11 @@ class Bench:
         raise AssertionError("\n".join(f"{a.codes}\n{a.out}" for a in run.attempts))
 
     def words(self, folder: Path) -> list[str]:
-        """A small model, trained into `folder`."""
+        """Return the overrides for a small model trained into `folder`."""
         return [*SMALL, f"run.root={folder.parent}", f"run.name={folder.name}"]
 
     def attempt(self, words: list[str], ranks: int, faults: str, notes: Path) -> Attempt:
-        """One start of all ranks, until all have ended."""
+        """Start all ranks and wait until they have ended. notes: folder for output and faults."""
         notes.mkdir(exist_ok=True)
         for old in notes.glob("pid.*"):
             old.unlink()
@@ -118,7 +119,7 @@ class Bench:
 
 
 def rank(words: list[str], env: dict[str, str], out: Path) -> None:
-    """A rank's life. Never returns."""
+    """Run the command line as one rank and end the process. out: file for its output."""
     import torch
 
     from fsdp_trainer import phases
@@ -141,8 +142,7 @@ def rank(words: list[str], env: dict[str, str], out: Path) -> None:
 
 
 def digest_of(checkpoint: Path) -> str:
-    """SHA-256 of all that a checkpoint holds: weights, moments, step counts, and how far the data
-    is."""
+    """Return the SHA-256 of a checkpoint's weights, moments, step counts and data position."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -1,4 +1,4 @@
-"""What the fault suite shares."""
+"""Fixtures of the fault suite."""
 
 import pytest
 from bench import Bench

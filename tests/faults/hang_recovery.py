@@ -1,5 +1,7 @@
-"""Ranks that hang under a real `torchrun --max-restarts=1`, with the watchdog and without: `python
-tests/faults/hang_recovery.py` prints a table."""
+"""Ranks that hang under a real `torchrun --max-restarts=1`, with the watchdog and without it.
+
+`python tests/faults/hang_recovery.py` prints a table.
+"""
 
 import os
 import subprocess
@@ -30,7 +32,7 @@ TORCHRUN = [
 FAULTS = {
     "stopped (SIGSTOP)": "rank=1 phase=forward step=8 do=stop",
     "holds a lock": "rank=1 phase=backward step=8 do=lock",
-    # before one that is saved: there a rank may wait for launch.timeout
+    # not at a step that is saved, where a rank may wait for launch.timeout
     "skips a collective": "rank=1 phase=agree step=7 do=skip",
 }
 SLOW = "rank=1 phase=forward step=* do=slow"
@@ -39,10 +41,10 @@ LIMIT_SECONDS = 150.0
 
 @dataclass
 class Hang:
-    """How a run that hung went on.
+    """The outcome of a run in which a rank hung.
 
-    Seconds from the fault: until it was found (None: by nobody), until training went on, until the
-    end.
+    found, resumed: seconds from the fault until the watchdog found it, and until training resumed;
+    None: never. said: output of torchrun and the ranks.
     """
 
     run: Run
@@ -53,14 +55,14 @@ class Hang:
 
     @property
     def told(self) -> dict:
-        """The watchdog's event."""
+        """The watchdog's event, {} if there is none."""
         return (self.run.event("hang") or [{}])[0]
 
 
 def words(folder: Path, *more: str) -> list[str]:
-    """A small run that commits a checkpoint every 4 steps.
+    """Return the command line of a small run that commits a checkpoint every 4 steps.
 
-    With 30 s, collectives wait as long as torchrun for the ranks to leave.
+    Its launch.timeout of 30 s is also the time that torchrun waits for ranks to end.
     """
     data = [
         "data.path=demo:backwards",
@@ -78,7 +80,7 @@ def words(folder: Path, *more: str) -> list[str]:
 
 
 def hang(folder: Path, fault: str, *more: str) -> Hang:
-    """Break a run, and wait until it has ended or LIMIT_SECONDS have passed."""
+    """Run with a fault until the end, or kill the run after LIMIT_SECONDS."""
     notes = folder.with_suffix(".faults")
     path = os.pathsep.join([str(INJECT), str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {

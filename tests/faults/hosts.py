@@ -1,4 +1,4 @@
-"""torchruns on hosts of one machine."""
+"""torchrun on simulated hosts of one machine."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ time.sleep(3600)
 
 
 class Hosts(Network):
-    """Hosts on which torchruns meet at a rendezvous that lies at the switch, outside of them."""
+    """Hosts that run torchrun, with the rendezvous at the switch, outside of all hosts."""
 
     def __init__(self, count: int):
         super().__init__(count)
@@ -35,7 +35,7 @@ class Hosts(Network):
         assert self.store.stdout.readline() == "ready\n"
 
     def start(self, i: int, words: list[str], env: dict[str, str], cwd: Path) -> None:
-        """torchrun on host i; it takes part in a world of 1 to all hosts."""
+        """Start torchrun on host i, for a world of one up to all hosts."""
         conf = (
             "is_host=false,last_call_timeout=2,"
             "keep_alive_interval=1,keep_alive_max_attempt=3,read_timeout=10"
@@ -65,18 +65,18 @@ class Hosts(Network):
         self.running[i] = process
 
     def kill(self, i: int) -> None:
-        """Host i loses its power: torchrun and all ranks at once."""
+        """Kill torchrun and all ranks of host i at once, as if it lost its power."""
         self.power_off(i)
         self.running.pop(i).wait()
 
     def told(self, i: int) -> str:
-        """What host i's torchrun and ranks have printed."""
+        """Return the output of host i's torchrun and ranks."""
         file = self.running[i].told
         file.seek(0)
         return file.read()
 
     def close(self) -> None:
-        """Everything ends."""
+        """End all processes and delete the hosts."""
         for i in list(self.running):
             self.kill(i)
         self.store.kill()
@@ -85,7 +85,7 @@ class Hosts(Network):
 
 
 def seconds_until(there, limit: float) -> float:
-    """How long it took."""
+    """Return the seconds until `there()` holds. Raises AssertionError after `limit` seconds."""
     began = time.monotonic()
     while not there():
         assert time.monotonic() - began < limit, "it did not happen"

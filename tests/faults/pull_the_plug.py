@@ -1,5 +1,4 @@
-"""`make pull-the-plug`: breaks a real run twice, and shows that it ends with the weights of one
-that nobody touched."""
+"""`make pull-the-plug`: break a run twice, and show that its final weights are unaffected."""
 
 import json
 import os
@@ -27,7 +26,7 @@ def tell(what: str) -> None:
 
 
 def command(*words: str, faults: str = "") -> subprocess.CompletedProcess:
-    """A command line of the trainer, told as one would type it."""
+    """Run a command line of the trainer. faults: see inject/breaks.py."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(INJECT), os.environ.get("PYTHONPATH", "")]),
@@ -40,7 +39,7 @@ def command(*words: str, faults: str = "") -> subprocess.CompletedProcess:
 
 
 def train(name: str, *words: str, code: int = 0, faults: str = "") -> subprocess.CompletedProcess:
-    """The run `name`, which must end with `code`."""
+    """Train the run `name`, which must end with exit code `code`."""
     done = command(*LINE, f"run.name={name}", *words, faults=faults)
     if done.returncode != code:
         sys.exit(f"exit code {done.returncode} instead of {code}\n{done.stdout}{done.stderr}")
@@ -48,7 +47,7 @@ def train(name: str, *words: str, code: int = 0, faults: str = "") -> subprocess
 
 
 def losses(name: str) -> dict[int, float]:
-    """By step. A step that is on record twice is not allowed."""
+    """Return a run's losses by step. Raises AssertionError if a step is missing or repeated."""
     lines = [json.loads(line) for line in (ROOT / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), (
         "a step is missing, or on record twice"
@@ -57,7 +56,7 @@ def losses(name: str) -> dict[int, float]:
 
 
 def flip_a_bit(file: Path) -> None:
-    """The lowest, of the byte in the middle."""
+    """Flip the lowest bit of the byte in the middle of a file."""
     with file.open("r+b") as f:
         f.seek(file.stat().st_size // 2)
         byte = f.read(1)[0]

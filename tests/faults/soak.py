@@ -1,5 +1,7 @@
-"""A run that is broken again and again, at random: `python tests/faults/soak.py [FAULTS] [SEED]`
-prints what happened and what it cost."""
+"""A run that is broken repeatedly at random.
+
+`python tests/faults/soak.py [FAULTS] [SEED]` prints the faults and the time that they cost.
+"""
 
 import random
 import sys
@@ -23,8 +25,10 @@ OF_A_SAVE = ["staging", "shards", "manifest", "rename", "prune"]
 def soak(
     folder: Path, words: list[str], faults: int, seed: int
 ) -> tuple[Broken, Broken, list[tuple[str, list[int], float]]]:
-    """A run with at least that many faults, one that nobody touched, and of each fault: what, the
-    ranks' exit codes, seconds until they had ended."""
+    """Return a run with at least `faults` faults, an undisturbed run, and the list of faults.
+
+    An entry of the list is (fault, exit codes of the ranks, seconds until they had ended).
+    """
     bench, draw, happened = Bench(), random.Random(seed), []
     words = [
         *words,
@@ -58,7 +62,10 @@ def soak(
 
 
 def plan(draw: random.Random, newest: int) -> list[str]:
-    """What breaks soon after the newest checkpoint. A full disk ends no run, so a kill follows."""
+    """Return faults soon after the newest checkpoint.
+
+    A full disk does not end a run, so it is followed by a kill. newest: step of the checkpoint.
+    """
     do = draw.choice(["kill", "kill", "kill_all", "term", "full", "stop"])
     phase = "shards" if do == "full" else draw.choice(OF_A_STEP + OF_A_SAVE)
     saves = phase in OF_A_SAVE
@@ -71,7 +78,7 @@ def plan(draw: random.Random, newest: int) -> list[str]:
 
 
 def flip(checkpoint: Path, draw: random.Random) -> str:
-    """One bit of one file of a committed checkpoint."""
+    """Flip one bit of one file of a committed checkpoint; return a description."""
     file = draw.choice(
         [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size]
     )
@@ -84,7 +91,7 @@ def flip(checkpoint: Path, draw: random.Random) -> str:
 def table(
     run: Broken, whole: Broken, happened: list[tuple[str, list[int], float]], wall: float
 ) -> str:
-    """All faults, one a line, and what came of it."""
+    """Return a text with a line for each fault, and a summary of the run."""
     lines = [f"{what:48} {codes!s:12} {seconds:5.1f} s" for what, codes, seconds in happened]
     kinds = Counter(what.rpartition("do=")[2].split()[0] for what, _, _ in happened)
     useful = sum(run.column("step_seconds"))

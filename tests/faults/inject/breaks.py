@@ -1,9 +1,9 @@
-"""Faults put into a real run from outside: the product has no hook for them but the names of its
-phases.
+"""Faults injected into a real run from outside, at the product's named phases.
 
-FAULTS="rank=1 phase=shards step=4 do=kill; rank=0 phase=data step=9 do=stop" with this folder on
-PYTHONPATH. FAULTS_FOLDER remembers which have happened, with the time: none happens twice, whatever
-is started again, but step=* at every step. It also has each rank's process id."""
+Set FAULTS="rank=1 phase=shards step=4 do=kill; rank=0 phase=data step=9 do=stop", and put this
+folder on PYTHONPATH. FAULTS_FOLDER holds the time of each fault that has happened, and each rank's
+process id. A fault happens once, however often the run is started, but with step=* at every step.
+"""
 
 import importlib.abc
 import importlib.util
@@ -20,7 +20,7 @@ _of_thread = threading.local()
 
 
 def when_imported() -> None:
-    """Wrap the entry into a phase as soon as the trainer imports it, in ranks."""
+    """Arrange that in ranks `wrap` is called when the trainer imports its phases."""
     if "FAULTS" in os.environ and "RANK" in os.environ:
         sys.meta_path.insert(0, _Finder())
 
@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def wrap(phases) -> None:
-    """Break what FAULTS says whenever a phase begins."""
+    """Replace the function that enters a phase by one that also triggers the faults in FAULTS."""
     faults = [
         dict(word.split("=") for word in fault.split())
         for fault in os.environ["FAULTS"].split(";")
@@ -53,7 +53,7 @@ def wrap(phases) -> None:
     enter = phases.ThreadPhase.enter
 
     def enter_and_break(thread, phase, step=None):
-        enter(thread, phase, step)  # all listeners know of the phase when it breaks
+        enter(thread, phase, step)  # first, so that all listeners have seen the phase
         if hasattr(_of_thread, "limits"):
             resource.setrlimit(resource.RLIMIT_FSIZE, _of_thread.__dict__.pop("limits"))
         for number, fault in enumerate(faults):
@@ -70,7 +70,7 @@ def wrap(phases) -> None:
 
 
 def first(folder: Path, number: int) -> bool:
-    """Whether a fault has not happened before; from now on it has."""
+    """Return True if a fault has not happened before, and record that it has."""
     try:
         with (folder / f"fault.{number}").open("x") as file:
             file.write(str(time.time()))
@@ -80,12 +80,12 @@ def first(folder: Path, number: int) -> bool:
 
 
 def kill(_folder: Path) -> None:
-    """As a lost machine ends it."""
+    """Kill this process, as if its machine were lost."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_all(folder: Path) -> None:
-    """All ranks, as a power cut does."""
+    """Kill all ranks, as in a power cut."""
     for file in folder.glob("pid.*"):
         pid = int(file.read_text())
         if pid != os.getpid() and alive(pid):
@@ -94,7 +94,7 @@ def kill_all(folder: Path) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether that is still the rank that wrote down its number."""
+    """Return True if the process still looks like a rank: Python, of this user."""
     try:
         return (
             Path(f"/proc/{pid}/stat").stat().st_uid == os.getuid()
@@ -105,43 +105,42 @@ def alive(pid: int) -> bool:
 
 
 def stop(_folder: Path) -> None:
-    """Neither dead nor alive."""
+    """Suspend this process by SIGSTOP."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def terminate(_folder: Path) -> None:
-    """What a scheduler sends."""
+    """Send this process SIGTERM, as a scheduler does."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def full(_folder: Path) -> None:
-    """No file takes more than 4 KiB until this thread's next phase: the system refuses the write as
-    it does on a full disk."""
+    """Limit files to 4 KiB until this thread's next phase: writes fail as on a full disk."""
     _of_thread.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, _of_thread.limits[1]))
 
 
 def slow(_folder: Path) -> None:
-    """A rank that others must wait for."""
+    """Delay this rank, so that the others must wait."""
     time.sleep(0.2)
 
 
 def lock(_folder: Path) -> None:
-    """Waits for a lock that nobody gives back."""
+    """Wait for a lock that is never released."""
     held = threading.Lock()
     held.acquire()
     held.acquire()
 
 
 def hoard(_folder: Path) -> None:
-    """Asks for more memory than an address can name: the system's own refusal."""
+    """Allocate more memory than the address space has, so that the system itself refuses it."""
     import torch
 
     torch.empty(2**50, dtype=torch.uint8)
 
 
 def skip(_folder: Path) -> None:
-    """Leaves out its next all-reduce."""
+    """Skip this rank's next all-reduce."""
     import torch.distributed as dist
 
     real = dist.all_reduce

@@ -1,4 +1,4 @@
-"""Python imports this by itself in every process that has this folder on its PYTHONPATH."""
+"""Hook that Python imports automatically in every process with this folder on its PYTHONPATH."""
 
 import breaks
 

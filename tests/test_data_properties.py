@@ -110,7 +110,7 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
     def make():
         orders = [RowOrder(store, SEQ_LEN, packing, shuffle, seed) for store in stores]
         for order in orders:
-            order.of_learnt = order.store.of_learnt
+            order.supervised_values = order.store.of_learnt
         components = [
             Component(f"c{i}", *parts)
             for i, parts in enumerate(zip(orders, map(str, orders), asked, starts, strict=True))

@@ -43,7 +43,7 @@ from fsdp_trainer.data.row_values import Values
 from fsdp_trainer.data.sources import Row, RowError
 from fsdp_trainer.errors import Problem, UserError
 
-NOT_LEARNT = -100  # label of unsupervised tokens, as in torch's losses
+UNSUPERVISED = -100  # label of unsupervised tokens, as in torch's losses
 FORMS_REMEMBERED = 1000  # limit on different sets of columns in one file
 
 
@@ -357,20 +357,20 @@ def _read_tokens(values: Values) -> Pretokenised:
     attended = lists["attention_mask"] or [1] * size
     columns = zip(tokens, labels, mask, attended, strict=True)
     real = [
-        (token, label != NOT_LEARNT and bool(learnt))
-        for token, label, learnt, one in columns
-        if one
+        (token, label != UNSUPERVISED and bool(in_loss))
+        for token, label, in_loss, is_attended in columns
+        if is_attended
     ]
-    return Pretokenised([token for token, _ in real], [learnt for _, learnt in real], values.where)
+    return Pretokenised([token for token, _ in real], [used for _, used in real], values.where)
 
 
 def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> None:
-    """Raise RowError for a label that is neither its token nor NOT_LEARNT."""
+    """Raise RowError for a label that is neither its token nor UNSUPERVISED."""
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
-        if label not in (token, NOT_LEARNT):
+        if label not in (token, UNSUPERVISED):
             raise RowError(
                 f"{values.name('labels')!r} has {label} at place {place}, where the token is "
-                f"{token}: a label is the token of its own place, or {NOT_LEARNT}"
+                f"{token}: a label is the token of its own place, or {UNSUPERVISED}"
             )
 
 

@@ -157,7 +157,7 @@ class RowOrder:
         """Share of positions that hold a token."""
         self.reference: np.ndarray | None = None
         """[samples] float64, Σ log-probability of each under the reference model; None without."""
-        self.of_learnt: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+        self.supervised_values: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
         """Returns additional values of supervised tokens, [tokens, ...] by name, given their
         indices among all supervised tokens of the store; None if there are no such values."""
         self._epochs: dict[int, Epoch] = {}
@@ -207,12 +207,12 @@ class RowOrder:
         # a document that is cut continues with its next token, so only complete ones end here
         ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]
         following[ends] = at[ends]
-        learnt = weights[following]
-        learnt[ends] = 0
+        target_weights = weights[following]
+        target_weights[ends] = 0
         rows.tokens.reshape(-1)[places] = tokens[at]
         rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
-        rows.labels.reshape(-1)[places] = np.where(learnt > 0, tokens[following], -100)
-        rows.weights.reshape(-1)[places] = learnt
+        rows.labels.reshape(-1)[places] = np.where(target_weights > 0, tokens[following], -100)
+        rows.weights.reshape(-1)[places] = target_weights
         if len(self.store.source_names) > 1:
             rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
         every = lengths.tolist()
@@ -227,8 +227,8 @@ class RowOrder:
         if self.reference is not None:
             values = np.split(self.reference[samples], first_documents[1:])
             rows.reference = [part.tolist() for part in values]
-        if self.of_learnt is not None:
-            rows.columns = self._columns(rows, places, learnt > 0, samples, starts, lengths)
+        if self.supervised_values is not None:
+            rows.columns = self._columns(rows, places, target_weights > 0, samples, starts, lengths)
         if self.store.kinds is not None:
             kinds = np.split(self.store.kinds[samples], first_documents[1:])
             rows.kinds = [part.tolist() for part in kinds]
@@ -238,32 +238,32 @@ class RowOrder:
         self,
         rows: Rows,
         places: np.ndarray,
-        is_learnt: np.ndarray,
+        is_supervised: np.ndarray,
         samples: np.ndarray,
         starts: np.ndarray,
         lengths: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Return the values of `of_learnt`, each at the position that predicts its token.
+        """Return the values of `supervised_values`, each at the position that predicts its token.
 
-        Other positions hold 0. places: positions of all tokens in the flattened rows. is_learnt:
-        for each token, whether the next one is supervised. samples, starts, lengths: of the
-        documents.
+        Other positions hold 0. places: positions of all tokens in the flattened rows.
+        is_supervised: for each token, whether the next one is supervised. samples, starts,
+        lengths: of the documents.
         """
-        assert self.of_learnt is not None
+        assert self.supervised_values is not None
         # only texts are cut, and all their tokens but the first are supervised
-        firsts = self._first_learnt[samples] + starts
-        before = np.cumsum(is_learnt) - is_learnt
+        firsts = self._first_supervised[samples] + starts
+        before = np.cumsum(is_supervised) - is_supervised
         of_documents = np.cumsum(lengths) - lengths
         numbers = np.repeat(firsts - before[of_documents], lengths) + before
         columns = {}
-        for name, values in self.of_learnt(numbers[is_learnt]).items():
+        for name, values in self.supervised_values(numbers[is_supervised]).items():
             column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
-            column[places[is_learnt]] = values
+            column[places[is_supervised]] = values
             columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
         return columns
 
     @cached_property
-    def _first_learnt(self) -> np.ndarray:
+    def _first_supervised(self) -> np.ndarray:
         """Index of each sample's first supervised token among those of the store: [samples]."""
         supervised = np.asarray(self.store.supervised)
         return np.cumsum(supervised) - supervised
@@ -391,15 +391,15 @@ class RowOrder:
         # only texts are cut, and all their tokens but the first are supervised, also the one after
         # a cut
         whole = lengths == of_sample
-        learnt = np.minimum(starts + lengths, of_sample - 1) - starts
+        supervised = np.minimum(starts + lengths, of_sample - 1) - starts
 
         def before(values: np.ndarray) -> np.ndarray:
             return np.cumsum(np.add.reduceat(values, offsets[:-1], dtype=np.float64))
 
         sums = [
-            before(np.where(whole, np.asarray(self.store.weight_sums)[samples], learnt)),
+            before(np.where(whole, np.asarray(self.store.weight_sums)[samples], supervised)),
             before(lengths),
-            before(np.where(whole, np.asarray(self.store.supervised)[samples], learnt)),
+            before(np.where(whole, np.asarray(self.store.supervised)[samples], supervised)),
             # rounded to integers: sums are exact, and equal rows have equal costs
             before(np.rint(self.attention_cost(lengths))),
         ]

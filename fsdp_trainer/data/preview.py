@@ -214,10 +214,10 @@ def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
         return unpaired_figures(unpaired)
     if not paired:
         return []
-    learnt = [np.asarray(store.supervised) for store in paired]
+    lengths = [np.asarray(store.supervised) for store in paired]
     # models that learn from pairs easily learn to write long answers
     chosen, rejected = (
-        np.concatenate([each[place::2] for each in learnt]).mean() for place in range(len(SIDES))
+        np.concatenate([each[place::2] for each in lengths]).mean() for place in range(len(SIDES))
     )
     return [
         ("pairs", f"{sum(store.groups for store in paired):,}"),
@@ -228,11 +228,11 @@ def pair_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
 def unpaired_figures(stores: list[TokenStore]) -> list[tuple[str, str]]:
     """Return (name, value) of statistics about answers labelled good or bad."""
     kinds = np.concatenate([np.asarray(store.kinds) for store in stores])
-    learnt = np.concatenate([np.asarray(store.supervised) for store in stores])
+    lengths = np.concatenate([np.asarray(store.supervised) for store in stores])
     return [
         (
             f"{name} answers",
-            f"{np.count_nonzero(kinds == kind):,} of {learnt[kinds == kind].mean():,.1f} tokens on"
+            f"{np.count_nonzero(kinds == kind):,} of {lengths[kinds == kind].mean():,.1f} tokens on"
             " average",
         )
         for kind, name in enumerate(KIND_NAMES[:MISMATCHED])

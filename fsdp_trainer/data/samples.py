@@ -190,11 +190,11 @@ class SampleBuilder:
             raise RowError("holds half a character, which is no text") from None
         tokens = [token for ids in encoded for token in ids.tolist()]
         segments = zip(encoded, row.learnt, strict=True)
-        learnt = [one for ids, one in segments for _ in range(len(ids))]
-        ends = [i for i, one in enumerate(learnt) if one and not any(learnt[i + 1 : i + 2])]
+        supervised = [one for ids, one in segments for _ in range(len(ids))]
+        ends = [i for i, one in enumerate(supervised) if one and not any(supervised[i + 1 : i + 2])]
         if any(tokens[i] not in self._special_ids for i in ends):
             self.count("no_end", row.where)
-        return _with_tokens(tokens, learnt, row.where)
+        return _with_tokens(tokens, supervised, row.where)
 
     def _pair(self, row: Preference) -> Rendered:
         """Return the prompt with the chosen answer; `rejected` is the prompt with the other one."""
@@ -233,14 +233,16 @@ class SampleBuilder:
             notes.add("special_in_text")
         finder = TurnFinder(self.template.for_row(row.tools), messages, row.tools, self._ends)
         if self.data.loss_on == "all":
-            texts = self._learn_all(finder, row, notes)
+            texts = self._supervise_all(finder, row, notes)
         else:
-            texts = self._learn_turns(finder, row, notes)
+            texts = self._supervise_turns(finder, row, notes)
         for key in sorted(notes):
             self.count(key, row.where)
         return texts
 
-    def _learn_all(self, finder: TurnFinder, row: Conversation, notes: set[str]) -> list[Rendered]:
+    def _supervise_all(
+        self, finder: TurnFinder, row: Conversation, notes: set[str]
+    ) -> list[Rendered]:
         whole = finder.whole
         spans = [(0, len(whole), 1.0), *self._weighted_turns(finder)]
         for message in row.messages:
@@ -250,7 +252,7 @@ class SampleBuilder:
             notes.add(TEXT_LEFT_OUT)
         return [Rendered(whole, spans, row.where)]
 
-    def _learn_turns(
+    def _supervise_turns(
         self, finder: TurnFinder, row: Conversation, notes: set[str]
     ) -> list[Rendered]:
         """Return one text, or several if the template rewrites earlier turns."""
@@ -356,8 +358,8 @@ class SampleBuilder:
         The very first prompt gets the last answer. A mismatched answer is cut where both samples
         fill the row.
         """
-        learnt = [one for each in samples for one in each]
-        before = self._last_answer or (learnt[-1] if learnt else None)
+        answers = [one for each in samples for one in each]
+        before = self._last_answer or (answers[-1] if answers else None)
         both: list[list[Sample]] = []
         for text, each in zip(texts, samples, strict=True):
             if not each or text.is_good is None:
@@ -497,9 +499,9 @@ def require_whole_characters(*texts: str) -> None:
         ) from None
 
 
-def _with_tokens(tokens: list[int], learnt: list[bool], where: tuple[str, int]) -> Rendered:
+def _with_tokens(tokens: list[int], supervised: list[bool], where: tuple[str, int]) -> Rendered:
     """Return already tokenised data as a text without characters."""
-    sample = Sample(np.array(tokens, np.int32), np.array(learnt, np.float32))
+    sample = Sample(np.array(tokens, np.int32), np.array(supervised, np.float32))
     return Rendered("", [], where, sample=sample)
 
 

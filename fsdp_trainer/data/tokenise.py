@@ -268,6 +268,7 @@ def content_place(row: Readable) -> float:
     elif isinstance(row, Conversation):
         content = json.dumps([row.messages, row.tools], sort_keys=True, default=str)
     else:
+        # names of fields are part of it: renaming one would move rows between the stores
         content = json.dumps(asdict(row) | {"where": None}, sort_keys=True)
     digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

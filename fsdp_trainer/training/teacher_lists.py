@@ -172,7 +172,7 @@ class ListPass:
         if not all(gather(all(one is not None for one in lists))):
             return False
         for (order, _), one in zip(self.orders, lists, strict=True):
-            order.of_learnt = one
+            order.supervised_values = one
         return True
 
     def _compute(
@@ -262,7 +262,7 @@ class ListPass:
 
         numbers: see NUMBER; 0 for padding.
         """
-        order.of_learnt = lambda numbers: {NUMBER: numbers + 1}
+        order.supervised_values = lambda numbers: {NUMBER: numbers + 1}
         batches = self._batches(order, config)
         slots = batches.assign_rows_to_ranks(StepPlan(1, 0, order.rows_per_epoch))
         for done, rows in enumerate(slots[:, batches.rank]):

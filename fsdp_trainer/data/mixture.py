@@ -237,9 +237,9 @@ class Mixture:
     def locate(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the component of each row, and its index there, both [rows] int64."""
         turns = np.asarray(indices, np.int64) - self.start
-        who, ordinal = (
-            self.turns.at(turns) if len(self.orders) > 1 else (np.zeros_like(turns), turns)
-        )
+        who, ordinal = np.zeros_like(turns), turns
+        if len(self.orders) > 1:
+            who, ordinal = self.turns.at(turns)
         return who, ordinal + np.array([component.start for component in self.components])[who]
 
     def read(self, index: int) -> RowData:
@@ -313,8 +313,6 @@ class Mixture:
                 "key": c.key,
                 "asked": c.requested,
                 "rows_per_epoch": c.order.rows_per_epoch,
-            }
-            | {
                 "start": c.start,
                 "start_tokens": c.start_tokens,
                 "rows": rows,
@@ -334,15 +332,10 @@ class Mixture:
         """Return lines on the use of each component up to row `last`; [] for one component."""
         if len(self.components) == 1:
             return []
-        epoch = (
-            "as many rows as all have"
-            if self.weighted
-            else "every source as often as its repeat says"
-        )
-        lines = [
-            f"mixed by {'weights' if self.weighted else 'repeats'}; an epoch is {epoch}. In"
-            " this run:"
-        ]
+        how, epoch = "repeats", "every source as often as its repeat says"
+        if self.weighted:
+            how, epoch = "weights", "as many rows as all have"
+        lines = [f"mixed by {how}; an epoch is {epoch}. In this run:"]
         for c, share, rows in zip(self.components, self.shares, self.taken(last), strict=True):
             tokens, epochs = share * c.order.fill / self.fill, rows / c.order.rows_per_epoch
             lines.append(
@@ -403,11 +396,8 @@ def build_order(
         weighted,
         prepared.digests,
     )
-    if small := [
-        c.name
-        for c, share in zip(mixture.components, mixture.shares, strict=True)
-        if 0 < share < LEAST
-    ]:
+    shares = zip(mixture.components, mixture.shares, strict=True)
+    if small := [component.name for component, share in shares if 0 < share < LEAST]:
         reason = (
             f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its"
             f" {'weight' if weighted else 'repeat'}"

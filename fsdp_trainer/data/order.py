@@ -61,10 +61,8 @@ class Rows:
     def empty(cls, rows: int, seq_len: int) -> "Rows":
         """Return rows with nothing but padding."""
         tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
-        labels, weights = (
-            np.full((rows, seq_len), -100, np.int64),
-            np.zeros((rows, seq_len), np.float32),
-        )
+        labels = np.full((rows, seq_len), -100, np.int64)
+        weights = np.zeros((rows, seq_len), np.float32)
         documents: list[list[int]] = [[] for _ in range(rows)]
         group_starts: list[list[bool]] = [[] for _ in range(rows)]
         return cls(tokens, positions, labels, weights, sources, documents, group_starts)
@@ -318,19 +316,13 @@ class RowOrder:
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """Yield the plan of each epoch with some of these rows, and the rows' indices in it."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
-        for part in (
-            np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1)
-            if len(epochs)
-            else []
-        ):
+        if not len(epochs):
+            return
+        for part in np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1):
             epoch = int(epochs[part[0]])
             yield self.epoch(epoch if self.shuffle else 0), rows[part]
-            if (
-                self.shared
-                and self.shuffle
-                and epoch >= self._ahead
-                and 2 * rows[part[-1]] >= self.rows_per_epoch
-            ):
+            is_second_half = 2 * rows[part[-1]] >= self.rows_per_epoch
+            if self.shared and self.shuffle and epoch >= self._ahead and is_second_half:
                 self._ahead = epoch + 1
                 threading.Thread(
                     target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True
@@ -367,21 +359,20 @@ class RowOrder:
 
     def _pack(self) -> Arrays:
         lengths = self._packed_lengths()
-        packing = (
-            one_per_row(lengths) if self.packing == "none" else best_fit(lengths, self.seq_len)
-        )
+        if self.packing == "none":
+            packing = one_per_row(lengths)
+        else:
+            packing = best_fit(lengths, self.seq_len)
         return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
 
     def _plan(self, epoch: int) -> Arrays:
         """Return the arrays of an `Epoch`."""
-        arrange = (
-            self._streamed
-            if self.packing == "stream"
-            else self._shuffled
-            if self.shuffle
-            else self._in_order
-        )
-        pieces, documents, offsets = arrange(epoch)
+        if self.packing == "stream":
+            pieces, documents, offsets = self._streamed(epoch)
+        elif self.shuffle:
+            pieces, documents, offsets = self._shuffled(epoch)
+        else:
+            pieces, documents, offsets = self._in_order()
         if self._groups is not None:
             documents, offsets = self._groups.samples(documents, offsets)
         samples, starts, lengths = (
@@ -459,7 +450,7 @@ class RowOrder:
         rows = self._random_order("rows", epoch, self.rows_per_epoch)
         return self._pieces(), *_take_rows(documents, self._packing["offsets"], rows)
 
-    def _in_order(self, epoch: int) -> Arranged:
+    def _in_order(self) -> Arranged:
         """Return an epoch with the samples of a row sorted by index, and rows by first sample."""
         offsets = self._packing["offsets"].astype(np.int64)
         row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
@@ -474,17 +465,11 @@ class RowOrder:
         Then the rows are shuffled, so that a book is not read in one go.
         """
         lengths = np.asarray(self.store.lengths)
-        order = (
-            self._random_order("samples", epoch, len(lengths))
-            if self.shuffle
-            else np.arange(len(lengths))
-        )
+        order, rows = np.arange(len(lengths)), np.arange(self.rows_per_epoch)
+        if self.shuffle:
+            order = self._random_order("samples", epoch, len(lengths))
+            rows = self._random_order("rows", epoch, self.rows_per_epoch)
         pieces, offsets = stream(lengths, order, self.seq_len)
-        rows = (
-            self._random_order("rows", epoch, self.rows_per_epoch)
-            if self.shuffle
-            else np.arange(self.rows_per_epoch)
-        )
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:

@@ -69,10 +69,8 @@ def components(
     The second is None if validation data is absent or a share of the training data. Raises
     UserError if there is no data.
     """
-    sources, named = (
-        find_sources(data.path, "data.path", root, reporter.say, reporter.progress),
-        entries(data.path),
-    )
+    sources = find_sources(data.path, "data.path", root, reporter.say, reporter.progress)
+    named = entries(data.path)
     share = data.validation if isinstance(data.validation, int | float) else 0.0
     if is_mixture(data.path) and len(named) > 1:
         train = [ComponentSources(source.name, [source], share) for source in sources]

@@ -74,7 +74,7 @@ class TokenStore:
         self.kinds = _map_optional(folder, KINDS)
         self.question_sizes: np.ndarray | None = None
         """[samples] int64; None if the samples are not prompts."""
-        if (folder / f"{QUESTION_SIZES}.bin").exists():
+        if _has(folder, QUESTION_SIZES):
             self.question_sizes = _map(folder / f"{QUESTION_SIZES}.bin", np.int64)
             self.question_bytes = _map(folder / f"{QUESTIONS}.bin", np.uint8)
         for column in (self.tokens, self.weights):
@@ -89,8 +89,7 @@ class TokenStore:
         def make() -> dict[str, np.ndarray]:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
 
-        large = len(self) >= SHARED_FROM
-        if not large:
+        if len(self) < SHARED_FROM:
             return make()["offsets"]
         return SharedArrays(self.folder / "plans" / "store").get("offsets", make)["offsets"]
 
@@ -129,20 +128,16 @@ class TokenStore:
         """
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
-                begins, ends = (
-                    firsts * column.itemsize // PAGESIZE * PAGESIZE,
-                    (firsts + counts) * column.itemsize,
-                )
+                begins = firsts * column.itemsize // PAGESIZE * PAGESIZE
+                ends = (firsts + counts) * column.itemsize
                 for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
                     column.base.madvise(MADV_WILLNEED, begin, size)
 
     def where(self, sample: int) -> str:
         """Return FILE:LINE of the row that a sample was made from."""
-        return (
-            f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
-            if self.file_names
-            else f"sample {sample}"
-        )
+        if not self.file_names:
+            return f"sample {sample}"
+        return f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
 
     def number_in_line(self, sample: int) -> tuple[int, int]:
         """Return a sample's number, from 1, among the samples of its line, and their total."""
@@ -256,7 +251,7 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     tokens = sum(one["tokens"] for one in totals.values())
     optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
     columns = COLUMNS | optional
-    columns |= {QUESTION_SIZES: np.int64} if (folder / f"{QUESTION_SIZES}.bin").exists() else {}
+    columns |= {QUESTION_SIZES: np.int64} if _has(folder, QUESTION_SIZES) else {}
     for column, dtype in columns.items():
         file = folder / f"{column}.bin"
         expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
@@ -274,11 +269,11 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
     Uses bounded memory. tick: called repeatedly during the copy.
     """
     into.mkdir()
-    has_questions = any((part / f"{QUESTION_SIZES}.bin").exists() for part in parts)
+    has_questions = any(_has(part, QUESTION_SIZES) for part in parts)
     for column in (*COLUMNS, *((QUESTION_SIZES, QUESTIONS) if has_questions else ())):
         with open(into / f"{column}.bin", "wb") as whole:
             for part in parts:
-                if column in (QUESTION_SIZES, QUESTIONS) and not (part / f"{column}.bin").exists():
+                if column in (QUESTION_SIZES, QUESTIONS) and not _has(part, column):
                     continue  # a part without samples
                 with open(part / f"{column}.bin", "rb") as piece:
                     while _copy(piece.fileno(), whole.fileno()):

@@ -381,9 +381,7 @@ class SampleBuilder:
         """Return both answers, or none: one row must hold both."""
         length = sum(len(sample.tokens) for sample in samples)
         if length > self.seq_len:
-            self.counts[f"{FITS}{rounded_length(length)}"] += 1
-            self.counts[LOST] += length
-            return self._left_out("too_long", text.where)
+            return self._too_long(length, text)
         chosen, rejected = samples
         if len(chosen.tokens) == len(rejected.tokens) and (chosen.tokens == rejected.tokens).all():
             return self._left_out("same_answers", text.where)
@@ -396,9 +394,7 @@ class SampleBuilder:
         """Return the prompt, without supervised tokens; nothing if it is too long."""
         length = len(encoding.ids)
         if length > self.seq_len:
-            self.counts[f"{FITS}{rounded_length(length)}"] += 1
-            self.counts[LOST] += length
-            return self._left_out("too_long", text.where)
+            return self._too_long(length, text)
         return [Sample(encoding.ids, np.zeros(length, np.float32), question=text.question)]
 
     def _frame(self, ids: np.ndarray) -> Sample:
@@ -450,16 +446,15 @@ class SampleBuilder:
         length, seq_len = len(sample.tokens), self.seq_len
         if length <= seq_len:
             return [sample]
-        if self.data.too_long == "split":  # config rules refuse it for conversations
+        if self.data.too_long == "split":  # choose_reader refuses it for conversations
             self.count("split", text.where)
             return [sample]  # RowOrder splits it
-        self.counts[f"{FITS}{rounded_length(length)}"] += 1
         if self.data.too_long == "truncate":
-            self.count("truncated", text.where)
+            self.counts[f"{FITS}{rounded_length(length)}"] += 1
             self.counts[LOST] += length - seq_len
+            self.count("truncated", text.where)
             return [Sample(sample.tokens[:seq_len], sample.weights[:seq_len])]
-        self.counts[LOST] += length
-        return self._left_out("too_long", text.where)
+        return self._too_long(length, text)
 
     def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
         bos = self.tokenizer.bos_id
@@ -470,7 +465,14 @@ class SampleBuilder:
             return [sample]
         return self._left_out("unsupervised", text.where)
 
+    def _too_long(self, length: int, text: Rendered) -> list:
+        """Count a text of `length` tokens that is dropped because no row holds it; return []."""
+        self.counts[f"{FITS}{rounded_length(length)}"] += 1
+        self.counts[LOST] += length
+        return self._left_out("too_long", text.where)
+
     def _left_out(self, key: str, where: tuple[str, int]) -> list:
+        """Count a dropped row or text; return []."""
         self.count(key, where)
         return []
 

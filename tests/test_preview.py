@@ -72,7 +72,7 @@ def preview(tmp_path, capsys):
 def page_of(keys):
     cfg = compose("preview", keys)
     tokenizer, template, prepared = build_data(cfg)
-    return previewing.look(
+    return previewing.build_page(
         cfg, tokenizer, template, prepared, build_order(cfg, prepared)
     ), tokenizer
 

@@ -11,7 +11,7 @@ from fsdp_trainer.data.build import build_template, build_tokenizer, cache_root,
 from fsdp_trainer.data.cache import removed_if_refused
 from fsdp_trainer.data.preferences import PROMPTS
 from fsdp_trainer.data.prepare import Prepared, Reporter, preparations, prepare
-from fsdp_trainer.data.summary import two_lines
+from fsdp_trainer.data.summary import summary_lines
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 
@@ -53,7 +53,7 @@ def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
 
 def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
     """Show statistics of the data and the folders of its stores."""
-    for line in [*prepared.report, *two_lines(prepared, cfg.batch.seq_len)]:
+    for line in [*prepared.report, *summary_lines(prepared, cfg.batch.seq_len)]:
         console.say(f"data   {line}")
     for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
         console.say(f"in     {store.folder}")

@@ -96,7 +96,7 @@ def cache_root(cfg: TrainConfig) -> Path:
     return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
 
 
-def learns_from(objective: str) -> str:
+def kind_of_data(objective: str) -> str:
     """Return the kind of data that an objective needs, as in `make_reader`."""
     if objective in PAIRED:
         return preferences.PAIRS
@@ -126,7 +126,7 @@ def _build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg)
     template = build_template(cfg, tokenizer)
-    kind: str | None = learns_from(cfg.objective.name)
+    kind: str | None = kind_of_data(cfg.objective.name)
     if isinstance(cfg, PreviewConfig) and kind != preferences.PROMPTS:
         kind = None
     if not cfg.data.streaming:

@@ -14,7 +14,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.folders import NewFolders
 
 LOCK = "lock"
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 OLD_SECONDS = 24 * 3600.0
 
 
@@ -46,7 +46,7 @@ def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool
         with lock:
             while (locked := _locked(lock, shared)) is False:
                 waits()
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             if _is_there(lock, folder / LOCK):
                 try:
                     yield bool(locked) and not shared

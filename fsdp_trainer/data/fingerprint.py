@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_trainer.data.sources import content_hash
 
 HASHES = "hashes.json"
-LOOK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 # a file that was changed just now may change again within one tick of its file system's clock
 SETTLED_SECONDS = 2.0
 TOKENS_VERSION = 1
@@ -51,18 +51,18 @@ def contents(
         for file, mark in marks.items()
         if mark and known.get(file, [None])[:-1] == mark
     }
-    settled, leaving = (time.time() - SETTLED_SECONDS) * 1e9, Event()
+    settled, stopping = (time.time() - SETTLED_SECONDS) * 1e9, Event()
     with ThreadPoolExecutor(8) as threads:
         hashed = {
-            file: threads.submit(content_hash, file, leaving)
+            file: threads.submit(content_hash, file, stopping)
             for file in marks
             if file not in digests
         }
         try:
-            while wait(hashed.values(), LOOK_SECONDS).not_done:
+            while wait(hashed.values(), POLL_SECONDS).not_done:
                 tick()
         finally:  # do not wait for the end of a large file after a stop
-            leaving.set()
+            stopping.set()
             threads.shutdown(cancel_futures=True)
     digests |= {file: one.result() for file, one in hashed.items()}
     new = {}

@@ -9,10 +9,10 @@ from fsdp_trainer.data.row_formats import (
     ROLES,
     TEXT_KEYS,
     media_of,
+    only_role_key,
     pair_keys,
     parsed,
     role_key,
-    said_by,
     turn_list,
 )
 from fsdp_trainer.data.sources import RowError
@@ -70,7 +70,7 @@ def _turn(turn: Any, column: str) -> list[Message]:
             {"role": "user", "content": text_of(turn[ask], ask)},
             _message(others, "assistant", turn[reply]),
         ]
-    speaker = said_by(turn)
+    speaker = only_role_key(turn)
     if speaker:
         return [_message({}, speaker, turn[speaker])]
     role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)

@@ -111,7 +111,7 @@ class Preparation:
 
     def stores(self) -> dict[str, TokenStore]:
         """Return the open stores by name; make them first if they are missing or incomplete."""
-        while not (meta := read_whole(self.folder, self.reporter.say)):
+        while not (meta := read_complete(self.folder, self.reporter.say)):
             self._make()
         self.meta, files = meta, self.component.files
         renamed = dict(zip(meta["files"], files, strict=True))
@@ -135,14 +135,14 @@ class Preparation:
 
         Returns the indices of the shards that still lack parts.
         """
-        if read_whole(self.folder, self.reporter.say):
+        if read_complete(self.folder, self.reporter.say):
             return []
         tasks = self._tasks()
         with self._held(shared=True):
             self._tokenise(tasks, range(index, len(tasks), count))
         done = [read_result(self._part(i), task) for i, task in enumerate(tasks)]
         missing = sorted({i % count for i, result in enumerate(done) if result is None})
-        if not missing or read_whole(self.folder):
+        if not missing or read_complete(self.folder):
             self.stores()
             return []
         return missing
@@ -151,7 +151,7 @@ class Preparation:
         tasks = self._tasks()
         with self._held(shared=False) as alone:
             # another process may have made it while this one waited for the lock
-            if not read_whole(self.folder, self.reporter.say):
+            if not read_complete(self.folder, self.reporter.say):
                 for leftover in self.parts.glob("tmp-*") if alone else ():
                     shutil.rmtree(leftover, ignore_errors=True)
                 clear_leftovers(self.root, self.parts)
@@ -159,7 +159,7 @@ class Preparation:
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
                 self._merge([done[i] for i in range(len(tasks))], whole)
                 whole.chmod(0o755)
-                if not read_whole(self.folder):  # without locks another run may have been faster
+                if not read_complete(self.folder):  # without locks another run may have been faster
                     shutil.rmtree(self.folder, ignore_errors=True)
                     commit(whole, self.folder)
             shutil.rmtree(self.parts, ignore_errors=True)
@@ -194,7 +194,7 @@ class Preparation:
                     raise
         except OSError as error:
             # without locks another process may have finished the store and deleted the parts
-            if not read_whole(self.folder):
+            if not read_complete(self.folder):
                 reason = (
                     f"the tokenised data cannot be written to {self.root}:"
                     f" {error.strerror or error}. Use  data.cache=FOLDER"
@@ -434,7 +434,7 @@ def _renamed(where: str, renamed: dict[str, str]) -> str:
     return f"{renamed.get(file, file)}:{line}"
 
 
-def read_whole(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
+def read_complete(folder: Path, say: Callable[[str], None] = nothing) -> dict[str, Any] | None:
     """Return the description of a folder's stores; None if they are missing or incomplete."""
     if not folder.exists():
         return None
@@ -450,5 +450,5 @@ def commit(aside: Path, folder: Path) -> None:
     try:
         os.replace(aside, folder)
     except OSError:
-        if not read_whole(folder):  # otherwise another run was faster and wrote the same content
+        if not read_complete(folder):  # otherwise another run was faster and wrote the same content
             raise

@@ -21,7 +21,7 @@ from fsdp_trainer.data.preparation import (
     Preparation,
     Reporter,
     commit,
-    read_whole,
+    read_complete,
 )
 from fsdp_trainer.data.sources import find_sources
 from fsdp_trainer.data.store import TokenStore, add_totals, merge, read_meta, write_meta
@@ -175,7 +175,7 @@ def _merge_held_out(
     if len(preparing) == 1:
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in preparing])
-    if not read_whole(folder):
+    if not read_complete(folder):
         with tempfile.TemporaryDirectory(
             prefix=".together-", dir=root, ignore_cleanup_errors=True
         ) as aside:

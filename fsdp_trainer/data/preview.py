@@ -45,9 +45,9 @@ def preview(cfg: PreviewConfig) -> int:
         if not html:
             return 0
     if prepared.streamed:
-        page = look_at_stream(cfg, tokenizer, prepared.streamed)
+        page = build_stream_page(cfg, tokenizer, prepared.streamed)
     else:
-        page = look(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
+        page = build_page(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
     if cfg.preview.format == "text":
         from fsdp_trainer.data.preview_text import show  # rich takes a while
 
@@ -88,7 +88,7 @@ def as_json(index: int, row: RowData | StreamedRow) -> dict:
     return shown if np.all(weights[labels != -100] == 1) else shown | {"weights": weights.tolist()}
 
 
-def look(
+def build_page(
     cfg: PreviewConfig,
     tokenizer: TextTokenizer,
     template: Template,
@@ -101,7 +101,7 @@ def look(
     known = [
         *vocabulary(cfg, tokenizer),
         *all_findings(prepared, order.seq_len),
-        *often(cfg, order),
+        *repeat_findings(cfg, order),
     ]
     has_prompts = store.question_sizes is not None
     has_context = amounts(prepared.train)[2] < lengths.sum() - len(lengths)
@@ -153,8 +153,8 @@ def reference_of(store: TokenStore, sample: int) -> str | None:
     return None if answer is None else CONTROL.sub(_visible, str(answer))
 
 
-def look_at_stream(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
-    """Gather the content of a stream's preview from its first rows. UserError as in `look`."""
+def build_stream_page(cfg: PreviewConfig, tokenizer: TextTokenizer, streamed: StreamedData) -> Page:
+    """Gather the content of a stream's preview from its first rows; UserError as `build_page`."""
     pieces, names, seq_len = TokenTexts(tokenizer), streamed.source_names, streamed.seq_len
     return Page(
         str(cfg.run.name),
@@ -270,7 +270,7 @@ def epochs(cfg: PreviewConfig, order: Mixture) -> list[float]:
     return [count / one.rows_per_epoch for count, one in counts]
 
 
-def often(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
+def repeat_findings(cfg: PreviewConfig, order: Mixture) -> list[Finding]:
     """Return findings about components that a mixture repeats too often."""
     repeats = zip(order.components, epochs(cfg, order), strict=True)
     return [

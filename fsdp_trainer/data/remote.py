@@ -78,7 +78,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
 
     Raises UserError if it cannot be read.
     """
-    with _telling(url, key):
+    with _as_user_errors(url, key):
         system, path = _system_of(url)
         system.invalidate_cache()
         is_web = urlsplit(url).scheme in ("http", "https")  # cannot distinguish folders from files
@@ -144,18 +144,18 @@ def fetch(
 
     say: called with lines that stay on screen. progress: called repeatedly with the current state.
     """
-    noted = (
+    listing = (
         cache
         / "remote"
         / "found"
         / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
     )
-    if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _noted(noted)):
+    if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _last_copies(listing)):
         return copies  # the node's first rank has just listed them, and all must read the same
     try:
         files = list_files(url, key)
     except Unreachable as error:
-        if not (copies := _noted(noted)):
+        if not (copies := _last_copies(listing)):
             raise
         say(
             f"data   {shown(url)} is not asked for changes, its copy is used:"
@@ -164,13 +164,13 @@ def fetch(
         return copies
     copies = {file.url: str(file.copy_in(cache)) for file in files}
     missing = [file for file in files if not os.path.exists(copies[file.url])]
-    with _telling(url, key, cache):
+    with _as_user_errors(url, key, cache):
         if missing:
             _copy_all(missing, cache, url, say, progress)
-        noted.parent.mkdir(parents=True, exist_ok=True)
-        aside = noted.with_suffix(f".{os.getpid()}")
+        listing.parent.mkdir(parents=True, exist_ok=True)
+        aside = listing.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(copies), encoding="utf-8")
-        os.replace(aside, noted)
+        os.replace(aside, listing)
     for copy in copies.values():
         if kind(copy)[0] not in KINDS:
             raise _unusable(
@@ -182,7 +182,7 @@ def fetch(
     return copies
 
 
-def _noted(file: Path) -> dict[str, str]:
+def _last_copies(file: Path) -> dict[str, str]:
     """Return the copies of the last listing if all exist; {} otherwise."""
     try:
         copies: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
@@ -198,10 +198,10 @@ def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress
         f" {total / 2**30:.2f} GiB, into {cache / 'remote'}"
     )
     targets = [file.copy_in(cache) for file in files]
-    leaving = _Leaving()
+    stopping = _StopDownloads()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         running = {
-            pool.submit(_copy, file, target, leaving)
+            pool.submit(_copy, file, target, stopping)
             for file, target in zip(files, targets, strict=True)
         }
         try:
@@ -212,12 +212,12 @@ def _copy_all(files: list[RemoteFile], cache: Path, url: str, say: Say, progress
                 here = sum(_bytes_of(target) or _bytes_of(_part(target)) for target in targets)
                 progress(f"data   fetched {here / 2**30:.2f} of {total / 2**30:.2f} GiB")
         except BaseException:
-            leaving.now = True
+            stopping.now = True
             pool.shutdown(cancel_futures=True)
             raise
 
 
-class _Leaving(Callback):
+class _StopDownloads(Callback):
     """Stops downloads in other threads; the next start continues them."""
 
     now = False
@@ -236,7 +236,7 @@ def _bytes_of(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
+def _copy(file: RemoteFile, target: Path, stopping: _StopDownloads) -> None:
     """Fetch a file, continuing an earlier attempt.
 
     Other processes of this machine wait for it.
@@ -250,8 +250,8 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
         if target.exists():
             return
         system, path = _system_of(file.url)
-        if not (out.tell() and _gone_on(system, path, out, leaving)):
-            system.get_file(path, str(part), callback=leaving)
+        if not (out.tell() and _resume_copy(system, path, out, stopping)):
+            system.get_file(path, str(part), callback=stopping)
         os.fsync(out.fileno())
         size = os.fstat(out.fileno()).st_size
         if file.size is not None and size != file.size:
@@ -262,7 +262,9 @@ def _copy(file: RemoteFile, target: Path, leaving: _Leaving) -> None:
         os.replace(part, target)
 
 
-def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Leaving) -> bool:
+def _resume_copy(
+    system: AbstractFileSystem, path: str, out: BinaryIO, stopping: _StopDownloads
+) -> bool:
     """Append the rest that an earlier attempt did not fetch.
 
     Return False if the store serves files only from the beginning.
@@ -271,7 +273,7 @@ def _gone_on(system: AbstractFileSystem, path: str, out: BinaryIO, leaving: _Lea
         with system.open(path, "rb", block_size=BLOCK, cache_type="readahead") as source:
             source.seek(out.tell())
             while block := source.read(BLOCK):
-                leaving.relative_update()
+                stopping.relative_update()
                 out.write(block)
         out.flush()
     except ValueError:
@@ -284,7 +286,7 @@ def open_remote(url: str) -> BinaryIO:
 
     If a web server does not support ranges, the file can only be read from the beginning.
     """
-    with _telling(url, "data.path"):
+    with _as_user_errors(url, "data.path"):
         system, path = _system_of(url)
         block = BLOCK if _has_ranges(system, path) else 0
         return io.BufferedReader(
@@ -315,17 +317,17 @@ def shown(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _telling(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
+def _as_user_errors(url: str, key: str, cache: Path | None = None) -> Iterator[None]:
     """Convert any error of a store or of the cache's disk to a UserError with the URL."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise _told(url, key, cache, error) from error
+        raise _user_error(url, key, cache, error) from error
 
 
-def _told(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
+def _user_error(url: str, key: str, cache: Path | None, error: BaseException) -> UserError:
     """Return an error of a store or of the cache's disk as a UserError with the URL."""
     if isinstance(error, FileNotFoundError) and error.__cause__:  # fsspec's, hides the cause
         error = error.__cause__

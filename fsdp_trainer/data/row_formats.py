@@ -86,7 +86,7 @@ def pair_keys(turn: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def said_by(turn: Mapping[str, Any]) -> str | None:
+def only_role_key(turn: Mapping[str, Any]) -> str | None:
     """Return the only key of a turn like {"user": "…"} if it is a known role."""
     key = str(next(iter(turn), ""))
     return key if len(turn) == 1 and key.strip().lower() in ROLES else None
@@ -196,7 +196,7 @@ def _is_turn(turn: Any) -> bool:
     if isinstance(turn, list):
         return len(turn) == 2 and _every(turn, (str,))
     turn = parsed(turn)
-    return isinstance(turn, dict) and bool(role_key(turn) or pair_keys(turn) or said_by(turn))
+    return isinstance(turn, dict) and bool(role_key(turn) or pair_keys(turn) or only_role_key(turn))
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -410,7 +410,7 @@ def only_chat(columns: Mapping[str, Any]) -> str | None:
 
     None if it may be the prompt of several answers in other columns.
     """
-    if _alike([column for column, value in columns.items() if isinstance(value, str)]):
+    if _variants([column for column, value in columns.items() if isinstance(value, str)]):
         return None
     chats = [column for column, value in columns.items() if is_chat(value)]
     return chats[0] if len(chats) == 1 else None
@@ -482,7 +482,7 @@ def field_hints(columns: Mapping[str, Any]) -> list[str]:
     chats = [column for column, value in columns.items() if is_turns(value)]
     texts = [column for column, value in columns.items() if isinstance(value, str)]
     hints = [f"messages: {column}" for column in chats]
-    pair = _alike(texts)
+    pair = _variants(texts)
     if pair:
         prompt = next((column for column in [*chats, *texts] if column not in pair), None)
         before = f"prompt: {prompt}, " if prompt else ""
@@ -494,7 +494,7 @@ def field_hints(columns: Mapping[str, Any]) -> list[str]:
     return hints
 
 
-def _alike(names: list[str]) -> tuple[str, str] | None:
+def _variants(names: list[str]) -> tuple[str, str] | None:
     """Return two columns that differ only in a final number or letter: answer_a, answer_b."""
     by_stem: dict[str, str] = {}
     for name in names:

@@ -210,17 +210,17 @@ def _files_of(path: str, key: str) -> list[str]:
         raise _bad(key, path, str(e)) from None
 
 
-def content_hash(file: str, leaving: Event | None = None) -> str:
+def content_hash(file: str, stopping: Event | None = None) -> str:
     """Return a hash of a file's content, independent of its name, so that a file can be moved.
 
-    leaving: if another thread sets it, reading stops early.
+    stopping: if another thread sets it, reading stops early.
     """
     if file in demo.TASKS:
         return hashlib.blake2b(json.dumps(demo.rows(file)).encode(), digest_size=16).hexdigest()
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
     try:
         with open(file, "rb") as f:
-            while (block := f.read(1 << 22)) and not (leaving and leaving.is_set()):
+            while (block := f.read(1 << 22)) and not (stopping and stopping.is_set()):
                 digest.update(block)
     except OSError as error:
         raise UserError(

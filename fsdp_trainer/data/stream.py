@@ -49,7 +49,7 @@ UNIT_BYTES = 1 << 12, 1 << 22  # minimum and maximum, unless MAX_UNITS requires 
 MAX_UNITS = 100_000  # each process has a list of them: units of very large data are larger
 UNITS_PER_STREAM = 8  # in an epoch, if the files can be split
 MAX_BARREN_UNITS = 64  # consecutive units without a sample, after which the data counts as empty
-LOOKED_AT = 64  # samples that are read in advance to describe the data
+INSPECTED_SAMPLES = 64  # samples that are read in advance to describe the data
 AT_ONCE = 16  # files that are inspected concurrently, since they may be remote
 LONGEST_PAUSE = 60.0  # maximum seconds before a file that cannot be reached is tried again
 PERMANENT_ERRORS = FileNotFoundError, PermissionError, ImportError
@@ -457,28 +457,28 @@ def stream_data(
     parts = -(-streams // len(units))
     options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
     streamed = StreamedData(options, streams, sources, units, parts, digests)
-    looked_at = _look(streamed, size)
+    inspected = _inspect(streamed, size)
     keys = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
     numbers = [VERSION, batch.seq_len, streams, seed, each, parts]
     content = [
         [source.name if len(sources) > 1 else "", [identities[file] for file in source.files]]
         for source in sources
     ]
-    tokens = looked_at.pop("tokens")
+    tokens = inspected.pop("tokens")
     decisive = [numbers, keys, content, tokenizer.fingerprint, template.decides, tokens]
     text = json.dumps(decisive, sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
-    return replace(streamed, fingerprint=fingerprint, **looked_at)
+    return replace(streamed, fingerprint=fingerprint, **inspected)
 
 
-def _look(streamed: StreamedData, size: int) -> dict[str, Any]:
+def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
     """Return what the first samples show: the fields `lengths`, `findings`, `report` and `tokens`.
 
     tokens: a hash of the samples' tokens and weights, which must be equal when a run is resumed.
     """
     _require_a_step(streamed)
     stream, digest = streamed.stream(0), hashlib.blake2b(digest_size=16)
-    samples = [*islice(stream.samples, LOOKED_AT)]
+    samples = [*islice(stream.samples, INSPECTED_SAMPLES)]
     for sample in samples:
         digest.update(sample.tokens.astype(np.int32).tobytes())
         digest.update(sample.weights.astype(np.float32).tobytes())

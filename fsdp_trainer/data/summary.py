@@ -77,7 +77,7 @@ def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
     return sorted(known, key=lambda finding: not finding.is_warning)
 
 
-def two_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
+def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
     """Return lines on what is and is not trained on, the first warning, and the unused columns.
 
     order: rows that the data is packed into; None to omit the row counts.

@@ -51,7 +51,7 @@ class Forms:
         return bool(self.call_ids) or self.results in ("ids", "names")
 
 
-def hand_over(
+def convert_turns(
     messages: list[Message], forms: Forms, note: Callable[[str], Any] = lambda key: None
 ) -> list[Message]:
     """Return the conversation in the forms that a template reads.
@@ -61,7 +61,7 @@ def hand_over(
     """
     if forms.needs_ids:
         messages = list(_with_ids(messages, forms))
-    handed: list[Message] = []
+    converted: list[Message] = []
     for message in messages:
         role = message["role"]
         if role == "assistant":
@@ -69,13 +69,13 @@ def hand_over(
         elif role == "tool" and not forms.results:
             note("results_as_user")
             message = {**message, "role": "user"}
-        follows_system = bool(handed) and handed[-1]["role"] == "system"
+        follows_system = bool(converted) and converted[-1]["role"] == "system"
         if role == "user" and forms.system == "user" and follows_system:
-            message = _after_system(handed.pop(), message, note)
-        handed.append(message)
+            message = _after_system(converted.pop(), message, note)
+        converted.append(message)
     if forms.parts:
-        handed = list(map(_in_parts, handed))
-    return handed
+        converted = list(map(_in_parts, converted))
+    return converted
 
 
 def _after_system(system: Message, message: Message, note: Callable[[str], Any]) -> Message:

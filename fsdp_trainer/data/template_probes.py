@@ -13,7 +13,7 @@ from fsdp_trainer.data.template_forms import (
     PART,
     REASONING_KEYS,
     Forms,
-    hand_over,
+    convert_turns,
 )
 
 Render = Callable[[list[Message], list[dict] | None, bool], str]
@@ -141,7 +141,7 @@ def find_forms(render: Render, with_tools: bool) -> Forms:
 
 
 def _succeeds(probe: Probe, forms: Forms, render: Render, tools: list[dict] | None) -> bool:
-    messages = hand_over(probe.messages, replace(forms, **probe.forms))
+    messages = convert_turns(probe.messages, replace(forms, **probe.forms))
     try:
         text = render(messages, tools, probe.is_prompt)
     except RowError:

@@ -9,7 +9,7 @@ import jinja2
 
 from fsdp_trainer.data.messages import Message
 from fsdp_trainer.data.sources import RowError
-from fsdp_trainer.data.template_forms import Forms, hand_over
+from fsdp_trainer.data.template_forms import Forms, convert_turns
 from fsdp_trainer.data.template_language import (
     DEFAULT_DATE,
     RESERVED,
@@ -98,7 +98,7 @@ class RowTemplate:
         return self.prompt(messages[:-1], tools) + after[len(before) :]
 
     def _generation_prompt(self) -> str:
-        messages = hand_over([ASK], self.forms)
+        messages = convert_turns([ASK], self.forms)
         try:
             before, prompt = self.render(messages), self.prompt(messages)
         except RowError:
@@ -107,7 +107,7 @@ class RowTemplate:
         return prompt[len(before) :] if prompt.startswith(before) else ""
 
     def _closing(self) -> str:
-        messages = hand_over([ASK, ANSWER, ASK], self.forms)
+        messages = convert_turns([ASK, ANSWER, ASK], self.forms)
         try:
             whole, longer = self.render(messages[:2]), self.render(messages)
         except RowError:
@@ -198,7 +198,7 @@ class Template:
         forms = self.for_row(tools).forms
         if tools and not forms.tools:
             note("tools_not_shown")
-        return hand_over(messages, forms, note)
+        return convert_turns(messages, forms, note)
 
     def ask(self, messages: list[Message]) -> str:
         """Return the conversation up to where the model answers. Raises RowError as in `render`."""

@@ -12,7 +12,7 @@ import numpy as np
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.mixture import Mixture
 from fsdp_trainer.data.prepare import Prepared
-from fsdp_trainer.data.summary import two_lines
+from fsdp_trainer.data.summary import summary_lines
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
@@ -175,7 +175,7 @@ class StoredRows:
         """Return printed lines about the store, the mixture and its packing."""
         notes = dict.fromkeys(part.note for part in self.order.orders if part.note)
         last = self._end(progress)
-        lines = two_lines(prepared, self.order.seq_len, self.order)
+        lines = summary_lines(prepared, self.order.seq_len, self.order)
         return [*lines, *self.order.plan(last), *notes]
 
     def epochs(self, progress: Progress) -> float:

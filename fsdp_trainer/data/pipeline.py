@@ -41,22 +41,22 @@ class TokenizeOptions:
 
 def read_texts(
     rows: Iterable[Row],
-    reader_of: Callable[[Row], Reader],
+    choose: Callable[[Row], Reader],
     render: Callable[[Readable], T],
     refuse: Callable[[Row, str], None],
     first: int = 0,
 ) -> Iterator[tuple[int, Row, T]]:
     """Yield (number, row, result of `render`), from the row with number `first` on.
 
-    reader_of: called with each row that can be read, including rows before `first`, so that the
-    first such row can decide the reader. refuse: called with each row that cannot be used, and the
-    reason.
+    choose: returns the reader of all rows for the first row that can be read, even if that is
+    before `first`. refuse: called with each row that cannot be used, and the reason.
     """
+    reader: Reader | None = None
     for number, row in enumerate(rows):
         try:
             if row.error:
                 raise RowError(row.error)
-            reader = reader_of(row)
+            reader = reader or choose(row)
             if number < first:
                 continue
             rendered = render(reader.read(row))

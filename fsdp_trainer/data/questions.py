@@ -32,18 +32,14 @@ def _of_file(
     data: Data, source: Source, file: str, problems: Problems, check: RowCheck
 ) -> Iterator[DataQuestion]:
     format, fields = source.columns(data)
-    reader: Reader | None = None
 
-    def reader_of(row: Row) -> Reader:
-        nonlocal reader
-        if reader is None:
-            reader = choose_reader(data, row.columns, file, format, fields)
-        return reader
+    def choose(row: Row) -> Reader:
+        return choose_reader(data, row.columns, file, format, fields)
 
     def refuse(row: Row, reason: str) -> None:
         problems.add(row.where, reason)
 
-    for _, row, readable in read_texts(read_rows(file), reader_of, lambda one: one, refuse):
+    for _, row, readable in read_texts(read_rows(file), choose, lambda one: one, refuse):
         try:
             question = question_of(readable, row.columns)
             reason = check(question)

@@ -391,13 +391,9 @@ class StreamIterator:
         self, source: int, unit: Unit, part: int, first: tuple[int, int]
     ) -> Iterator[tuple[tuple[int, int, int], Rendered]]:
         """Yield ((row, index of the text in its row, line), text), from `first` on."""
-        reader: Reader | None = None
 
-        def reader_of(row: Row) -> Reader:
-            # chosen by the unit's first row, even if the stream resumes after it
-            nonlocal reader
-            reader = reader or self.data.reader(row, source, self.unused)
-            return reader
+        def choose(row: Row) -> Reader:
+            return self.data.reader(row, source, self.unused)
 
         def refuse(row: Row, reason: str) -> None:
             where = named(unit.file), row.where[1] + lines_before(unit)
@@ -407,9 +403,7 @@ class StreamIterator:
             self._skipped.append(f"{where[0]}:{where[1]}  {reason.splitlines()[0]}")
 
         rows = islice(read_unit(unit), part, None, self.data.parts)
-        for number, row, texts in read_texts(
-            rows, reader_of, self._builder.render, refuse, first[0]
-        ):
+        for number, row, texts in read_texts(rows, choose, self._builder.render, refuse, first[0]):
             for n, text in enumerate(texts):
                 if (number, n) >= first:
                     yield (number, n, row.where[1]), text

@@ -184,7 +184,7 @@ class TaskTokenizer:
         """
         self.reader = self._reader_of_file(unit)
 
-        def reader_of(row: Row) -> Reader:
+        def choose(row: Row) -> Reader:
             if self.reader is None:
                 fields = dict(unit.fields)
                 file, data = unit.unit.file, self.options.data
@@ -199,7 +199,7 @@ class TaskTokenizer:
         def refuse(row: Row, reason: str) -> None:
             self.problems.add(row.where, reason)
 
-        for _, row, (name, texts) in read_texts(self._rows(unit), reader_of, self._render, refuse):
+        for _, row, (name, texts) in read_texts(self._rows(unit), choose, self._render, refuse):
             if not self.problems.will_raise:
                 for text in texts:
                     yield (name, row.where[1]), text

@@ -32,7 +32,7 @@ def removed_if_refused(root: Path) -> Iterator[None]:
 
 
 @contextmanager
-def held(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool]:
+def locked_folder(folder: Path, shared: bool, waits: Callable[[], None]) -> Iterator[bool]:
     """Lock `folder`, shared or exclusively, and make it if it is missing.
 
     Yields True if this process holds it exclusively. If the file system has no locks, all processes

@@ -155,7 +155,9 @@ class _Values:
     def peek(self) -> str:
         """Return the next character that is not white space; "" at the end."""
         while True:
-            self.position = SPACE.match(self.text, self.position).end()  # type: ignore[union-attr]
+            space = SPACE.match(self.text, self.position)
+            assert space is not None, "SPACE also matches no characters"
+            self.position = space.end()
             if self.position < len(self.text) or not self._more():
                 return self.text[self.position : self.position + 1]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.data.cache import clear_leftovers, held
+from fsdp_trainer.data.cache import clear_leftovers, locked_folder
 from fsdp_trainer.data.findings import list_findings
 from fsdp_trainer.data.fingerprint import Content, fingerprint
 from fsdp_trainer.data.pipeline import TokenizeOptions
@@ -138,7 +138,7 @@ class Preparation:
         if read_complete(self.folder, self.reporter.say):
             return []
         tasks = self._tasks()
-        with self._held(shared=True):
+        with self._locked_parts(shared=True):
             self._tokenise(tasks, range(index, len(tasks), count))
         done = [read_result(self._part(i), task) for i, task in enumerate(tasks)]
         missing = sorted({i % count for i, result in enumerate(done) if result is None})
@@ -149,7 +149,7 @@ class Preparation:
 
     def _make(self) -> None:
         tasks = self._tasks()
-        with self._held(shared=False) as alone:
+        with self._locked_parts(shared=False) as alone:
             # another process may have made it while this one waited for the lock
             if not read_complete(self.folder, self.reporter.say):
                 for leftover in self.parts.glob("tmp-*") if alone else ():
@@ -165,7 +165,7 @@ class Preparation:
             shutil.rmtree(self.parts, ignore_errors=True)
 
     @contextmanager
-    def _held(self, shared: bool) -> Iterator[bool]:
+    def _locked_parts(self, shared: bool) -> Iterator[bool]:
         """Lock the folder of the parts; yield True if no other process can hold it.
 
         Raises RunFailed if something cannot be written.
@@ -183,7 +183,7 @@ class Preparation:
             self.reporter.progress("data   waiting for another process, which prepares the same")
 
         try:
-            with held(self.parts, shared, waits) as alone:
+            with locked_folder(self.parts, shared, waits) as alone:
                 try:
                     yield alone
                 except BaseException as error:

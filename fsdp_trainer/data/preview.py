@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data import preview_html
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.findings import Finding
 from fsdp_trainer.data.mixture import OFTEN, REPEATED, Mixture, build_order
@@ -49,13 +50,11 @@ def preview(cfg: PreviewConfig) -> int:
     else:
         page = build_page(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
     if cfg.preview.format == "text":
-        from fsdp_trainer.data.preview_text import show  # rich takes a while
+        from fsdp_trainer.data.preview_text import show  # slow: imports rich
 
         show(page)
     if html:
-        from fsdp_trainer.data.preview_html import write
-
-        write(page, Path(html).expanduser())
+        preview_html.write(page, Path(html).expanduser())
         print(f"\nwritten to {html}", file=sys.stderr)
     return 0
 

@@ -124,12 +124,10 @@ def _system_of(url: str) -> tuple[AbstractFileSystem, str]:
 
 def _address(url: str, path: str) -> str:
     """Return the URL of a path in a file system."""
+    if is_url(path):
+        return path
     scheme = urlsplit(url).scheme
-    return (
-        path
-        if is_url(path)
-        else f"{scheme}://{path if scheme in ('file', 'local') else path.lstrip('/')}"
-    )
+    return f"{scheme}://{path if scheme in ('file', 'local') else path.lstrip('/')}"
 
 
 def _version(url: str, about: dict[str, Any]) -> str:
@@ -144,12 +142,8 @@ def fetch(
 
     say: called with lines that stay on screen. progress: called repeatedly with the current state.
     """
-    listing = (
-        cache
-        / "remote"
-        / "found"
-        / f"{hashlib.blake2b(url.encode(), digest_size=10).hexdigest()}.json"
-    )
+    name = hashlib.blake2b(url.encode(), digest_size=10).hexdigest()
+    listing = cache / "remote" / "found" / f"{name}.json"
     if int(os.environ.get("LOCAL_RANK", 0)) and (copies := _last_copies(listing)):
         return copies  # the node's first rank has just listed them, and all must read the same
     try:
@@ -309,11 +303,9 @@ def _has_ranges(system: AbstractFileSystem, path: str) -> bool:
 def shown(url: str) -> str:
     """Return a URL without its secrets: the password and the query with its signature."""
     parts = urlsplit(url)
-    return (
-        f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        if parts.query or "@" in parts.netloc
-        else url
-    )
+    if not parts.query and "@" not in parts.netloc:
+        return url
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 @contextlib.contextmanager

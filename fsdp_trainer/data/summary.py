@@ -135,23 +135,16 @@ def left_out(stores: Sequence[TokenStore]) -> str:
     }
     reason = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
     tokens = sum(int(store.lengths.sum()) for store in stores)
-    parts = [
-        *(
-            [f"{sum(count[key] for key in DROPPED):,} dropped ({', '.join(reason)})"]
-            if reason
-            else []
-        ),
-        *([f"{count['truncated']:,} cut"] if count["truncated"] else []),
-        *(
-            [f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost"]
-            if count[LOST]
-            else []
-        ),
-        *([f"{count['unreadable']:,} rows unreadable"] if count["unreadable"] else []),
-        *(
-            [f"{count['duplicate']:,} duplicate{'s' * (count['duplicate'] != 1)} kept"]
-            if count["duplicate"]
-            else []
-        ),
-    ]
+    parts = []
+    if reason:
+        dropped = sum(count[key] for key in DROPPED)
+        parts.append(f"{dropped:,} dropped ({', '.join(reason)})")
+    if count["truncated"]:
+        parts.append(f"{count['truncated']:,} cut")
+    if count[LOST]:
+        parts.append(f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost")
+    if count["unreadable"]:
+        parts.append(f"{count['unreadable']:,} rows unreadable")
+    if n := count["duplicate"]:
+        parts.append(f"{n:,} duplicate{'s' * (n != 1)} kept")
     return ", ".join(parts) or "nothing dropped or cut, no duplicates"

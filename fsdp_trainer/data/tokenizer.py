@@ -170,24 +170,18 @@ class TextTokenizer:
 
     def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
         """Encode each text in the fastest way for it; all ways give the same tokens."""
-        ways = [
-            by_word
-            if self._words and has_spaces(text)
-            else long
-            if self._joins and len(text) > LONG
-            else whole
-            for text in texts
-        ]
-        some = {
-            way: iter(
-                way([text for text, chosen in zip(texts, ways, strict=True) if chosen is way])
-            )
-            for way in (by_word, whole)
+
+        def way_of(text: str) -> Callable:
+            if self._words and has_spaces(text):
+                return by_word
+            return long if self._joins and len(text) > LONG else whole
+
+        ways = [(text, way_of(text)) for text in texts]
+        batches = {
+            batch: iter(batch([text for text, way in ways if way is batch]))
+            for batch in (by_word, whole)
         }
-        return [
-            long(text) if way is long else next(some[way])
-            for text, way in zip(texts, ways, strict=True)
-        ]
+        return [long(text) if way is long else next(batches[way]) for text, way in ways]
 
     def _encode_long(self, text: str) -> Encoding:
         """Encode a text piece by piece.

@@ -171,9 +171,9 @@ def _lost(unit: Unit, line: int, reason: str) -> UserError:
     try:
         place = f"{unit.file}:{lines_before(unit) + line}"
     except OSError:  # the file is gone
-        place = (
-            f"{unit.file}:{line}" if not unit.start else f"{unit.file}, from byte {unit.start:,} on"
-        )
+        place = f"{unit.file}:{line}"
+        if unit.start:
+            place = f"{unit.file}, from byte {unit.start:,} on"
     return UserError(
         "the data cannot be used",
         [Problem(place, f"{reason}.\nStart again once it can be read whole")],

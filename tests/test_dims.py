@@ -223,7 +223,6 @@ def test_a_group_of_its_own_for_reductions_has_the_runs_timeout_too(world):
 
 def laid_out(layout):
     """A decoder whose matrices lie as `layout` says; its vectors are replicated."""
-    dist.init_process_group("gloo")
     shape, places = LAYOUTS[layout]
     model, mesh = decoder(), init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
     strided = None in places
@@ -250,19 +249,32 @@ def started(layout, known):
     }
 
 
+def started_in_all_layouts():
+    """Random weights by layout, before and after tokens are added."""
+    dist.init_process_group("gloo")
+    return {layout: (started(layout, None), started(layout, 50)) for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def of_four_ranks(world):
+    return world.call(4, started_in_all_layouts)[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_random_weights_are_the_same_numbers_for_every_layout(world, layout):
+def test_random_weights_are_the_same_numbers_for_every_layout(of_four_ranks, layout):
     whole = started(None, None)
-    together = world.call(4, started, layout, None)[0]
+    together = of_four_ranks[layout][0]
     assert whole.keys() == together.keys()
     for name in whole:
         assert torch.equal(whole[name], together[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(world, layout):
+def test_new_tokens_start_as_the_mean_of_all_known_ones_for_every_layout(of_four_ranks, layout):
     name = "model.embed_tokens.weight"
-    together = world.call(4, started, layout, 50)[0][name]
+    together = of_four_ranks[layout][1][name]
     before = started(None, None)[name]
     assert torch.equal(together[:50], before[:50])
     torch.testing.assert_close(together[50:74], before[:50].mean(0).expand(24, -1))

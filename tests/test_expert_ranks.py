@@ -109,7 +109,6 @@ GPT_OSS = {
 GPT_OSS_LORA = {"adapter": LORA | {"rank_pattern": {}}}
 CASES = {
     "two": (2, {}, EXPERT),
-    "shard": (4, {}, EXPERT),
     "parts of an expert": (4, {"num_experts": 2}, EXPERT),
     "uneven parts": (4, {"num_experts": 6}, EXPERT),
     "all tokens to one rank": (2, TOP_1, EXPERT | {"one_rank": True}),
@@ -121,12 +120,9 @@ CASES = {
     ),
     "tensor, groups": (2, GROUPED, {"sharding": {"tensor": 2}}),
     "context": (4, {}, {"sharding": {"expert": 4, "context": 2}}),
-    "context alone": (2, {}, {"sharding": {"context": 2}}),
     "ddp": (4, {}, {"sharding": {"expert": 2, "context": 2, "strategy": "ddp"}}),
     "hsdp": (4, {}, {"sharding": {"expert": 2, "strategy": "hsdp", "replicas": 2}}),
     "latent attention, groups": (2, GROUPED, EXPERT),
-    "recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "full"}}),
-    "some recomputed": (2, {}, EXPERT | {"checkpoint": {"mode": "selective"}}),
     "unsharded, units of two": (
         4,
         {},

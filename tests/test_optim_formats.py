@@ -125,6 +125,7 @@ def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, of_
     assert_equal_states(world.call(ranks, sharded_steps)[0], of_one_process)
 
 
+@pytest.mark.slow
 def test_chunks_change_nothing(of_one_process):
     with inject.setting("optimizer_chunk", {"cpu": 256}):
         assert_equal_states(five_steps_in_all_formats(), of_one_process)
@@ -186,7 +187,9 @@ def unsharded():
     return steps_of_layout(None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["columns", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])]
+)
 def test_the_same_gradients_give_the_same_bits_where_columns_are_sharded(world, unsharded, layout):
     together = world.call(math.prod(LAYOUTS[layout][0]), steps_of_layout, layout)[0]
     assert_equal_states(together, unsharded)

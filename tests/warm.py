@@ -14,9 +14,10 @@ import fsdp_trainer.training.run  # noqa: F401
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.launch.facts import versions
 from tests import composing
+from tests.world import SMALL
 
 composing.keep()
-compose("train", ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
+compose("train", [*SMALL, "data.path=demo:backwards", "tokenizer.path=demo:bytes"])
 versions(torch.device("cpu"))
 gc.collect()
 gc.freeze()  # pages that garbage collection does not touch stay shared with the ranks

@@ -282,6 +282,7 @@ def work(pipe) -> None:
 
     torch.set_num_threads(1)
     await_stores()
+    keep_result_shapes()
     os.fsync = lambda file: None  # it only matters when the machine loses power
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
@@ -383,6 +384,38 @@ def await_stores() -> None:
             super().__init__(host_name, port, world_size, is_master, *rest, **options)
 
     dist.TCPStore = dist.rendezvous.TCPStore = Store
+
+
+def keep_result_shapes() -> None:
+    """Compute the result shapes of each DTensor operator once, instead of again in every job.
+
+    They depend only on the arguments. The rest of torch's cache of operators holds process groups,
+    so it is cleared after each job.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._pytree import tree_leaves
+
+    find = getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None)
+    kept: dict[tuple, Any] = {}
+
+    def find_once(self, schema):
+        given = [*schema.args_schema, *schema.kwargs_schema.items()]
+        lengths = tuple(len(x) if isinstance(x, list | tuple) else -1 for x in given)
+        leaves = (
+            leaf.tensor_meta if isinstance(leaf, DTensorSpec) else (type(leaf), leaf)
+            for leaf in tree_leaves(given)
+        )
+        key = schema.op, lengths, *leaves
+        try:
+            if key not in kept:
+                kept[key] = find(self, schema)
+        except TypeError:  # an argument cannot be hashed
+            return find(self, schema)
+        return kept[key]
+
+    if find:  # a private method, which another version of torch may not have
+        ShardingPropagator._propagate_tensor_meta_non_cached = find_once
 
 
 def await_port(host: str, port: int) -> None:

@@ -174,6 +174,7 @@ def test_processes_give_the_same_rows_and_import_no_torch(files):
     )
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path):
     line = json.dumps({"text": "many words " * 200}) + "\n"
     large = tmp_path / "large.jsonl"
@@ -231,6 +232,7 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
     lines[1190] = '{"prompt": "no end'
     broken.write_text("\n".join(lines) + "\n")
     how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=100"]
+    how += ["batch.micro_rows=3", "model.num_hidden_layers=1"]
     run = train("run", *how, ranks=2, code=2)
     assert f"{broken}:1191" in run.err
     assert "data.on_error=skip" in run.err

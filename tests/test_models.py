@@ -150,20 +150,26 @@ def test_an_empty_row_gives_every_parameter_a_gradient_of_zero(pair):
     assert all(p.grad is not None and not p.grad.any() for p in ours.parameters())
 
 
+NEW = 8
+"""Tokens of an answer."""
+
+
+@pytest.mark.slow
 def test_prompts_in_one_batch_continue_as_each_alone_and_as_in_transformers(pair):
+    """They end on both sides of the windows, of 8 or 16 tokens, and of yarn's first context."""
     ours, theirs = pair
     prompts = [random_tokens(length).tolist() for length in (3, 20, 1, 11)]
-    sampling = Sampling(max_tokens=20)
+    sampling = Sampling(max_tokens=NEW)
     together = [answers[0] for answers in generate_tokens(ours, prompts, (), sampling)]
     assert together == [list(stream_tokens(ours, prompt, (), sampling)) for prompt in prompts]
-    assert together == [greedily_recomputed(ours, prompt, 20) for prompt in prompts]
+    assert together == [greedily_recomputed(ours, prompt, NEW) for prompt in prompts]
     theirs.generation_config.eos_token_id = None
     for prompt, tokens in zip(prompts, together, strict=True):
         given = torch.tensor([prompt])
         expected = theirs.generate(
             given,
             attention_mask=torch.ones_like(given),
-            max_new_tokens=20,
+            max_new_tokens=NEW,
             do_sample=False,
             pad_token_id=0,
         )

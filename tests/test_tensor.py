@@ -189,11 +189,6 @@ CASES = {
         TENSOR | {"checkpoint": {"mode": "selective", "offload": True}},
     ),
     "8 bits": (2, WIDE, TENSOR | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
-    "bfloat16 states": (
-        2,
-        ONE_BLOCK,
-        TENSOR | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
-    ),
     "compiled": (
         2,
         {"family": "qwen3", "num_hidden_layers": 1},

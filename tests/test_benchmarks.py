@@ -1,16 +1,18 @@
 """Benchmarks run, and tell a slower result from the stored one."""
 
+import contextlib
 import importlib.util
+import io
 import json
+import os
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
-from benchmarks import gpu, harness, ladder
-
-ROOT = Path(__file__).parent.parent
+from benchmarks import beside_trl, gpu, harness, ladder, train_step
 
 
 def finish(compared, check):
@@ -62,34 +64,88 @@ def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
     assert harness.ratio([2.0, 9.0], [1.0, 3.0]) == {"minimum": 2.0, "median": 2.5, "maximum": 3.0}
 
 
+@pytest.fixture
+def in_the_pool(world, monkeypatch):
+    """What benchmarks start, trained by the tests' ranks: nothing is timed here."""
+
+    def train(line, **_):
+        ranks = int(line[-1].partition("launch.nproc_per_node=")[2])
+        told = world.command("train", *line[3:], ranks=ranks)
+        return subprocess.CompletedProcess(line, 0, told[0].out, told[0].err)
+
+    def answer(line, **_):
+        _, _, module, _, file = line
+        return subprocess.CompletedProcess(line, 0, *world.call(1, answered, module, file), "")
+
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=train))
+    monkeypatch.setattr(beside_trl, "subprocess", SimpleNamespace(run=answer))
+
+
+def answered(module, file):
+    """What a process of a task prints, which no launcher has started."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name)
+    said = io.StringIO()
+    try:
+        with patch.object(os, "_exit"), contextlib.redirect_stdout(said):
+            beside_trl.answer_task(file, importlib.import_module(module).PROGRAMS)
+    finally:
+        if accelerate := sys.modules.get("accelerate"):
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return said.getvalue()
+
+
 @pytest.mark.slow
-def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models():
-    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "1", "--parts", "ceilings,sft"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert told.returncode == 0, told.stderr
-    assert '"tokens_per_second"' in told.stdout
-    assert '"mean_loss"' in told.stdout
+def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
+    in_the_pool, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--small", "1", "--parts", "ceilings,sft"])
+    gpu.main()
+    said = capsys.readouterr().out
+    assert '"tflops"' in said
+    assert '"tokens_per_second"' in said
+    assert '"mean_loss"' in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["preferences", "rollouts"])
-def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(name):
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--small", "1", "--ranks", "1"]
-    done = subprocess.run(
-        [*command, "--repeat", "1"], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stderr
-    assert '"memory_mib"' in done.stdout
+def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
+    in_the_pool, monkeypatch, capsys, name
+):
+    pytest.importorskip("transformers")
+    words = ["--small", "1", "--ranks", "1", "--repeat", "1"]
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    with patch.dict(train_step.SIZES):
+        importlib.import_module(f"benchmarks.{name}").main()
+    said = capsys.readouterr().out
+    assert '"memory_mib"' in said
     is_installed = importlib.util.find_spec("trl") is not None
-    assert ("skipped: trl" in done.stdout) != is_installed
+    assert ("skipped: trl" in said) != is_installed
 
 
 @pytest.mark.slow
-def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(tmp_path):
-    [rates] = harness.run_ranks("benchmarks.gpu", 2, "--links", "1", "--small", "1")
+def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(in_the_pool, world, tmp_path):
+    rates = json.loads(world.call(2, rates_of_links)[0])
     assert all(rate["median"] > 0 for rate in rates.values())
     shared = gpu.run(tmp_path, "several", True, 256, [256] * 64, ["sharding.tensor=2"], ranks=2)
     assert shared["tokens_per_second"] > 0
+
+
+def rates_of_links():
+    """What a rank prints."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        gpu.tell_links(small=True)
+    return said.getvalue()
+
+
+@pytest.mark.slow
+def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
+    line = """import json, os
+print("as text", json.dumps(2), json.dumps({"a": os.environ["RANK"]}), sep="\\n")"""
+    (tmp_path / "says.py").write_text(line)
+    told = harness.run_ranks("says", 2, env={"PYTHONPATH": str(tmp_path)})
+    assert sorted(each["a"] for each in told) == ["0", "1"]
 
 
 def test_one_gpu_shows_nothing_of_layouts_and_says_so(tmp_path, monkeypatch):

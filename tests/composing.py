@@ -24,6 +24,7 @@ from fsdp_trainer.config.recipe_files import OWN
 def keep() -> None:
     """Enable the cache in this process and in those that are forked from it later."""
     keep_parsed_yaml()
+    keep_search_path()
     keep_defaults_lists()
     keep_merged_files()
     keep_parsed_words()
@@ -43,6 +44,19 @@ def keep_parsed_yaml() -> None:
         return pickle.loads(kept[key])
 
     yaml.load = load
+
+
+def keep_search_path() -> None:
+    look = ConfigLoaderImpl._process_config_searchpath
+
+    def look_at_words(
+        self: ConfigLoaderImpl, config_name: str | None, words: list[Override], repo: Any
+    ) -> None:
+        """No file of ours has a search path, and Hydra would parse and wrap one to see that."""
+        if any(word.get_key_element() == "hydra.searchpath" for word in words):
+            look(self, config_name, words, repo)
+
+    ConfigLoaderImpl._process_config_searchpath = look_at_words
 
 
 def keep_defaults_lists() -> None:

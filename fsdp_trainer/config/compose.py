@@ -4,9 +4,10 @@ Hydra only composes and never runs the program, so that no rank writes Hydra's f
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from fsdp_trainer.config.overrides import (
 )
 from fsdp_trainer.config.recipe_files import (
     OWN,
+    YamlFile,
     chain,
     label,
     not_yaml,
@@ -102,15 +104,30 @@ def options(verb: str, config_dir: str | None = None) -> dict[str, list[str]]:
     if not issubclass(PRIMARY[verb], TrainConfig):
         return {}
     names = {
-        group: sorted(
-            f.relative_to(folder / group).with_suffix("").as_posix()
-            for folder in folders
-            for f in (folder / group).rglob("*.yaml")
-        )
+        group: sorted(name for folder in folders for name in _names_in(folder / group))
         for group in (*GROUPS, "recipe", "sweep")
     }
     names["recipe"] += OWN
     return names
+
+
+def _names_in(folder: Path) -> Iterable[str]:
+    """Return the names of a group's options in a folder, which is looked into once if packaged."""
+    return _packaged_names(folder) if CONF in folder.parents else _find_names(folder)
+
+
+def _find_names(folder: Path) -> tuple[str, ...]:
+    files = folder.rglob("*.yaml")
+    return tuple(file.relative_to(folder).with_suffix("").as_posix() for file in files)
+
+
+def _read(file: Path) -> YamlFile:
+    """Return the content of a YAML file, which is read once if packaged. Raises UserError."""
+    return _read_packaged(file) if CONF in file.parents else read_yaml(file)
+
+
+_packaged_names = cache(_find_names)
+_read_packaged = cache(read_yaml)
 
 
 def find_file(path: str, config_dir: str | None = None) -> Path | None:
@@ -239,7 +256,7 @@ def _check_file(
     groups: dict[str, list[str]],
     report: Report,
 ) -> None:
-    tree, lines = read_yaml(file)
+    tree, lines = _read(file)
     if not isinstance(tree, dict):
         report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
         return
@@ -251,9 +268,9 @@ def _check_file(
             )
         )
         return
-    defaults = tree.pop("defaults", None) or []
-    refused = _refused_defaults(defaults)
-    for key, value in _leaves(tree, f"{package}." if package else "", keys):
+    settings = {**tree}
+    refused = _refused_defaults(settings.pop("defaults", None) or [])
+    for key, value in _leaves(settings, f"{package}." if package else "", keys):
         line = lines.get(key.removeprefix(f"{package}."))
         report.origins[key] = f"{file}:{line}" if line else str(file)
         if kind == "recipe":

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -16,6 +17,7 @@ from fsdp_trainer.models.adapter_spec import ALL_TARGETS, A, adapter_name
 from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
+installed_version = cache(version)  # asked for hundreds of times by a plan
 TWO_MESHES = (2, 13)
 """The first torch version whose FSDP2 supports parameters of one unit on two meshes."""
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
@@ -240,7 +242,7 @@ def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
 def _separate_expert_problems(cfg: TrainConfig, key: str) -> Iterator[Problem]:
     """Yield the problems of experts on a separate mesh, which sharding.`key` makes necessary."""
     because = f"sharding.{key}={getattr(cfg.sharding, key)}"
-    torch = version("torch")
+    torch = installed_version("torch")
     if tuple(map(int, torch.split(".")[:2])) < TWO_MESHES:
         needed = ".".join(map(str, TWO_MESHES))
         yield Problem(

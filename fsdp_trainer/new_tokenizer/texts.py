@@ -131,17 +131,14 @@ class Corpus:
             first = first_reader(unit.file, unit.stamp, format, items)
             reader = first.again() if first else None
 
-        def reader_of(row: Row) -> Reader:
-            nonlocal reader
-            if reader is None:
-                reader = choose_reader(self.data, row.columns, unit.file, format, fields)
-            return reader
+        def choose(row: Row) -> Reader:
+            return reader or choose_reader(self.data, row.columns, unit.file, format, fields)
 
         def refuse(row: Row, reason: str) -> None:
             number = row.where[1] + (lines_before(unit) if unit.start else 0)
             self.problems.add((unit.file, number), reason)
 
-        for _, _, row in read_texts(read_unit(unit), reader_of, place_and_texts, refuse):
+        for _, _, row in read_texts(read_unit(unit), choose, place_and_texts, refuse):
             self.rows += 1
             if not self.problems.will_raise:
                 yield row

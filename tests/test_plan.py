@@ -78,11 +78,23 @@ def counting():
                 "model.tie_word_embeddings=false",
             ],
         ),
-        (4, ["sharding=hsdp", "batch.micro_rows=1", "sharding.blocks_per_unit=2"]),
-        (2, ["sharding=ddp", "batch.micro_rows=1"]),
-        (2, ["adapter=lora", "adapter.also=[norms]", "batch.micro_rows=1"]),
-        (2, ["adapter=qlora", "batch.micro_rows=1"]),
-        (3, ["adapter=dora", "adapter.targets=[model.layers.1.*]", "batch.micro_rows=1"]),
+        pytest.param(
+            4,
+            ["sharding=hsdp", "batch.micro_rows=1", "sharding.blocks_per_unit=2"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, ["sharding=ddp", "batch.micro_rows=1"], marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            ["adapter=lora", "adapter.also=[norms]", "batch.micro_rows=1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, ["adapter=qlora", "batch.micro_rows=1"], marks=pytest.mark.slow),
+        pytest.param(
+            3,
+            ["adapter=dora", "adapter.targets=[model.layers.1.*]", "batch.micro_rows=1"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda given: given[0] if isinstance(given, list) else None,
 )
@@ -338,6 +350,7 @@ def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
     assert "nothing that a key changes" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
     words = ["plan", "model=smollm2_135m", "plan.world_size=[1,8]", "plan.format=json"]
     assert main([*words, COMPARED]) == 0
@@ -473,7 +486,10 @@ def compared(name):
     return compare(run)
 
 
-@pytest.mark.parametrize("name", SOME_PUBLISHED)
+@pytest.mark.parametrize(
+    "name",
+    [SOME_PUBLISHED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SOME_PUBLISHED[1:])],
+)
 def test_published_runs_are_as_fast_as_planned_and_fit(name):
     row = compared(name)
     assert row.inside
@@ -547,6 +563,7 @@ def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
     assert slower > planned(*words, "plan.gpu=h100").slow.compute
 
 
+@pytest.mark.slow
 def test_empty_rows_and_memory_of_the_host_are_told(capsys):
     words = [
         "plan", "model=llama3_70b", "plan.gpu=a100_40gb", "sharding.cpu_offload=true",
@@ -599,6 +616,7 @@ def test_devices_are_known_by_the_drivers_names():
     )
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_a_reference_computes(capsys):
     ours = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=1"]
     plain, base = (planned(*ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))

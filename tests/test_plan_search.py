@@ -90,6 +90,7 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
         assert "activation_checkpoint=" in out
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(capsys):
     words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=8"]
     found = searched(capsys, *words, code=3)
@@ -102,6 +103,7 @@ def test_where_nothing_fits_the_nearest_is_named(capsys):
     assert f"The nearest needs {found['nearest']['peak_gib']:.1f} GiB with {words}" in out
 
 
+@pytest.mark.slow
 def test_what_was_typed_is_searched_all_the_same(capsys):
     words = [*CLUSTER, "plan.gpu=h100"]
     typed = ["sharding=hsdp", "sharding.replicas=8", "activation_checkpoint.offload=true"]
@@ -113,6 +115,7 @@ def test_what_was_typed_is_searched_all_the_same(capsys):
     )
 
 
+@pytest.mark.slow
 def test_70b_on_512_gpus_takes_few_tries():
     words = ["+recipe=llama70b_sft", "plan.gpu=h100", "plan.world_size=512", "batch.rows=4096"]
     cfg = compose("plan", words, inputs=False)

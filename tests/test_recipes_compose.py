@@ -99,6 +99,7 @@ def test_every_recipe_says_what_it_does_on_what_and_how_to_start_it(name):
     assert f"+recipe={name}" in head.start
 
 
+@pytest.mark.slow
 def test_every_option_sets_its_groups_selector():
     groups = {
         group: names

@@ -4,7 +4,6 @@ It uses the probability of each token, and the advantage of its answer over the 
 same prompt.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,8 +155,3 @@ def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
 def rollout_figures(cfg: ObjectiveChoice) -> RolloutFigures | None:
     """Return the metrics of an objective's sampled answers; None if it samples none."""
     return RolloutFigures(cfg) if cfg.name in PROMPTED else None
-
-
-def means(names: Sequence[str], values: np.ndarray) -> dict[str, float]:
-    """Return the mean of each named row of values."""
-    return {name: float(row.mean()) for name, row in zip(names, values, strict=True)}

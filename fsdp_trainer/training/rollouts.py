@@ -32,8 +32,6 @@ REMEMBERED_STEPS = 100
 WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of
 them above which the run prints a warning."""
-SHOWN = 2
-"""Number of answers recorded per step: the best and the worst to its first prompt."""
 
 Questions = dict[int, dict[str, Any]]
 """The data for scoring answers, by the row of the prompt."""

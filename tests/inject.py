@@ -111,7 +111,7 @@ SETTINGS = {
     "save_pauses": ["fsdp_trainer.training.saving:pauses"],
     "signal_echo_seconds": ["fsdp_trainer.training.signals:ECHO_SECONDS"],
     "shared_folder_lag_seconds": ["fsdp_trainer.training.run_lock:LAG_SECONDS"],
-    "beat_seconds": ["fsdp_trainer.training.run:BEAT_SECONDS"],
+    "beat_seconds": ["fsdp_trainer.training.inputs:BEAT_SECONDS"],
     "stream_round_seconds": ["fsdp_trainer.training.streaming:ROUND_SECONDS"],
     "stream_rounds_told": ["fsdp_trainer.training.streaming:ROUNDS_PER_MESSAGE"],
     "mixture_version": ["fsdp_trainer.data.mixture:VERSION"],

@@ -10,20 +10,17 @@ from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.ahead import report
 from fsdp_trainer.data.build import build_data
 from fsdp_trainer.data.mixture import build_order, validation_order
-from fsdp_trainer.data.prepare import Reporter
+from fsdp_trainer.data.preparation import Reporter
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.hub import fetch
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.observe.console import Console, throttled
+from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.build import orders_of, resolve_architecture
-from fsdp_trainer.training.inputs import RunInputs
+from fsdp_trainer.training.inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.teacher import fetch_frozen_model, require_same_vocabulary
 from fsdp_trainer.training.teacher_lists import ListPass, digest_for_lists
-
-BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
 
 
 def prepare_as_rank(cfg: PrepareConfig) -> int:
@@ -54,13 +51,7 @@ def prepare_as_rank(cfg: PrepareConfig) -> int:
 
 def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInputs:
     """Fetch the models and tokenise the data, reusing what an earlier rank or run left on disk."""
-    paced = console.paced()
-    beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
-
-    def progress(line: str) -> None:
-        paced(line)
-        beat(line)
-
+    progress = progress_with_heartbeat(console, world)
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
     teacher = fetch_frozen_model(cfg)
     inputs = RunInputs(*build_data(cfg, Reporter(progress, console.say)), init_from, teacher)

@@ -1,11 +1,17 @@
 """The inputs of a run, prepared on this machine."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_trainer.data.prepare import Prepared
 from fsdp_trainer.data.templates import Template
 from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.observe.console import Console, throttled
+
+BEAT_SECONDS = 1.0
+"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
 
 
 @dataclass
@@ -25,3 +31,15 @@ class RunInputs:
     init_from: Path | None
     frozen_model: Path | None = None
     teacher_files: str | None = None
+
+
+def progress_with_heartbeat(console: Console, world: World) -> Callable[[str], None]:
+    """Return a function that prints progress and sends heartbeats to the ranks that wait."""
+    progress = console.paced()
+    beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
+
+    def report(line: str) -> None:
+        progress(line)
+        beat(line)
+
+    return report

@@ -42,7 +42,7 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import model_to_train
-from fsdp_trainer.observe.console import Console, throttled, time_line
+from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
@@ -51,7 +51,7 @@ from fsdp_trainer.parallel.memory_check import checkpoint_bytes
 from fsdp_trainer.process import STOPPED, pid_namespace
 from fsdp_trainer.training.build import Start, build, check_room, resolve_architecture
 from fsdp_trainer.training.deterministic import deterministic_kernels
-from fsdp_trainer.training.inputs import RunInputs
+from fsdp_trainer.training.inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.rewind import rewind
@@ -61,9 +61,6 @@ from fsdp_trainer.training.stop import StopSignals
 from fsdp_trainer.training.teacher import fetch_frozen_model, require_same_vocabulary
 from fsdp_trainer.training.teacher_lists import digest_for_lists
 from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
-
-BEAT_SECONDS = 1.0
-"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
 
 
 def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
@@ -197,7 +194,7 @@ class Rank:
         # only one rank per node checks: free memory changes, so that ranks could disagree
         if world.local_rank == 0:
             check_room(cfg, init_from, world, frozen_model)
-        report = Reporter(beating(self.console, world), self.console.say)
+        report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
         inputs = RunInputs(*build_data(cfg, report), init_from, frozen_model)
         if frozen_model and world.local_rank == 0:
             require_same_vocabulary(cfg, inputs.tokenizer, frozen_model)
@@ -317,18 +314,6 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
     same_nodes = set(before.launchers) == set(launchers)
     final = code == UserError.exit_code or (code == Stopped.exit_code and same_nodes)
     return before.attempt + 1, code if final else None
-
-
-def beating(console: Console, world: World) -> Callable[[str], None]:
-    """Return a function that prints progress and sends heartbeats to the ranks that wait."""
-    progress = console.paced()
-    beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
-
-    def report(line: str) -> None:
-        progress(line)
-        beat(line)
-
-    return report
 
 
 # --- training, from the first record to the export

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -89,6 +89,13 @@ def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) ->
 def is_one_graph(block: nn.Module) -> bool:
     """Return False for a block with experts on several ranks, which split it into two graphs."""
     return not divides_experts(block)
+
+
+@contextmanager
+def without_compiling(compiled: bool) -> Iterator[None]:
+    """Run a compiled model eagerly inside the context: it would be recompiled for every length."""
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield
 
 
 class Compilations:

@@ -1,9 +1,8 @@
 """The protocol for making answers to prompts, and its implementation by the model in training."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -13,6 +12,7 @@ from fsdp_trainer.evaluation.scoring import Shares
 from fsdp_trainer.generation.generate import Continuation, Generation, continue_all, room_after
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.compile import without_compiling
 from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
 
 
@@ -89,10 +89,9 @@ class OwnSampler:
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
         continuations = [self._begin(request, i) for i, request in enumerate(requests)]
-        # a compiled model would be recompiled for every length
-        eager: Any = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        gathered = stay_gathered(self.model, self.sharding, self.device)
         try:
-            with eager, stay_gathered(self.model, self.sharding, self.device):
+            with without_compiling(self.compiled), gathered:
                 generation = Generation(self.model, self.sampling, self.device)
                 ranks, rows = self.shares.ranks, self.rows
                 continue_all(

@@ -1,7 +1,6 @@
 """Answers of the model in training to a few fixed prompts (train.sample_prompts)."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from fsdp_trainer.generation.generate import generate_tokens
 from fsdp_trainer.generation.ranks import SamePrompts
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.compile import without_compiling
 from fsdp_trainer.parallel.parallelize import stay_gathered
 
 
@@ -68,9 +68,8 @@ class Samples:
         check: called before each batch of prompts; may raise, on all ranks together. decoder: the
         object that computes the logits; None: the model.
         """
-        # a compiled model would be recompiled for every length
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
-        with eager, stay_gathered(model, self.sharding, self.device):
+        gathered = stay_gathered(model, self.sharding, self.device)
+        with without_compiling(self.compiled), gathered:
             answers = generate_tokens(
                 decoder or model,
                 [tokens for _, tokens in self.prompts],

@@ -1,7 +1,6 @@
 """Tasks on which the model is evaluated during training."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from fsdp_trainer.evaluation.scoring import Metrics, Scorer, sharded_shares
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.console import without_errors
+from fsdp_trainer.parallel.compile import without_compiling
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import stay_gathered
 from fsdp_trainer.training.inputs import RunInputs
@@ -35,10 +35,9 @@ class TrainingTasks:
         check: called before each batch; may raise, on all ranks together. decoder: the object that
         computes the logits. Collective.
         """
-        # a compiled model would be recompiled for every length
-        eager = torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
         scorer = Scorer(decoder, self.rows, self.device, self.shares, check)
-        with eager, stay_gathered(model, self.sharding, self.device):
+        gathered = stay_gathered(model, self.sharding, self.device)
+        with without_compiling(self.compiled), gathered:
             return self.tasks.run(scorer)
 
 

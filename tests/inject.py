@@ -58,7 +58,7 @@ POINTS = {
     "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",
     "rewarded_objective": "fsdp_trainer.training.policy_gradient:PolicyGradient.__call__",
     "reported_loss": "fsdp_trainer.training.step:negative_log_likelihood",
-    "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_apart",
+    "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_separately",
     "compare_copies": "fsdp_trainer.training.corruption:Corruption.check_copies",
     "varlen_kernel": "fsdp_trainer.models.attention:_varlen",
     "rotary_embedding": "fsdp_trainer.models.decoder:rotate",

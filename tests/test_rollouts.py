@@ -19,7 +19,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.training.answers import PackedAnswers, Rollout, packed_text, unpacked
+from fsdp_trainer.training.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.policy_gradient import (
     ADVANTAGE,
@@ -111,9 +111,9 @@ def test_answers_are_packed_behind_their_prompts_and_each_token_knows_its_advant
         for p in [r.answer.log_probabilities]
     ]
     assert sorted(placed) == wanted
-    assert unpacked(packed_text(ROLLOUTS)) == [
+    assert decode_rollouts(encode_rollouts(ROLLOUTS)) == [
         Rollout(r.row, r.sample, r.prompt, again.answer, r.reward, r.scores)
-        for r, again in zip(ROLLOUTS, unpacked(packed_text(ROLLOUTS)), strict=True)
+        for r, again in zip(ROLLOUTS, decode_rollouts(encode_rollouts(ROLLOUTS)), strict=True)
     ]
 
 
@@ -243,7 +243,7 @@ def test_tokens_that_were_sampled_elsewhere_have_truncated_weights():
         REFERENCE: torch.zeros(3),
     }
     scores = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
-    objective = PolicyGradient(torch.ones(3), columns, cfg, elsewhere=True)
+    objective = PolicyGradient(torch.ones(3), columns, cfg, on_server=True)
     objective(Scores(scores, scores), slice(0, 3)).backward()
     assert scores.grad.tolist() == pytest.approx([-1.0, -2.0, -(np.exp(-0.5))])
 

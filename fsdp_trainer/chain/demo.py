@@ -93,7 +93,7 @@ def write_demo(
         "text": [{"text": text(draw, facts, 2)} for _ in range(texts)],
         "good": [{"text": good_text(draw, facts, in_chats)} for _ in range(good_texts)],
         "chats": [chat(draw, draw.choices(in_chats, k=2)) for _ in range(chats)],
-        "questions": list(one_question(asked_later)),
+        "questions": list(single_questions(asked_later)),
     }
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.jsonl" for name in rows}
@@ -135,7 +135,7 @@ def chat(draw: random.Random, facts: list[Fact]) -> dict[str, list[dict[str, str
     return {"messages": turns}
 
 
-def one_question(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
+def single_questions(facts: list[Fact]) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Yield a conversation with a single question for each fact."""
     for fact in facts:
         yield {"messages": exchange(fact, fact.say(QUESTIONS[fact.kind][0]))}

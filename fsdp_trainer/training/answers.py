@@ -77,7 +77,7 @@ class PackedAnswers:
         self.rewards = rewards.reshape(-1, cfg.samples)
         """[prompts, samples] float64."""
         self.advantages = advantages(cfg, self.rewards).ravel()
-        self.is_learnt = np.array(
+        self.is_supervised = np.array(
             [rollout.answer.finished or not cfg.mask_truncated for rollout in rollouts]
         )
 
@@ -89,14 +89,14 @@ class PackedAnswers:
         """Return the plan of the step. start, stop: range of the rows of its prompts."""
         answers = [rollout.answer for rollout in self.rollouts]
         counts = [len(answer.tokens) for answer in answers]
-        learnt = sum(n for n, used in zip(counts, self.is_learnt, strict=True) if used)
+        supervised = sum(n for n, used in zip(counts, self.is_supervised, strict=True) if used)
         return StepPlan(
             step,
             start,
             stop,
-            weight=step_weight(self.cfg, learnt, len(answers)),
+            weight=step_weight(self.cfg, supervised, len(answers)),
             tokens=sum(rollout.tokens for rollout in self.rollouts),
-            supervised=learnt,
+            supervised=supervised,
             attention_cost=int(self.costs.sum()),
             documents=len(answers),
             figures=figures,
@@ -129,22 +129,22 @@ class PackedAnswers:
         rollout, answer = self.rollouts[i], self.rollouts[i].answer
         whole = slice(start, start + rollout.tokens)
         first = whole.start + len(rollout.prompt) - 1
-        learnt = slice(first, first + len(answer.tokens))
+        supervised = slice(first, first + len(answer.tokens))
         rows.tokens[row, whole] = [*rollout.prompt, *answer.tokens]
         rows.positions[row, whole] = np.arange(rollout.tokens)
-        rows.labels[row, learnt] = answer.tokens
-        weight = token_weight(self.cfg, len(answer.tokens)) if self.is_learnt[i] else 0.0
-        rows.weights[row, learnt] = weight
+        rows.labels[row, supervised] = answer.tokens
+        weight = token_weight(self.cfg, len(answer.tokens)) if self.is_supervised[i] else 0.0
+        rows.weights[row, supervised] = weight
         assert rows.columns is not None
-        rows.columns[ADVANTAGE][row, learnt] = self.advantages[i]
-        rows.columns[SAMPLED][row, learnt] = answer.log_probabilities
+        rows.columns[ADVANTAGE][row, supervised] = self.advantages[i]
+        rows.columns[SAMPLED][row, supervised] = answer.log_probabilities
 
 
 # --- answers in a checkpoint ----------------------------------------------------------------------
 
 
-def packed_text(rollouts: Sequence[Rollout]) -> str:
-    """Encode rollouts as text for a checkpoint; `unpacked` decodes it."""
+def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
+    """Encode rollouts as text for a checkpoint; `decode_rollouts` decodes it."""
     arrays = {
         "numbers": np.array(
             [[r.row, r.sample, r.answer.finished, r.answer.version] for r in rollouts]
@@ -159,8 +159,8 @@ def packed_text(rollouts: Sequence[Rollout]) -> str:
     return base64.b64encode(zlib.compress(file.getvalue())).decode()
 
 
-def unpacked(text: str) -> list[Rollout]:
-    """Decode the rollouts that `packed_text` encoded."""
+def decode_rollouts(text: str) -> list[Rollout]:
+    """Decode the rollouts that `encode_rollouts` encoded."""
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
     tokens, sampled = stored["tokens"].tolist(), stored["sampled"].tolist()
     rollouts = []

@@ -42,7 +42,7 @@ class PipelineForwardBackward(ForwardBackward):
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """See ForwardBackward."""
-        batches = self._filled_up(step, list(micro_batches))
+        batches = self._with_empty(step, list(micro_batches))
         results = self._train(step.plan, batches)[: step.count]
         phases.enter("backward")
         sums = self.metrics.zeros()
@@ -54,9 +54,9 @@ class PipelineForwardBackward(ForwardBackward):
             losses[i] = self._own_loss(step.plan, result)
         for i in range(step.count):
             losses[i] += self.checks.get(i, 0.0)
-        return self._together(step, sums, losses)
+        return self._reduce(step, sums, losses)
 
-    def _filled_up(self, step: StepBatches, batches: list[MicroBatch]) -> list[MicroBatch]:
+    def _with_empty(self, step: StepBatches, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Append empty micro-batches up to the number that the schedule needs."""
         missing = self.pipeline.count - len(batches)
         return batches + [step.empty() for _ in range(missing)]
@@ -86,7 +86,7 @@ class PipelineForwardBackward(ForwardBackward):
         following = iter(step)
         while batches := list(islice(following, self.pipeline.count)):
             before()
-            scores = self.pipeline.score(self._filled_up(step, batches))
+            scores = self.pipeline.score(self._with_empty(step, batches))
             yield from zip(batches, scores, strict=False)
 
     @property
@@ -94,7 +94,7 @@ class PipelineForwardBackward(ForwardBackward):
         """See ForwardBackward."""
         return self.pipeline
 
-    def compute_apart(
+    def compute_separately(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """See ForwardBackward.

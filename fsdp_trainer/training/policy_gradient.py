@@ -29,13 +29,13 @@ class PolicyGradient:
     """Σ weight · loss of a micro-batch's tokens (Shao et al. 2024, eq. 3; Yu et al. 2025, §3).
 
     The head calls it. weights: [tokens] float32, already divided by the step's Σ weight. columns:
-    see ADVANTAGE. elsewhere: True if the sampler is a server, whose numerics differ.
+    see ADVANTAGE. on_server: True if the sampler is a server, whose numerics differ.
     """
 
     weights: Tensor
     columns: dict[str, Tensor]
     cfg: ObjectiveChoice
-    elsewhere: bool = False
+    on_server: bool = False
     needs_mean = False
     needs_all_tokens = False
 
@@ -45,7 +45,7 @@ class PolicyGradient:
         ratio = self.ratio(scores, tokens)
         clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
         loss = -torch.minimum(ratio * advantage, clipped * advantage)
-        if self.elsewhere and self.cfg.updates == 1:
+        if self.on_server and self.cfg.updates == 1:
             loss = loss * self.importance(scores, tokens)
         if self.cfg.kl:
             distance = self.columns[REFERENCE][tokens] - log_probability

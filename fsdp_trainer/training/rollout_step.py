@@ -49,8 +49,8 @@ class RolloutForwardBackward(ForwardBackward):
             batch = replace(batch, columns=columns)
         weights = batch.weights / (plan.weight or 1.0)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else 1.0
-        elsewhere = self.choice.server is not None
-        objective = PolicyGradient(weights, columns_of(batch), self.choice, elsewhere)
+        on_server = self.choice.server is not None
+        objective = PolicyGradient(weights, columns_of(batch), self.choice, on_server)
         value, scores, auxiliary = self.model(batch, replace(objective, weights=weights * scale))
         phases.enter("backward")
         value.backward()

@@ -19,7 +19,7 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.rewards.base import Attempt, Reward, totals
 from fsdp_trainer.rewards.ranks import score_on_ranks
-from fsdp_trainer.training.answers import PackedAnswers, Rollout, packed_text, unpacked
+from fsdp_trainer.training.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
 from fsdp_trainer.training.batches import Batches, StepPlan, ranks_with_highest
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
 from fsdp_trainer.training.feed import Feed
@@ -42,7 +42,7 @@ class AnswerMaker:
     """Makes answers and scores them.
 
     own_share, shares: index of this rank's part of a step's answers, and number of parts.
-    counts_first: False for a rank that makes the same answers as the first rank of its group.
+    is_first: False for a rank that makes the same answers as the first rank of its group.
     """
 
     sampler: AnswerSampler
@@ -50,7 +50,7 @@ class AnswerMaker:
     tokenizer: TextTokenizer
     own_share: int
     shares: int
-    counts_first: bool = True
+    is_first: bool = True
 
     def make(
         self,
@@ -88,7 +88,7 @@ class AnswerMaker:
 
         Collective.
         """
-        pairs = list(zip(requests, answers, strict=True)) if self.counts_first else []
+        pairs = list(zip(requests, answers, strict=True)) if self.is_first else []
         attempts = [self._attempt(request, answer, questions) for request, answer in pairs]
         scores = score_on_ranks(self.rewards, attempts)
         by_attempt = list(zip(*scores, strict=True)) if attempts else []
@@ -212,7 +212,7 @@ class RolloutSource:
 
     def _stored(self, progress: Progress) -> list[list[Rollout]]:
         """Return the answers in a checkpoint for the next steps; empty if those use other rows."""
-        by_step = [unpacked(text) for text in progress.rollouts]
+        by_step = [decode_rollouts(text) for text in progress.rollouts]
         rows = [sorted({rollout.row for rollout in step}) for step in by_step]
         plans = islice(self.prompts.plans(progress), len(rows))
         wanted = [list(range(plan.start, plan.stop)) for plan in plans]
@@ -289,7 +289,7 @@ class RolloutSource:
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the mixtures that prompts were read from, and answers made for future steps."""
         stored = self.prompts.state(progress)
-        return stored | {"rollouts": [packed_text(step) for step in self._waiting]}
+        return stored | {"rollouts": [encode_rollouts(step) for step in self._waiting]}
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
         """See DataSource."""

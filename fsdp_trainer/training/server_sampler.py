@@ -40,15 +40,15 @@ class ServerSampler:
         weights: PolicyWeights,
         stop_ids: Sequence[int],
         context: int,
-        asks: bool = True,
+        sends: bool = True,
     ):
         """Set up without sending weights or requests.
 
-        context: maximum number of tokens that the model can read. asks: False for a rank whose
+        context: maximum number of tokens that the model can read. sends: False for a rank whose
         requests are the same as those of another rank, which sends them.
         """
         self.cfg, self.server, self.weights = cfg, server, weights
-        self.stop_ids, self.asks = sorted(stop_ids), asks
+        self.stop_ids, self.sends = sorted(stop_ids), sends
         self.context = min(context, served.context or context)
         self.model, self.version = "", -1
 
@@ -61,7 +61,7 @@ class ServerSampler:
         if not self.model or behind < 0 or behind > self.cfg.objective.max_staleness:
             self.model, self.version = self.weights.send(step), step
             phases.enter("rollouts", step + 1)
-        calls = [self._call(request) for request in requests] if self.asks else []
+        calls = [self._call(request) for request in requests] if self.sends else []
         work = ParallelCalls(calls, self.cfg.objective.answer_rows)
         try:
             while True:
@@ -162,19 +162,19 @@ def server_sampler(
     model: Decoder,
     tokenizer: TextTokenizer,
     run: Path,
-    asks: bool,
+    sends: bool,
     write_assets: Callable[[Path, dict[str, Any]], None],
 ) -> ServerSampler:
     """Return the sampler of a run. Collective.
 
-    asks: see ServerSampler. write_assets: see CheckpointStore. Raises UserError, see find_served.
+    sends: see ServerSampler. write_assets: see CheckpointStore. Raises UserError, see find_served.
     """
     server = PolicyServer(str(cfg.objective.server))
     served = find_served(cfg, server)
     timeout = parse_duration(cfg.launch.timeout)
     weights = PolicyWeights.of_run(cfg, model, server, served.name, run, timeout, write_assets)
     context = model.config.max_position_embeddings
-    return ServerSampler(cfg, server, served, weights, list(tokenizer.stop_ids), context, asks)
+    return ServerSampler(cfg, server, served, weights, list(tokenizer.stop_ids), context, sends)
 
 
 def find_served(cfg: TrainConfig, server: PolicyServer) -> ServedModel:

@@ -77,9 +77,9 @@ class ForwardBackward:
             losses.append(self._own_loss(step.plan, result) + self._own_check())
             phases.enter("data")
         phases.enter("backward")  # the reduction over ranks counts as part of it
-        return self._together(step, sums, torch.stack(losses))
+        return self._reduce(step, sums, torch.stack(losses))
 
-    def _together(self, step: StepBatches, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
+    def _reduce(self, step: StepBatches, sums: Tensor, losses: Tensor) -> tuple[Tensor, Tensor]:
         """Reduce over ranks; return the result of `run`. Collective.
 
         losses: [micro-batches, 2], see `_own_loss`.
@@ -131,7 +131,7 @@ class ForwardBackward:
         """Return the object that computes logits for generation."""
         return self.model
 
-    def compute_apart(
+    def compute_separately(
         self, plan: StepPlan, batch: MicroBatch, optimizer: Optimizer
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Compute a micro-batch separately from the step, for comparison, and clear its gradients.

@@ -172,7 +172,7 @@ def require_same(
             f"holds other weights than the {kind.name} that {checkpoint} was trained with.\n"
             f"{kind.advice}, or begin a new run:  run.name=NEW"
         )
-        raise UserError(f"the {kind.name} is another one", [Problem(named(cfg), text)])
+        raise UserError(f"the {kind.name} is another one", [Problem(frozen_setting(cfg), text)])
 
 
 def readers(trained: ModelConfig, frozen_model: FrozenModel | None) -> list[ModelConfig]:
@@ -212,14 +212,14 @@ def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
 # --- origin of the frozen model, and checks -------------------------------------------------------
 
 
-def named(cfg: TrainConfig) -> str:
+def frozen_setting(cfg: TrainConfig) -> str:
     """Return the setting that names the frozen model, `key=value`."""
     return "=".join(frozen_source(cfg) or ())
 
 
-def kind(cfg: TrainConfig) -> str:
+def role_of(cfg: TrainConfig) -> str:
     """Return the name of the frozen model in messages: `teacher` or `reference`."""
-    return named(cfg).partition("=")[0].removeprefix("objective.")
+    return frozen_setting(cfg).partition("=")[0].removeprefix("objective.")
 
 
 def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
@@ -251,7 +251,7 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
 
     teacher: architecture of the frozen model. student: architecture of the model in training.
     """
-    what = named(cfg)
+    what = frozen_setting(cfg)
     problems = [
         Problem(what, f"{problem.what} {problem.why}")
         for problem in (*tensor_problems(cfg, teacher), *context_problems(cfg, teacher))
@@ -266,7 +266,7 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     if cfg.sharding.context > 1:
         problems += _other_methods(cfg, what, student, teacher)
     if problems:
-        raise UserError(f"the {kind(cfg)} cannot read what the trained model reads", problems)
+        raise UserError(f"the {role_of(cfg)} cannot read what the trained model reads", problems)
 
 
 def _other_methods(
@@ -330,5 +330,5 @@ def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
 
 def _other_vocabulary(cfg: TrainConfig, reason: str) -> UserError:
     instead = "\nUse one of the same vocabulary: its probabilities are of its own tokens"
-    problem = Problem(named(cfg), reason + instead)
-    return UserError(f"the {kind(cfg)} knows other tokens than the trained model", [problem])
+    problem = Problem(frozen_setting(cfg), reason + instead)
+    return UserError(f"the {role_of(cfg)} knows other tokens than the trained model", [problem])

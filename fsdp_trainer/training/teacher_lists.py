@@ -166,7 +166,7 @@ class ListPass:
         Returns False if some are missing.
         """
         lists = [
-            open_lists(place, learnt_tokens(order))
+            open_lists(place, supervised_tokens(order))
             for place, (order, _) in zip(places, self.orders, strict=True)
         ]
         if not all(gather(all(one is not None for one in lists))):
@@ -180,7 +180,7 @@ class ListPass:
     ) -> None:
         """Run the teacher on all rows and store its lists. Collective."""
         cfg, count = self.cfg, self.cfg.objective.top_k or 0
-        tokens = sum(learnt_tokens(order) for order, _ in self.orders)
+        tokens = sum(supervised_tokens(order) for order, _ in self.orders)
         size = f"{tokens * bytes_per_token(count, known) / MIB:,.1f} MiB"
         self.say(
             f"teach  the teacher reads {tokens:,} learnt tokens once, before the first step: the "
@@ -206,7 +206,7 @@ class ListPass:
     def _store(self, place: Path, order: RowOrder, teacher: Teacher, config: ModelConfig) -> None:
         """Compute the lists of an order; write them on nodes where they are missing. Collective."""
         count, known = self.cfg.objective.top_k or 0, teacher.vocabulary
-        tokens = learnt_tokens(order)
+        tokens = supervised_tokens(order)
 
         def open_writer() -> ListsWriter | None:
             if open_lists(place, tokens) is not None or not tokens:
@@ -273,7 +273,7 @@ class ListPass:
                 assert isinstance(read.soft, TeacherLogits)
                 top = likeliest(read.soft, self.cfg.objective.top_k or 0, batch.targets)
             numbers = (batch.columns or {}).get(NUMBER, torch.zeros_like(batch.targets))
-            numbers, *parts = of_all_ranks([numbers, *top])
+            numbers, *parts = gather_padded([numbers, *top])
             yield numbers, TopTokens(*parts)
             self.progress(f"teach  {(done + 1) / len(slots):.0%} of {order.rows_per_epoch:,} rows")
 
@@ -300,13 +300,13 @@ class ListPass:
 
 def write_lists(writer: ListsWriter, numbers: Tensor, top: TopTokens) -> None:
     """Write each list at the index numbers - 1; skip padding, whose number is 0."""
-    is_learnt = numbers > 0
+    is_supervised = numbers > 0
     columns = dict(zip((TOKENS, LOGS, REST, TARGET), top, strict=True))
-    arrays = {name: column[is_learnt].cpu().numpy() for name, column in columns.items()}
-    writer.write((numbers[is_learnt] - 1).cpu().numpy(), arrays)
+    arrays = {name: column[is_supervised].cpu().numpy() for name, column in columns.items()}
+    writer.write((numbers[is_supervised] - 1).cpu().numpy(), arrays)
 
 
-def of_all_ranks(tensors: list[Tensor]) -> list[Tensor]:
+def gather_padded(tensors: list[Tensor]) -> list[Tensor]:
     """Return each tensor concatenated over all ranks, after padding with zeros to equal length.
 
     tensors: each [count, ...], where count may differ between ranks. Collective.
@@ -326,7 +326,7 @@ def of_all_ranks(tensors: list[Tensor]) -> list[Tensor]:
     return together
 
 
-def learnt_tokens(order: RowOrder) -> int:
+def supervised_tokens(order: RowOrder) -> int:
     """Return the number of supervised tokens in an order's store."""
     return int(np.sum(order.store.supervised, dtype=np.int64))
 

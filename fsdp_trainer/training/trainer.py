@@ -175,8 +175,8 @@ class Trainer:
         is_checked = self.corruption.is_due(step.plan.step)
         for batch in step:
             if is_checked:
-                compute_apart = self.forward_backward.compute_apart
-                compute = partial(compute_apart, step.plan, batch, self.optimizer)
+                compute_separately = self.forward_backward.compute_separately
+                compute = partial(compute_separately, step.plan, batch, self.optimizer)
                 self.corruption.check_computation(step.plan.step, compute)
             is_checked = False
             yield batch

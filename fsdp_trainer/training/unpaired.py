@@ -89,7 +89,7 @@ class UnpairedForwardBackward(PairForwardBackward):
         batches = [self.reference(batch) for batch in micro_batches]
         with torch.no_grad():
             scores = (self.model(batch).scores for batch in batches)
-            self._take_baseline(batches, scores)
+            self._set_baseline(batches, scores)
         return super().run(step, batches)
 
     def scores(
@@ -97,7 +97,7 @@ class UnpairedForwardBackward(PairForwardBackward):
     ) -> Iterator[tuple[MicroBatch, Scores]]:
         """Yield all scores after the baseline has been computed from them. See ForwardBackward."""
         every = [*super().scores(step, before)]
-        self._take_baseline([batch for batch, _ in every], (scores for _, scores in every))
+        self._set_baseline([batch for batch, _ in every], (scores for _, scores in every))
         yield from every
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
@@ -105,7 +105,7 @@ class UnpairedForwardBackward(PairForwardBackward):
         baseline = self.baseline.to(batch.weights.device)
         return UnpairedObjective(batch, self.choice, baseline, count, self.dims)
 
-    def _take_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
+    def _set_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
         """Set the baseline from these micro-batches. Collective.
 
         It is the mean gain, at least 0, of all ranks' mismatched answers.

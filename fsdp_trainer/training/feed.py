@@ -67,10 +67,10 @@ class Feed(Prefetcher):
         except Stopped:
             self.signals.data_wait_interrupted = True
         except Exception as error:
-            self.lose(error)
+            self.record_data_error(error)
         return self.assembler.empty()
 
-    def lose(self, error: BaseException) -> None:
+    def record_data_error(self, error: BaseException) -> None:
         """Record the error that keeps this rank from reading its part of a step."""
         if isinstance(error, UserError):
             self.signals.data_error = error

@@ -290,11 +290,11 @@ class StreamFeed(Feed):
             if waited > self.source.patience:
                 reads = self._readers.waits_for
                 reason = f"{reads} gave nothing for {waited:.0f} s (launch.data_timeout)"
-                self.lose(TimeoutError(reason))
+                self.record_data_error(TimeoutError(reason))
         except Stopped:
             self.signals.data_wait_interrupted = True
         except Exception as error:
-            self.lose(error)
+            self.record_data_error(error)
         return None
 
     def _report_waiting(self, waits: bool, seconds: float) -> None:

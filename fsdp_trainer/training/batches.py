@@ -22,6 +22,8 @@ INDEX_STEP = 128
 """Supervised positions are padded to a multiple of this, so that few different shapes occur."""
 MAX_SUSPECTS = 8
 """Maximum number of ranks, and of samples, that are named for a bad step."""
+REMEMBERED_STEPS = 100
+"""Number of recent steps whose samples or prompts are kept, so that a bad step can name them."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,13 @@ from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.rewards.base import Attempt, Reward, totals
 from fsdp_trainer.rewards.ranks import score_on_ranks
 from fsdp_trainer.training.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
-from fsdp_trainer.training.batches import Batches, StepPlan, ranks_with_highest
+from fsdp_trainer.training.batches import REMEMBERED_STEPS, Batches, StepPlan, ranks_with_highest
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.sampler import AnswerSampler, Request, SampledAnswer
 from fsdp_trainer.training.stop import DataLost
 
-REMEMBERED_STEPS = 100
-"""Number of recent steps whose prompts are kept, so that they can be named for a bad step."""
 WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of
 them above which the run prints a warning."""

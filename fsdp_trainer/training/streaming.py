@@ -31,6 +31,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.rounding import round_up
 from fsdp_trainer.training.batches import (
     MAX_SUSPECTS,
+    REMEMBERED_STEPS,
     Assembler,
     StepPlan,
     ranks_with_highest,
@@ -44,8 +45,6 @@ from fsdp_trainer.training.stop import StopSignals
 ROUND_SECONDS = 5.0
 """Seconds that a rank waits for its rows before it meets the others in a collective again."""
 ROUNDS_PER_MESSAGE = 12
-REMEMBERED_STEPS = 100
-"""Number of recent steps whose samples are kept, so that they can be named for a bad step."""
 MAX_SHOWN_SKIPPED = 8
 NO_ROW = [0.0] * 5
 """LocalStep.sums without any row."""

@@ -82,18 +82,14 @@ def measured():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "frozen"),
     [
         (["precision.param_dtype=bfloat16"], "torch.bfloat16"),
-        *(
-            pytest.param([*more, f"adapter.base={base}"], dtype, marks=pytest.mark.slow)
-            for more, base, dtype in [
-                (["precision.param_dtype=bfloat16"], "fp32", "torch.float32"),
-                ([], "bf16", "torch.bfloat16"),
-                ([], "auto", "torch.float32"),
-            ]
-        ),
+        (["precision.param_dtype=bfloat16", "adapter.base=fp32"], "torch.float32"),
+        (["adapter.base=bf16"], "torch.bfloat16"),
+        (["adapter.base=auto"], "torch.float32"),
     ],
 )
 def test_only_gradients_of_adapters_are_sent_and_nothing_frozen_has_a_state(adapt, how, frozen):

@@ -81,6 +81,7 @@ FULL_DISK = inject.together(inject.when_writing(no_space_for_step_6), inject.qui
 """The second checkpoint cannot be written on rank 1."""
 
 
+@pytest.mark.slow
 def test_a_write_that_fails_in_the_background_is_told_and_the_next_one_is_written(train):
     run = train("run", *ASYNC, "train.steps=9", ranks=2, seam=FULL_DISK)
     assert run.checkpoints == ["step-00000003", "step-00000009"]

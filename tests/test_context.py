@@ -152,7 +152,7 @@ CASES = {
 }
 
 
-QUICK = ("two", "gathered")
+QUICK = ("two",)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,7 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
         str(raised.value).encode()
 
 
+@pytest.mark.slow
 def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tmp_path):
     """What could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])

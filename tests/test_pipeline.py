@@ -183,7 +183,7 @@ CASES = {
 }
 
 
-QUICK = ("1f1b", "interleaved, tied")
+QUICK = ("1f1b",)
 
 
 @pytest.mark.parametrize(

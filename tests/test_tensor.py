@@ -197,7 +197,7 @@ CASES = {
 }
 
 
-QUICK = ("tensor", "lora")
+QUICK = ("tensor",)
 
 
 @pytest.mark.parametrize(

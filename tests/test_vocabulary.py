@@ -64,7 +64,9 @@ def test_a_padded_run_goes_on_and_is_read_by_other_paddings(train):
         assert all(torch.equal(again[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("ranks", "multiple"), [(1, 1), (2, 128)])
+@pytest.mark.parametrize(
+    ("ranks", "multiple"), [(1, 1), pytest.param(2, 128, marks=pytest.mark.slow)]
+)
 def test_new_tokens_start_as_the_mean_of_the_others(train, folder, ranks, multiple):
     grown = [
         "model.vocab_size=300",

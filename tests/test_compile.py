@@ -20,6 +20,15 @@ def compilations(run):
     return [(e["step"], e["during"], e["graphs"], e["cached"]) for e in run.event("compile")]
 
 
+@contextlib.contextmanager
+def unoptimized():
+    """Build kernels without optimization, which takes half of the time."""
+    import torch._inductor.config as config
+
+    with config.patch({"aot_inductor.debug_compile": True}):
+        yield
+
+
 WINDOWS = [
     "model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30",
     "activation_checkpoint=full",
@@ -42,7 +51,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
         "train.validate_first=false",
         *WINDOWS,
     ]
-    run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6")
+    run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6", seam=unoptimized)
     # a block, the head's scores and their derivatives; without gradients a block is another graph,
     # scores are not
     assert compilations(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
@@ -56,6 +65,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
         "train.steps=8",
         "schedule=constant",
         "checkpoint.allow_changes=[schedule]",
+        seam=unoptimized,
     )
     trained, validated = compilations(resumed)[2:]
     # what the cache holds of the head knows a range of token numbers, and the first micro-batch now

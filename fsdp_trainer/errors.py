@@ -15,12 +15,12 @@ WIDEST = 34  # characters; a longer `what` is printed on its own line
 class Problem:
     """One mistake.
 
-    what: key=value, a file and line, or a tensor. why: the reason and the fix, in one or more
-    lines.
+    what: key=value, a file and line, or a tensor. reason: why it is wrong, and the fix, in one or
+    more lines.
     """
 
     what: str
-    why: str
+    reason: str
 
 
 class UserError(Exception):
@@ -42,7 +42,7 @@ class UserError(Exception):
             is_short = len(p.what) <= WIDEST
             head = f"  {p.what:{width}}  " if is_short else f"  {p.what}\n      "
             indent = width + 4 if is_short else 6
-            text += f"\n\n{head}" + f"\n{'':{indent}}".join(p.why.splitlines())
+            text += f"\n\n{head}" + f"\n{'':{indent}}".join(p.reason.splitlines())
         return text
 
 

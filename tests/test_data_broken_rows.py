@@ -285,7 +285,7 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
         for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
     ]
     assert f"{listed['file']}:{listed['line']}" == problem.what
-    assert listed["why"] == problem.why
+    assert listed["why"] == problem.reason
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
         prepared(tmp_path / "c", file, on_error=on_error)
     (problem,) = raised.value.problems
     assert problem.what.startswith(str(file))
-    assert "Start again" in problem.why
+    assert "Start again" in problem.reason
     assert not [*(tmp_path / "c").glob("*/meta.json")]
 
 

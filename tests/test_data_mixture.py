@@ -541,7 +541,7 @@ def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(
     with pytest.raises(UserError) as raised:
         compose("train", [f"data.path={path}", "tokenizer.path=demo:bytes"])
     (problem,) = raised.value.problems
-    assert why in f"{problem.what} {problem.why}"
+    assert why in f"{problem.what} {problem.reason}"
 
 
 def test_validation_takes_a_list_without_weights(tmp_path):
@@ -551,7 +551,7 @@ def test_validation_takes_a_list_without_weights(tmp_path):
     assert cfg.data.validation == [{"path": str(file), "name": "held"}]
     with pytest.raises(UserError) as raised:
         compose("train", [*how, f"data.validation=[{{path: {file}, weight: 1}}]"])
-    assert "validation reads everything once" in raised.value.problems[0].why
+    assert "validation reads everything once" in raised.value.problems[0].reason
 
 
 def test_two_sources_of_one_name_are_refused(world, sources):

@@ -177,7 +177,7 @@ def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, messa
         try:
             read(columns)
         except UserError as error:
-            raise UserError(error.problems[0].why) from None
+            raise UserError(error.problems[0].reason) from None
 
 
 def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():

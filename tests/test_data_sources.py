@@ -85,7 +85,7 @@ def test_paths_are_files_folders_globs_and_lists(tmp_path):
 def test_a_path_without_data_is_refused_by_name(path):
     with pytest.raises(UserError, match=r"data\.path=") as raised:
         find_sources(path, "data.path")
-    assert raised.value.problems[0].why
+    assert raised.value.problems[0].reason
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_folder_with_a_split_to_train_on_and_another_is_refused(tmp_path):
         written(tmp_path, name, "text\nx\n")
     with pytest.raises(UserError, match="several splits: train test") as raised:
         find_sources(str(tmp_path), "data.path")
-    (source,) = find_sources(str(raised.value.problems[0].why).split("'")[1], "data.path")
+    (source,) = find_sources(str(raised.value.problems[0].reason).split("'")[1], "data.path")
     assert source.name == "train"
     assert len(source.files) == 2
     assert len(find_sources(str(tmp_path / "*"), "data.path")) == 2  # named on purpose

@@ -15,7 +15,7 @@ def refused(*words):
     with pytest.raises(UserError) as error:
         composed(*words)
     (problem,) = error.value.problems
-    return f"{problem.what} {problem.why}"
+    return f"{problem.what} {problem.reason}"
 
 
 def test_twelve_blocks_are_the_model_that_the_rules_were_measured_on():

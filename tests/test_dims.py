@@ -131,7 +131,7 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(world):
 )
 def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(layout, words):
     problem = layout_problem(Sharding(**layout), 8)
-    assert words in f"{problem.what} {problem.why}"
+    assert words in f"{problem.what} {problem.reason}"
 
 
 PLACEMENTS = {

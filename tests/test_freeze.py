@@ -63,9 +63,9 @@ def test_a_pattern_that_fits_nothing_names_what_it_may_have_meant():
     with pytest.raises(UserError) as raised:
         freeze(decoder(), ["embed_tokens", "model.layers.9.*", "model.norm.wieght"])
     embedding, block, norm = raised.value.problems
-    assert "model.embed_tokens.weight" in embedding.why
+    assert "model.embed_tokens.weight" in embedding.reason
     assert "model.layers.9.*" in block.what
-    assert "model.norm.weight" in norm.why
+    assert "model.norm.weight" in norm.reason
 
 
 def test_to_freeze_everything_is_refused():

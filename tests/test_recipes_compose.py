@@ -62,7 +62,7 @@ def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path
         compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
     (problem,) = refused.value.problems
     assert problem.what == "model.init_from=runs/chain_mid"
-    assert "no such folder" in problem.why
+    assert "no such folder" in problem.reason
 
 
 def handed_over(cfg):

@@ -98,7 +98,7 @@ def compose_all(planned: Chain) -> dict[str, Any]:
         try:
             composed[stage.name] = planned.compose(stage, inputs=False)
         except UserError as error:
-            problems += [Problem(f"{stage.name}.{p.what}", p.why) for p in error.problems]
+            problems += [Problem(f"{stage.name}.{p.what}", p.reason) for p in error.problems]
     several = [
         Problem(f"{name}.launch", "a chain starts ranks on one node; on several by torchrun")
         for name, cfg in composed.items()

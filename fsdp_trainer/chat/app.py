@@ -171,7 +171,7 @@ def encode(served: Served, request: ChatRequest) -> list[int]:
     try:
         return speaker.encode(speaker.ask(request.messages))
     except UserError as error:
-        reason = error.problems[0].why
+        reason = error.problems[0].reason
         raise BadRequest(f"{error.title}: {reason}", "messages") from None
 
 

@@ -109,7 +109,7 @@ def require_undamaged(checkpoint: Path) -> None:
     """
     problems = damage(checkpoint)
     if problems:
-        problems[-1].why += f"\n{newest_undamaged(checkpoint)}"
+        problems[-1].reason += f"\n{newest_undamaged(checkpoint)}"
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 

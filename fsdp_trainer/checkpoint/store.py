@@ -201,7 +201,7 @@ class CheckpointStore:
         Raises RunFailed if it is not what was written.
         """
         if problems := damage_anywhere(half, self.group):
-            damaged = f"{problems[0].what} {problems[0].why}"
+            damaged = f"{problems[0].what} {problems[0].reason}"
             raise RunFailed(
                 f"the checkpoint just written is damaged, the one before stays: {damaged}"
             )

@@ -41,7 +41,7 @@ def verify(cfg: VerifyConfig) -> int:
         if problems := damage(source):
             print(f"{source} is damaged:")
             for problem in problems:
-                print(f"  {problem.what} {problem.why}")
+                print(f"  {problem.what} {problem.reason}")
             print(newest_undamaged(source))
             return 3
         files = read_manifest(source)["files"].values()
@@ -72,7 +72,7 @@ def compare(source: Path, folder: Path) -> int:
         stored, problems = read_headers(folder)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
         if problems:
-            print(f"{folder} holds another model: {problems[0].what} {problems[0].why}")
+            print(f"{folder} holds another model: {problems[0].what} {problems[0].reason}")
             return 3
         weights = ours.named_weights()
         for part in tensor_parts(ours, ours.config.vocab_size):

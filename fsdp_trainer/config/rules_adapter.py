@@ -45,7 +45,7 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
     try:
         kind, scaling, base = described(Path(cfg.adapter.init_from))
     except UserError as error:
-        lines = [f"{problem.what} {problem.why}" for problem in error.problems]
+        lines = [f"{problem.what} {problem.reason}" for problem in error.problems]
         text = "\n".join(["its adapter_config.json is not supported:", *lines])
         report.add("adapter.init_from", cfg.adapter.init_from, text)
         return

@@ -210,7 +210,7 @@ def attention(cfg: TrainConfig, report: Report) -> Broken:
         selective=cfg.activation_checkpoint.mode == "selective",
     )
     for problem in attention_problems(cfg.model.attention, cfg.model.attention_kernel, context):
-        yield problem.what.partition("=")[0], problem.why
+        yield problem.what.partition("=")[0], problem.reason
 
 
 def compilation(cfg: TrainConfig, report: Report) -> Broken:

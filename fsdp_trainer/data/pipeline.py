@@ -111,7 +111,7 @@ def choose_reader(
     except UserError as error:
         if data.on_error == "fail":
             raise
-        raise RowError(error.problems[0].why.splitlines()[0]) from None
+        raise RowError(error.problems[0].reason.splitlines()[0]) from None
     if reader.format in ("preference", UNPAIRED):
         _require_whole_answers(data, file)
     if data.too_long == "split" and reader.format not in CAN_BE_CUT:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -313,7 +313,7 @@ class Preparation:
             "files": self.component.files,
             "rows": [[number, format, n] for (number, format), n in sorted(rows.items())],
             "unused": [[number, list(names)] for number, names in sorted(unused.items())],
-            "problems": [asdict(problem) for problem in problems],
+            "problems": [{"what": each.what, "why": each.reason} for each in problems],
             "counts": dict(counts),
             "examples": examples,
         }

@@ -153,7 +153,7 @@ def fetch(
             raise
         say(
             f"data   {shown(url)} is not asked for changes, its copy is used:"
-            f" {error.problems[0].why.splitlines()[0]}"
+            f" {error.problems[0].reason.splitlines()[0]}"
         )
         return copies
     copies = {file.url: str(file.copy_in(cache)) for file in files}

@@ -13,7 +13,7 @@ def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
     ranks = len(everyone)
     problem = layout_problem(sharding, ranks)
     if problem is not None:
-        reason, _, advice = problem.why.partition("\n")
+        reason, _, advice = problem.reason.partition("\n")
         return [Check("problem", problem.what, reason, advice.strip())]
     sizes = {name: size for name, size in dimension_sizes(sharding, ranks).items() if size > 1}
     if sharding.expert > 1:

@@ -168,7 +168,7 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
         rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
         config = resolve_model(model, rows)
     except UserError as error:
-        problems = (f"{p.what}  {p.why.splitlines()[0]}" for p in error.problems)
+        problems = (f"{p.what}  {p.reason.splitlines()[0]}" for p in error.problems)
         yield Check("problem", "model", "\n".join([error.title, *problems]))
         return
     parameters = config.parameters()
@@ -219,7 +219,7 @@ def input_digests(cfg: DoctorConfig) -> Iterator[tuple[str, str]]:
                 files = files_of(value)
             yield key, digest_of(files)
         except UserError as error:
-            yield key, f"{UNREADABLE}: {error.problems[0].why.splitlines()[0]}"
+            yield key, f"{UNREADABLE}: {error.problems[0].reason.splitlines()[0]}"
         except OSError as error:
             yield key, f"{UNREADABLE}: {error}"
 

@@ -325,7 +325,7 @@ class Jobs:
         try:
             cfg = compose("train", words, self.line.config_dir)
         except UserError as error:
-            reasons = [f"{p.what}: {p.why.splitlines()[0]}" for p in error.problems]
+            reasons = [f"{p.what}: {p.reason.splitlines()[0]}" for p in error.problems]
             job.state, job.exit_code = "refused", error.exit_code
             job.reason = "; ".join(reasons) or error.title
             self._refused[job.job] = error
@@ -361,11 +361,11 @@ class Jobs:
         errors = list(self._refused.values())
         by_key = [{key_of(problem): problem for problem in error.problems} for error in errors]
         common = [
-            Problem(self.line.swept.get(key, p.what), p.why)
+            Problem(self.line.swept.get(key, p.what), p.reason)
             for key, p in by_key[0].items()
             if all(key in problems for problems in by_key)
         ]
-        own = {(p.what, p.why): p for error in errors for p in error.problems}
+        own = {(p.what, p.reason): p for error in errors for p in error.problems}
         title = f"{errors[0].title}, in every job" if len(errors) > 1 else errors[0].title
         raise UserError(title, common or list(own.values()))
 

@@ -223,7 +223,7 @@ def chosen_layers(
             continue
         problem = without_match("targets", targets, pattern, names, "linear layer of the blocks")
         if matching(pattern, modules_with_parameters(model), model.config):
-            problem.why = (
+            problem.reason = (
                 f"{pattern} is no linear layer of the blocks, which adapters are for."
                 f"\nIt can be trained in full:  adapter.also=[{pattern}]"
             )

@@ -187,7 +187,7 @@ def unsupported(config: dict[str, Any]) -> list[Problem]:
     adapts_matrices |= bool(config.get("target_parameters"))
     same_task = config.get("task_type") in COMPUTED["task_type"]
     if problems and adapts_matrices and same_task and not config.get("alora_invocation_tokens"):
-        problems[-1].why += MERGE_WITH_PEFT
+        problems[-1].reason += MERGE_WITH_PEFT
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         text = (

@@ -111,7 +111,7 @@ def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
     more = len(problems) - MAX_MISFITS
     if more > 0:
         more_text = f"… and {more:,} more tensors do not fit: is this the adapter's base model?"
-        problems[MAX_MISFITS - 1].why += f"\n{more_text}"
+        problems[MAX_MISFITS - 1].reason += f"\n{more_text}"
     if problems:
         title = f"the adapter in {peft.folder} does not fit the model"
         raise UserError(title, problems[:MAX_MISFITS])

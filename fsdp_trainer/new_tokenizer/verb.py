@@ -76,7 +76,7 @@ def check(
         try:
             others.append((path, load_tokenizer(path)))
         except UserError as error:
-            problems.append(Problem(f"compare=[{path}]", error.problems[0].why))
+            problems.append(Problem(f"compare=[{path}]", error.problems[0].reason))
     if problems:
         raise UserError("the tokenizer cannot be trained", problems)
     return others

@@ -77,7 +77,7 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
 
 def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]) -> None:
     """Record and print that a checkpoint is damaged and not used."""
-    texts = [f"{problem.what} {problem.why}" for problem in problems]
+    texts = [f"{problem.what} {problem.reason}" for problem in problems]
     observer.event("damaged", path=str(checkpoint), problems=texts)
     observer.say(f"{checkpoint} is damaged and left aside: {texts[0]}")
 
@@ -135,7 +135,7 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
         if key == "data.fingerprint":
             lines += describe_data_change(order, stored.get("segments"))
         problems.append(Problem(f"{key}={show(changes[key][1])}", "\n".join(lines)))
-    problems[-1].why += (
+    problems[-1].reason += (
         "\nStart another run with  run.name=NEW  or go on all the same with  "
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"
     )

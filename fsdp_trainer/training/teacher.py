@@ -253,7 +253,7 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     """
     what = frozen_setting(cfg)
     problems = [
-        Problem(what, f"{problem.what} {problem.why}")
+        Problem(what, f"{problem.what} {problem.reason}")
         for problem in (*tensor_problems(cfg, teacher), *context_problems(cfg, teacher))
     ]
     length, positions = cfg.batch.seq_len, teacher.max_position_embeddings

@@ -198,7 +198,7 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
         for name in different[:MAX_SHOWN_PARAMETERS]
     ]
     more = len(different) - MAX_SHOWN_PARAMETERS
-    problems[-1].why += (f"\n… and {more:,} more" if more > 0 else "") + (
+    problems[-1].reason += (f"\n… and {more:,} more" if more > 0 else "") + (
         "\nA run cannot change its weights' shapes; a new one can:  "
         f"run.name=NEW model.init_from={checkpoint}"
     )

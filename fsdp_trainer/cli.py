@@ -12,6 +12,7 @@ from typing import NamedTuple, NoReturn
 from fsdp_trainer import phases
 from fsdp_trainer.config.handover import take_over
 from fsdp_trainer.config.verbs import PRIMARY
+from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
 from fsdp_trainer.extensions import import_modules
 from fsdp_trainer.version import __version__
@@ -56,7 +57,6 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 NO_OVERRIDE = re.compile(r"[^=+~-][^=]*")
 WORD_OF_STAGE = re.compile(r"(all|tokenizer|pretrain|mid|sft)\.")
 """Beginning of a setting for one stage of `chain`."""
-YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from fsdp_trainer.config.yaml_text import load_yaml
 
 SAME_NODE = 0.75  # least similarity at which a key of the same node is suggested
 ANYWHERE = 0.82  # and one of another node: `tensor_parallel` and `tensorboard` have 0.69
@@ -35,8 +35,7 @@ class ForeignNames(NamedTuple):
 @cache
 def table() -> ForeignNames:
     """Return the names in names.yaml, which is read only when needed: after a mistake."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    tree = yaml.load(Path(__file__).with_name("names.yaml").read_text(), loader)
+    tree = load_yaml(Path(__file__).with_name("names.yaml").read_text())
     exact: dict[str, KnownName] = {}
     patterns: list[tuple[str, KnownName]] = []
     for names, answer in _entries(tree):

@@ -19,12 +19,11 @@ from fsdp_trainer.config.check import show
 from fsdp_trainer.config.names import OPTION_SYNONYMS, absent, nearest
 from fsdp_trainer.config.overrides import listed, quoted
 from fsdp_trainer.config.schema import GROUPS
+from fsdp_trainer.config.yaml_text import LOADER, YAML_FILE
 from fsdp_trainer.errors import Problem, UserError
 
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 SUFFIX = ".own"
 HEADER = re.compile(r"(?m)^#\s*@package\s+_global_\s*$")
-YAML_FILE = re.compile(r"[^=+~-][^=]*\.ya?ml")
 
 OWN: dict[str, Path] = {}
 """Recipe files of this command line outside of Hydra's folders, by name in the ConfigStore."""
@@ -42,7 +41,7 @@ class YamlFile(NamedTuple):
 
 def read_yaml(path: Path) -> YamlFile:
     """Read a YAML file. Raises UserError with file and line if it is not YAML."""
-    loader = YAML_LOADER(path.read_text())
+    loader = LOADER(path.read_text())
     try:
         node = loader.get_single_node()
         tree = loader.construct_document(node) if node else None

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.paths import (
@@ -17,6 +14,7 @@ from fsdp_trainer.config.paths import (
     run_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.peft_config import read_config
 
@@ -99,6 +97,6 @@ def described(folder: Path) -> tuple[str, str, str]:
 
 def typed_base(checkpoint: Path) -> str:
     """Return model.init_from of the run that wrote a checkpoint, if it still exists, else ""."""
-    stored: Any = yaml.safe_load((checkpoint / "config.yaml").read_text())
+    stored = load_yaml((checkpoint / "config.yaml").read_text())
     name = (stored.get("model") or {}).get("init_from") or ""
     return name if name and (is_hub_id(name) or Path(name).exists()) else ""

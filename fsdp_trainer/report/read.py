@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.records import parse
 
 READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
 EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run
 SILENT_SECONDS = 900  # without a new line or event, after which a run is considered dead
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 GONE = "ended without a word"
 HOLDS_NO_RUN = (
     "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
@@ -235,9 +235,7 @@ def read_run(
     run.events = [event for event in lines("events.jsonl", 2**26) if is_event(event)][-EVENTS:]
     run.samples = list(lines("samples.jsonl", 2**24))[-SAMPLES:]
     try:
-        run.configuration = dict(
-            flat(yaml.load((folder / "config.yaml").read_text(), YAML_LOADER) or {})
-        )
+        run.configuration = dict(flat(load_yaml((folder / "config.yaml").read_text()) or {}))
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         if not isinstance(error, FileNotFoundError):
             run.remarks.append(f"config.yaml cannot be read: {error}")

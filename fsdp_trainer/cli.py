@@ -246,7 +246,9 @@ def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | No
     from fsdp_trainer.config.compose import composable, hydra
 
     with hydra(composable(verb, overrides, config_dir), config_dir) as given:
-        GlobalHydra.instance().hydra.show_info(what, verb, given)  # type: ignore[union-attr]
+        hydra_main = GlobalHydra.instance().hydra
+        assert hydra_main
+        hydra_main.show_info(what, verb, given)
     return 0
 
 
@@ -269,7 +271,8 @@ def _complete(words: list[str]) -> int:
     with hydra([], None):
         try:
             hydra_main = GlobalHydra.instance().hydra
-            hydra_main.shell_completion("train", words)  # type: ignore[union-attr]
+            assert hydra_main
+            hydra_main.shell_completion("train", words)
         except ValueError as error:
             reason = f"{error}\nUse  -sc install=bash  (zsh, fish)"
             problem = Problem(shlex.join(["-sc", *words]), reason)

@@ -193,11 +193,12 @@ def _compose_files(
             raise UserError("problems in recipes")
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
-            tree = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
+            tree: Any = OmegaConf.to_container(hydra_compose(verb, given), resolve=True)
     except UserError as error:
         report.problems += error.problems
         report.close()
-    return tree  # type: ignore[return-value]
+        raise
+    return tree
 
 
 def hydra_message(error: Exception) -> str:

@@ -92,12 +92,12 @@ class SweepLine:
         """Run the sweeper, which passes jobs' overrides to `run_batch` in one or more batches."""
         self._run_batch = run_batch
         try:
-            self._hydras.sweep([word for _, word in self.settings])
+            self._hydra_sweeper.sweep([word for _, word in self.settings])
         except (HydraException, OmegaConfBaseException) as error:
             problem = Problem("composing", hydra_message(error))
             raise UserError("the sweep cannot be set up", [problem]) from None
         finally:
-            self._nowhere.cleanup()
+            self._unused_folder.cleanup()
 
     def _launch(self, batch: Any) -> list[float]:
         return self._run_batch(batch)  # set by `run`; Hydra needs a function earlier
@@ -144,24 +144,25 @@ class SweepLine:
         own_recipes_compose("train", line.hydra, self.config_dir, report)
         report.close()
         # Hydra's sweepers write a file, which is not needed
-        self._nowhere = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")
-        line.hydra.append(f"hydra.sweep.dir={self._nowhere.name}")
+        self._unused_folder = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")
+        line.hydra.append(f"hydra.sweep.dir={self._unused_folder.name}")
         if not any("hydra/launcher=" in word for word in how):
             line.hydra.append("hydra/launcher=local")
         with hydra(line.hydra, self.config_dir) as given:
             check_files("train", given, self.config_dir, report)
             report.close()
-            whole = GlobalHydra.instance().hydra
-            assert whole
-            cfg = whole.compose_config("train", given, RunMode.MULTIRUN)
+            hydra_main = GlobalHydra.instance().hydra
+            assert hydra_main
+            cfg = hydra_main.compose_config("train", given, RunMode.MULTIRUN)
             self._check_composed(cfg.hydra, report)
             if self.sweeper not in SWEEPERS:
-                context = HydraContext(config_loader=whole.config_loader, callbacks=Callbacks())
-                self._hydras = Plugins.instance().instantiate_sweeper(
+                loader = hydra_main.config_loader
+                context = HydraContext(config_loader=loader, callbacks=Callbacks())
+                self._hydra_sweeper = Plugins.instance().instantiate_sweeper(
                     hydra_context=context, task_function=self._launch, config=cfg
                 )
                 # one wrong value must not stop the other jobs
-                self._hydras.validate_batch_is_legal = lambda batch: None  # type: ignore
+                self._hydra_sweeper.validate_batch_is_legal = lambda batch: None  # type: ignore
             return cfg.run.root, cfg.run.name
 
     def _check_composed(self, settings: Any, report: Report) -> None:

@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
 from fsdp_trainer import phases
-from fsdp_trainer.config.handover import take_over
+from fsdp_trainer.config.handover import inherited_configuration
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
@@ -81,7 +81,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     phases.begin()
     verb = VERBS[name]
     overrides = _with_recipe_files(name, overrides)
-    if verb.starts_ranks and (cfg := take_over(PRIMARY[name])):
+    if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
     from fsdp_trainer.config.compose import compose, config_flag

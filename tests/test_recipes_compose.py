@@ -8,7 +8,7 @@ from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it
 
 from fsdp_trainer.config.compose import CONF, compose, options
 from fsdp_trainer.config.document import recipe_heads
-from fsdp_trainer.config.handover import DESCRIPTOR, hand_over, take_over
+from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file, inherited_configuration
 from fsdp_trainer.config.schema import (
     PAIRED,
     PROMPTED,
@@ -67,12 +67,12 @@ def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path
 
 def handed_over(cfg):
     """What two ranks get of the process that composed `cfg` and starts them."""
-    with hand_over(cfg) as file:
+    with configuration_file(cfg) as file:
         taken = []
         for _ in range(2):
             os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
-            taken.append(take_over(TrainConfig))
-            assert take_over(TrainConfig) is None, "what a rank starts is no rank"
+            taken.append(inherited_configuration(TrainConfig))
+            assert inherited_configuration(TrainConfig) is None, "what a rank starts is no rank"
     return taken
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.compose import compose
-from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.nodes import free_port
 
@@ -450,7 +450,7 @@ def command(argv: list[str], seam: Callable | None, composed: Any = None) -> Com
 
     out, err = io.StringIO(), io.StringIO()
     if composed:
-        with hand_over(composed) as file:
+        with configuration_file(composed) as file:
             os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
     with (
         seam() if seam else contextlib.nullcontext(),

@@ -12,7 +12,7 @@ from fsdp_trainer.config.check import flatten, show
 from fsdp_trainer.config.compose import options
 from fsdp_trainer.config.document import every_key
 from fsdp_trainer.config.inputs import DEMOS
-from fsdp_trainer.config.overrides import LAID_OVER
+from fsdp_trainer.config.overrides import OVERLAYS
 from fsdp_trainer.config.rules import PATHS
 from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.config.verbs import PRIMARY
@@ -72,7 +72,7 @@ def _names(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]]
 
     Recipes and sweeps have their plus: `+recipe=`.
     """
-    chosen = [f"+{group}=" if group in LAID_OVER else f"{group}=" for group in groups]
+    chosen = [f"+{group}=" if group in OVERLAYS else f"{group}=" for group in groups]
     parts = [(key, word.count(".") + 1) for key in keys]
     return chosen + [
         f"{key}=" if key.count(".") < n else ".".join(key.split(".")[:n]) + "." for key, n in parts

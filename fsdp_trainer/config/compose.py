@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_trainer.config.check import Report, build, flatten, show
 from fsdp_trainer.config.inputs import check_inputs
 from fsdp_trainer.config.overrides import (
-    LAID_OVER,
+    OVERLAYS,
     contents,
     owner_of,
     read_overrides,
@@ -73,10 +73,10 @@ def compose(
     config_dir: folder with more groups and recipes. inputs: False if input files need not exist.
     Raises UserError with all problems.
     """
-    return compose_and_tell(verb, overrides, config_dir, inputs=inputs)[0]
+    return compose_with_report(verb, overrides, config_dir, inputs=inputs)[0]
 
 
-def compose_and_tell(
+def compose_with_report(
     verb: str, overrides: list[str], config_dir: str | None = None, *, inputs: bool = True
 ) -> tuple[Any, Report]:
     """Return the configuration of `compose`, and the report, which has each value's origin."""
@@ -90,7 +90,7 @@ def compose_and_tell(
         cfg.run.name = label(str(line.recipes[-1])) if line.recipes else "run"
     check_rules(cfg, report)
     if inputs:
-        check_inputs(cfg, report, line.whole)
+        check_inputs(cfg, report, line.complete)
     report.close()
     return cfg, report
 
@@ -189,7 +189,7 @@ def _compose_files(
     verb: str, overrides: list[str], config_dir: str | None, report: Report
 ) -> dict[str, Any]:
     try:
-        if not own_recipes_compose(verb, overrides, config_dir, report):
+        if not check_own_recipes(verb, overrides, config_dir, report):
             raise UserError("problems in recipes")
         with hydra(overrides, config_dir) as given:
             check_files(verb, given, config_dir, report)
@@ -225,7 +225,7 @@ def check_files(verb: str, given: list[str], config_dir: str | None, report: Rep
             _check_file(file, path.split("/")[0], default.package or "", keys, groups, report)
 
 
-def own_recipes_compose(
+def check_own_recipes(
     verb: str, overrides: list[str], config_dir: str | None, report: Report
 ) -> bool:
     """Check the defaults of the user's own recipes before Hydra, which stops at the first mistake.
@@ -261,7 +261,7 @@ def _check_file(
     if not isinstance(tree, dict):
         report.problems.append(Problem(str(file), "is not a mapping of keys to values"))
         return
-    if kind in LAID_OVER and package:
+    if kind in OVERLAYS and package:
         report.problems.append(
             Problem(
                 str(file),

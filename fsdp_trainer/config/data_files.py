@@ -151,7 +151,7 @@ def data_files(path: str) -> list[str]:
             )
         if not os.access(file, os.R_OK):
             raise ValueError(f"{file} may not be read by this user:  chmod +r '{file}'")
-    return choose_files(files, path)
+    return check_data_files(files, path)
 
 
 def _files_of_folder(path: str) -> list[str]:
@@ -191,7 +191,7 @@ def _files_of_glob(path: str) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def choose_files(files: list[str], path: str) -> list[str]:
+def check_data_files(files: list[str], path: str) -> list[str]:
     """Return `files` unchanged if they can be read together as the data of `path`.
 
     Raises ValueError if they cannot, or should not because they are several splits.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from fsdp_trainer.config.check import describe, flatten, limits, show
-from fsdp_trainer.config.compose import CONF, compose_and_tell, find_file, options
+from fsdp_trainer.config.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
 from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
@@ -173,7 +173,7 @@ def explain(cfg: ConfigConfig, overrides: list[str], config_dir: str | None = No
     values, report = {key: default_of(f) for key, f in keys.items()}, None
     if overrides:
         node = wanted[0].split(".")[0]
-        composed, report = compose_and_tell(
+        composed, report = compose_with_report(
             node if node in OWN_NODES else "train", overrides, config_dir, inputs=False
         )
         values |= {key: attrgetter(key)(composed) for key in flatten(type(composed))}

@@ -12,7 +12,7 @@ from fsdp_trainer.config.check import Report, build
 DESCRIPTOR = "FSDP_TRAINER_CONFIGURATION"
 
 
-def hand_over(cfg: Any) -> IO[bytes]:
+def configuration_file(cfg: Any) -> IO[bytes]:
     """Write `cfg` to a file without a name, which ranks inherit, and return it.
 
     Environment variables are too short for a long prompt.
@@ -23,7 +23,7 @@ def hand_over(cfg: Any) -> IO[bytes]:
     return file
 
 
-def take_over(cls: Any) -> Any:
+def inherited_configuration(cls: Any) -> Any:
     """Return the configuration `cls` that the starting process wrote; None if there is none.
 
     Types and bounds are checked again.

@@ -68,13 +68,13 @@ READ_SOURCE = (ExportConfig, VerifyConfig, GenerateConfig, ChatConfig, ReportCon
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
-def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
+def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     """Check that all inputs are named and exist.
 
-    whole: True if no recipe or group option is missing that may have named an input.
+    complete: True if no recipe or group option is missing that may have named an input.
     """
     if isinstance(cfg, TrainConfig):
-        _check_inputs_of_groups(cfg, report, whole)
+        _check_inputs_of_groups(cfg, report, complete)
     elif isinstance(cfg, READ_SOURCE):
         several = isinstance(cfg, ReportConfig)
         what = "a run, several, or a sweep" if several else "a run or a checkpoint"
@@ -92,7 +92,7 @@ def check_inputs(cfg: Any, report: Report, whole: bool = True) -> None:
         _check_exists("data", cfg.data, report)
 
 
-def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> None:
+def _check_inputs_of_groups(cfg: TrainConfig, report: Report, complete: bool) -> None:
     """Check the inputs of a verb that has training's groups."""
     if isinstance(cfg, TokenizerConfig):
         _check_text(cfg, report)
@@ -100,7 +100,7 @@ def _check_inputs_of_groups(cfg: TrainConfig, report: Report, whole: bool) -> No
     if isinstance(cfg, RewardsConfig):
         _check_trial(cfg, report)
         return
-    if whole:
+    if complete:
         require_training_inputs(cfg, report)
     _check_training_inputs(cfg, report)
 

@@ -36,7 +36,7 @@ from fsdp_trainer.config.names import (
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem
 
-LAID_OVER = ("recipe", "sweep")  # chosen with a plus; several may be chosen at once
+OVERLAYS = ("recipe", "sweep")  # chosen with a plus; several may be chosen at once
 PROSE = ("data", "prompt", "system")  # keys whose text is used literally, including commas
 QUOTED = re.compile(r"""null$|\[?\s*['"]""")  # null, a text or a list of texts in quotes
 _OF_TRAINING = flatten(TrainConfig)
@@ -53,7 +53,7 @@ class CommandLine:
     recipes: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     settled: set[str] = field(default_factory=set)  # keys with a problem: report no other
-    whole: bool = True  # no recipe or group option is missing
+    complete: bool = True  # no recipe or group option is missing
 
     def refuse(self, argument: str, reason: str, *keys: str) -> None:
         """Report an argument that is left out, with the reason. keys: further keys it concerns."""
@@ -289,32 +289,32 @@ def _choose(
     line: CommandLine, argument: str, group: str, chosen: Any, options: Mapping[str, list[str]]
 ) -> None:
     """Add the choice of a group's option, or refuse it."""
-    laid_over = group in LAID_OVER
-    names = chosen if laid_over and isinstance(chosen, list) else [chosen]
+    is_overlay = group in OVERLAYS
+    names = chosen if is_overlay and isinstance(chosen, list) else [chosen]
     unknown = [name for name in names if name not in options[group]]
-    if laid_over and not argument.startswith("+"):
+    if is_overlay and not argument.startswith("+"):
         line.refuse(argument, f"a {group} is laid over the configuration: write  +{argument}")
     elif any(o.lstrip("+").startswith(f"{group}=") for o in line.hydra):
-        advice = f": write  +{group}=[first,second]" if laid_over else ""
+        advice = f": write  +{group}=[first,second]" if is_overlay else ""
         line.refuse(argument, f"{group} is chosen twice{advice}")
     elif unknown:
         reason = _why_no_option(group, unknown[0], options)
         line.refuse(argument, reason, f"{group}.path", f"{group}.init_from")
     else:
         line.recipes += names if group == "recipe" else []
-        line.hydra.append(argument if laid_over else argument.lstrip("+"))
+        line.hydra.append(argument if is_overlay else argument.lstrip("+"))
         return
-    line.whole = False
+    line.complete = False
 
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
     """Return the message for an unknown option of a group, with the one that was meant."""
     text = show(name)
-    choices = listed(f"{group}s:" if group in LAID_OVER else f"{group} has:", options[group])
+    choices = listed(f"{group}s:" if group in OVERLAYS else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
         reason = f"{group} is a group: choose an option, or set its keys one by one, as"
         return f"{reason}  {group}.KEY=value\n{choices}"
-    if group in LAID_OVER and re.search(r"[/.]", text):
+    if group in OVERLAYS and re.search(r"[/.]", text):
         return f"{_why_no_file(group, text)}\n{choices}"
     synonyms = OPTION_SYNONYMS.get(group, {})
     meant = "" if text in synonyms else _path_meant(group, text)
@@ -322,7 +322,7 @@ def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> s
         return f"{filled(f'{group} has no option {text}: {absent(text)}')}\n{choices}"
     close = synonyms.get(text.lower()) or nearest(text, options[group])
     if not meant and close:
-        meant = f"{'+' if group in LAID_OVER else ''}{group}={close}"
+        meant = f"{'+' if group in OVERLAYS else ''}{group}={close}"
     return f"{group} has no option {text}.{f' Did you mean  {meant} ?' if meant else ''}\n{choices}"
 
 

@@ -155,7 +155,7 @@ def stored_lists(cfg: TrainConfig) -> Broken:
         yield "data.packing", f"{reason}Use  data.packing=best_fit  {online}"
 
 
-def lists_teacher(cfg: TrainConfig) -> bool:
+def has_stored_teacher(cfg: TrainConfig) -> bool:
     """Return True if a run trains on stored lists of a teacher that is not in memory."""
     return cfg.objective.name == DISTIL and cfg.objective.top_k is not None
 

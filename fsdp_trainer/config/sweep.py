@@ -23,11 +23,11 @@ from omegaconf.errors import OmegaConfBaseException
 from fsdp_trainer.config.check import Report, build, flatten, show
 from fsdp_trainer.config.compose import (
     check_files,
+    check_own_recipes,
     config_flag,
     hydra,
     hydra_message,
     options,
-    own_recipes_compose,
 )
 from fsdp_trainer.config.overrides import has_target, read_overrides, why_unknown, why_unparsable
 from fsdp_trainer.config.recipe_files import as_override, label, take_files
@@ -59,12 +59,12 @@ class Space:
     """The values that a search may choose from.
 
     fixed: overrides of all jobs. varied: the varied overrides by key, as on the command line.
-    whole: by key, whether its values are integers.
+    integer: by key, whether its values are integers.
     """
 
     fixed: list[str]
     varied: dict[str, Override]
-    whole: dict[str, bool]
+    integer: dict[str, bool]
 
 
 class SweepLine:
@@ -75,10 +75,12 @@ class SweepLine:
         self.config_dir, self.groups = config_dir, options("train", config_dir)
         self.config_flag = config_flag(config_dir)
         parsed = self._parse([as_override(word) for word in words])
-        how = [o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")]
-        self.settings = [(o, _word(o)) for o in parsed if o not in how]
+        of_sweep = [
+            o for o in parsed if o.key_or_group == "sweep" or o.key_or_group.startswith("hydra")
+        ]
+        self.settings = [(o, _word(o)) for o in parsed if o not in of_sweep]
         self.swept = {o.key_or_group: word for o, word in self.settings if o.is_sweep_override()}
-        sweep_words = [str(o.input_line) for o in how]
+        sweep_words = [str(o.input_line) for o in of_sweep]
         self._refuse_wrong_sweeps(sweep_words)
         root, name = self._set_up(sweep_words)
         recipes: list[str] = []
@@ -115,13 +117,13 @@ class SweepLine:
             raise UserError("the command line cannot be read", problems)
         return overrides
 
-    def _refuse_wrong_sweeps(self, how: list[str]) -> None:
-        line = read_overrides(how, flatten(PRIMARY["train"]), self.groups, sweeping=True)
+    def _refuse_wrong_sweeps(self, sweep_words: list[str]) -> None:
+        line = read_overrides(sweep_words, flatten(PRIMARY["train"]), self.groups, sweeping=True)
         report = Report({}, line.problems, set())
         report.problems += [
             Problem(word, ONE_PLACE) for key, word in self.swept.items() if key in PLACE
         ]
-        for word in how:
+        for word in sweep_words:
             key, _, launcher = word.lstrip("+").partition("=")
             if key == "hydra/launcher" and launcher not in LAUNCHERS:
                 there = "  ".join(f"hydra/launcher={name}" for name in LAUNCHERS)
@@ -130,23 +132,23 @@ class SweepLine:
                 )
         report.close()
 
-    def _set_up(self, how: list[str]) -> tuple[str, str | None]:
+    def _set_up(self, sweep_words: list[str]) -> tuple[str, str | None]:
         """Compose the sweep's settings.
 
         Returns run.root and run.name of the configuration that all jobs have in common.
         """
         fixed = [word for o, word in self.settings if not o.is_sweep_override()]
-        words = take_files([*fixed, *how], self.config_dir)
+        words = take_files([*fixed, *sweep_words], self.config_dir)
         groups = options("train", self.config_dir)
         # problems in the jobs' words are reported by each job
         line = read_overrides(words, flatten(PRIMARY["train"]), groups, sweeping=True)
         report = Report(line.typed, [], set())
-        own_recipes_compose("train", line.hydra, self.config_dir, report)
+        check_own_recipes("train", line.hydra, self.config_dir, report)
         report.close()
         # Hydra's sweepers write a file, which is not needed
         self._unused_folder = tempfile.TemporaryDirectory(prefix="fsdp_trainer-")
         line.hydra.append(f"hydra.sweep.dir={self._unused_folder.name}")
-        if not any("hydra/launcher=" in word for word in how):
+        if not any("hydra/launcher=" in word for word in sweep_words):
             line.hydra.append("hydra/launcher=local")
         with hydra(line.hydra, self.config_dir) as given:
             check_files("train", given, self.config_dir, report)
@@ -237,7 +239,7 @@ class SweepLine:
             raise UserError("the sweep cannot be set up", [problem])
         self.swept |= {o.key_or_group: str(o.input_line) for o in varied.values()}
         keys = flatten(PRIMARY["train"])
-        whole = {
+        integer = {
             key: o.key_or_group in keys and keys[o.key_or_group].type in (int, int | None)
             for key, o in varied.items()
         }
@@ -246,7 +248,7 @@ class SweepLine:
             for key, o in by_key.items()
             if key not in varied
         ]
-        return Space(fixed, varied, whole)
+        return Space(fixed, varied, integer)
 
 
 def _word(override: Override) -> str:

@@ -25,7 +25,7 @@ from fsspec.core import url_to_fs
 
 from fsdp_trainer.config.data_files import (
     KINDS,
-    choose_files,
+    check_data_files,
     has_magic,
     is_data,
     is_url,
@@ -85,7 +85,7 @@ def list_files(url: str, key: str) -> list[RemoteFile]:
         listed = _list(system, path, url, is_web)
         address = {p: url if p == path else _address(url, p) for p in listed}
         try:
-            chosen = choose_files(sorted(address.values()), url)
+            chosen = check_data_files(sorted(address.values()), url)
         except ValueError as error:
             raise _unusable(url, key, str(error)) from None
         about = {address[p]: about for p, about in listed.items()}

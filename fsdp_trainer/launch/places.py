@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweeping import Local
 from fsdp_trainer.devices import gpus
@@ -118,7 +118,7 @@ class OnThisNode:
             output.parent.mkdir(parents=True, exist_ok=True)
             if self.at_once > 1:
                 stream = closing.enter_context(output.open("ab"))
-            file = closing.enter_context(hand_over(cfg))
+            file = closing.enter_context(configuration_file(cfg))
             # the new process inherits the mask, and unblocks the signals when it can handle them
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             closing.callback(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)

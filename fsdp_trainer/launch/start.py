@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from fsdp_trainer.config.handover import DESCRIPTOR, hand_over
+from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.config.paths import committed_checkpoints, run_folder, step_of
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.devices import gpus, has_gpus
@@ -135,7 +135,7 @@ def start_processes(
     # a node of launch.hosts receives its signals through its standard input
     streams = {"stdin": subprocess.DEVNULL} if env.pop(HOST, None) else {}
     first = node.first if node else 0
-    with hand_over(cfg) as file:
+    with configuration_file(cfg) as file:
         env[DESCRIPTOR] = str(file.fileno())
         numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]
         return [start_process(words, env | number, file.fileno(), **streams) for number in numbers]

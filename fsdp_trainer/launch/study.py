@@ -38,7 +38,8 @@ class Study:
         """Prepare the search. Raises UserError for values that cannot be searched."""
         self.settings, self.space = settings, space
         self.distributions = {
-            key: distribution(override, space.whole[key]) for key, override in space.varied.items()
+            key: distribution(override, space.integer[key])
+            for key, override in space.varied.items()
         }
         self._open: dict[str, list[Trial]] = defaultdict(list)  # by job
         self._again: list[Trial] = []
@@ -179,16 +180,16 @@ def mend(journal: Path) -> None:
         os.truncate(journal, lines.rfind(b"\n") + 1)
 
 
-def distribution(override: Any, whole: bool) -> BaseDistribution:
+def distribution(override: Any, integer: bool) -> BaseDistribution:
     """Return the optuna distribution of the values of an override.
 
-    whole: True if the key accepts only whole numbers. Raises UserError for values that optuna
+    integer: True if the key accepts only integers. Raises UserError for values that optuna
     rejects.
     """
     value, log = override.value(), "log" in override.value().tags
     try:
         if override.is_interval_sweep():
-            if whole or (isinstance(value.start, int) and isinstance(value.end, int)):
+            if integer or (isinstance(value.start, int) and isinstance(value.end, int)):
                 return IntDistribution(int(value.start), int(value.end), log=log)
             return FloatDistribution(value.start, value.end, log=log)
         if override.is_range_sweep() and value.step > 0:

@@ -42,17 +42,17 @@ def trained_work(model: Decoder) -> TrainedWork:
     config = model.config
     weights = 0
     reached: list[bool] = []
-    in_front = model.model.embed_tokens.weight.requires_grad
+    any_trained = model.model.embed_tokens.weight.requires_grad
     for block in model.blocks().values():
-        whole, trained = count_numbers(block)
-        in_front = in_front or trained > 0
-        reached.append(in_front)
-        weights += 2 * whole + 2 * whole * in_front + 2 * trained
+        total, trained = count_numbers(block)
+        any_trained = any_trained or trained > 0
+        reached.append(any_trained)
+        weights += 2 * total + 2 * total * any_trained + 2 * trained
     head = config.vocab_size * config.hidden_size
     norm, trained_norm = count_numbers(model.model.norm)
-    in_front = in_front or trained_norm > 0
-    weights += 2 * norm + 2 * norm * in_front + 2 * trained_norm
-    weights += 2 * head + 2 * head * in_front + 2 * head * model.lm_head.weight.requires_grad
+    any_trained = any_trained or trained_norm > 0
+    weights += 2 * norm + 2 * norm * any_trained + 2 * trained_norm
+    weights += 2 * head + 2 * head * any_trained + 2 * head * model.lm_head.weight.requires_grad
     return TrainedWork(weights, (1 + 2 * sum(reached) / len(reached)) / 3)
 
 
@@ -62,7 +62,7 @@ def count_numbers(module: nn.Module) -> tuple[int, int]:
     A matrix counts as inputs × outputs however it is stored; experts count by the share of them
     that is active for a token.
     """
-    whole = trained = 0
+    total = trained = 0
     child: Any
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
@@ -71,9 +71,9 @@ def count_numbers(module: nn.Module) -> tuple[int, int]:
             if name in getattr(child, "shapes", {}):
                 count = math.prod(child.shapes[name])
             count = round(count * getattr(child, "active_share", 1))
-            whole += count
+            total += count
             trained += count * parameter.requires_grad
-    return whole, trained
+    return total, trained
 
 
 def palm_flops(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, lists_teacher
+from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, has_stored_teacher
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.data.top_lists import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
@@ -62,7 +62,7 @@ def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
 
     Raises UserError as `architecture` does.
     """
-    return None if lists_teacher(cfg) else named_teacher(cfg, student)
+    return None if has_stored_teacher(cfg) else named_teacher(cfg, student)
 
 
 def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
@@ -110,7 +110,7 @@ def compares_logits(cfg: TrainConfig) -> bool:
 def list_bytes(cfg: TrainConfig) -> int:
     """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
     named = cfg.objective.teacher
-    if named is None or not lists_teacher(cfg):
+    if named is None or not has_stored_teacher(cfg):
         return 0
     return bytes_per_token(cfg.objective.top_k or 0, _architecture(named).vocab_size)
 

@@ -6,7 +6,7 @@ Torch is imported only if there is a teacher.
 
 import os
 
-from fsdp_trainer.config.rules_objective import lists_teacher
+from fsdp_trainer.config.rules_objective import has_stored_teacher
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.ahead import prepare_ahead
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
@@ -14,7 +14,7 @@ from fsdp_trainer.launch.start import start_ranks, starts_ranks
 
 def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
     """Prepare the data, and the teacher's lists if they are stored. Returns the exit code."""
-    if not lists_teacher(cfg):
+    if not has_stored_teacher(cfg):
         return prepare_ahead(cfg)
     if cfg.prepare.shard:
         code = prepare_ahead(cfg)

@@ -22,7 +22,7 @@ from fsdp_trainer.config.rules_objective import (
     base_is_reference,
     frozen_source,
     has_reference,
-    lists_teacher,
+    has_stored_teacher,
 )
 from fsdp_trainer.config.schema import (
     DISTIL,
@@ -519,7 +519,7 @@ def check_room(
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
-    if frozen_source(cfg) and not lists_teacher(cfg):
+    if frozen_source(cfg) and not has_stored_teacher(cfg):
         require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
     check_memory(

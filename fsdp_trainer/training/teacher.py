@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.context import context_method, context_problems
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, lists_teacher
+from fsdp_trainer.config.rules_objective import REFERENCES, frozen_source, has_stored_teacher
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
 from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -90,7 +90,7 @@ def build_teacher(
     source: folder of the teacher. Must be called before `parallelize` of the student, whose budget
     for activations must stay in force. Collective.
     """
-    if source is None or lists_teacher(cfg):
+    if source is None or has_stored_teacher(cfg):
         return None
     _, config = with_teacher(student, source, cfg.sharding.tensor)
     return share_teacher(cfg, source, config, student, dims, compiled)

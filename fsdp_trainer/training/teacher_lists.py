@@ -29,7 +29,7 @@ from fsdp_trainer.config.paths import (
     is_adapter,
     is_hub_id,
 )
-from fsdp_trainer.config.rules_objective import lists_teacher
+from fsdp_trainer.config.rules_objective import has_stored_teacher
 from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
 from fsdp_trainer.data.build import cache_root
 from fsdp_trainer.data.fingerprint import contents
@@ -339,7 +339,7 @@ def digest_for_lists(
     None if the run stores no lists of a teacher. Digests of unchanged files are kept in the cache
     of tokenised data. progress: shows a line of progress, called repeatedly.
     """
-    if source is None or not lists_teacher(cfg):
+    if source is None or not has_stored_teacher(cfg):
         return None
     files = [str(file) for file in files_of(source)]
     tick = partial(progress, "teach  hashing the teacher's files")

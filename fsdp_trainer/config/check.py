@@ -6,7 +6,7 @@ Problems are collected, so that all of them can be reported at once.
 import math
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -26,6 +26,10 @@ KINDS = {
 
 
 YAML_BOOL = "\n(YAML reads a bare on, off, yes or no as true or false: put it in quotes)"
+
+
+Violations = Iterator[tuple[str, str]]
+"""Keys that break a rule, each with the reason and what to type instead."""
 
 
 class Report:

@@ -1,10 +1,10 @@
 """Rules between keys of the configuration. Imports no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, value_of
+from fsdp_trainer.config.check import Report, Violations, value_of
 from fsdp_trainer.config.depth import settle_depth
 from fsdp_trainer.config.rules_adapter import merging, settle_adapter
 from fsdp_trainer.config.rules_computing import (
@@ -63,7 +63,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.devices import unknown_gpus
 from fsdp_trainer.models.resolve import model_problems
 
-Rule = Callable[[Any, Report], Iterator[tuple[str, str]]]
+Rule = Callable[[Any, Report], Violations]
 RULES: tuple[Rule, ...] = (
     replicas,
     dimensions,

@@ -1,9 +1,8 @@
 """Settings that adapter.init_from decides, and rules for adapters' keys. See config/rules.py."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.paths import (
     base_of_adapter,
     checkpoint_frozen,
@@ -18,11 +17,10 @@ from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.peft_config import read_config
 
-Broken = Iterator[tuple[str, str]]
 DECIDED = ("rank", "alpha", "scaling", "targets", "also", "rank_pattern", "alpha_pattern")
 
 
-def merging(cfg: TrainConfig, report: Report) -> Broken:
+def merging(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a merged model is requested only together with an export."""
     if cfg.checkpoint.merge and cfg.adapter.name != "none" and not cfg.checkpoint.export_hf:
         yield "checkpoint.merge", "only counts together with  checkpoint.export_hf=true"

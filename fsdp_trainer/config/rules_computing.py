@@ -7,10 +7,9 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_trainer.config.check import Report, show
+from fsdp_trainer.config.check import Report, Violations, show
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.pipeline import SCHEDULES
-from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
 from fsdp_trainer.extensions import OBJECTIVES
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
@@ -36,7 +35,7 @@ WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no
 """Modes of the compiler that record CUDA graphs, and for each the nearest mode that does not."""
 
 
-def replicas(cfg: TrainConfig, report: Report) -> Broken:
+def replicas(cfg: TrainConfig, report: Report) -> Violations:
     """Check that hsdp, and only hsdp, has replicas, and that ddp offloads nothing."""
     sharding = cfg.sharding
     if sharding.strategy == "hsdp" and sharding.replicas == 1:
@@ -58,7 +57,7 @@ def replicas(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def dimensions(cfg: TrainConfig, report: Report) -> Broken:
+def dimensions(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the ranks of a tensor group can share the tokens of a padded row.
 
     models/resolve.py checks that they divide the model's sizes.
@@ -76,7 +75,7 @@ def dimensions(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
+def shared_rows(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the ranks that share a row divide its tokens and know its length.
 
     models/resolve.py checks the model's heads.
@@ -106,7 +105,7 @@ def shared_rows(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def stages(cfg: TrainConfig, report: Report) -> Broken:
+def stages(cfg: TrainConfig, report: Report) -> Violations:
     """Check that other settings work with pipeline stages.
 
     The number of blocks is checked with the model (models/resolve.py), that of micro-batches with
@@ -143,7 +142,7 @@ def stages(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def collectives(cfg: TrainConfig, report: Report) -> Broken:
+def collectives(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the strategy and the torch version have the options of FSDP2's collectives.
 
     The device is checked later.
@@ -160,7 +159,7 @@ def collectives(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Broken:
+def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Violations:
     """Yield the reason why an option of the collectives cannot be set, if there is one."""
     key = f"sharding.{name}"
     torch = version("torch")
@@ -179,7 +178,7 @@ def is_older(installed: str, needed: tuple[int, int]) -> bool:
     return tuple(map(int, installed.split(".")[:2])) < needed
 
 
-def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
+def activation_checkpointing(cfg: TrainConfig, report: Report) -> Violations:
     """Check that mode budget has the compiler, and that the mode uses all keys that are set."""
     chosen = cfg.activation_checkpoint
     if chosen.mode == "budget" and not cfg.compile.enabled:
@@ -197,7 +196,7 @@ def activation_checkpointing(cfg: TrainConfig, report: Report) -> Broken:
         yield "activation_checkpoint.save", "nothing kept is  activation_checkpoint=full"
 
 
-def attention(cfg: TrainConfig, report: Report) -> Broken:
+def attention(cfg: TrainConfig, report: Report) -> Violations:
     """Check the attention kernel as far as possible without a device and a model.
 
     The rest is checked where attention is chosen.
@@ -213,7 +212,7 @@ def attention(cfg: TrainConfig, report: Report) -> Broken:
         yield problem.what.partition("=")[0], problem.reason
 
 
-def compilation(cfg: TrainConfig, report: Report) -> Broken:
+def compilation(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the compiler records no CUDA graphs, and that its keys are set only with it."""
     if cfg.compile.mode in WITHOUT_GRAPHS:
         yield (
@@ -227,7 +226,7 @@ def compilation(cfg: TrainConfig, report: Report) -> Broken:
             yield f"compile.{name}", "only counts with  compile=enabled"
 
 
-def moments(cfg: TrainConfig, report: Report) -> Broken:
+def moments(cfg: TrainConfig, report: Report) -> Violations:
     """Check that torch's optimizers support the moments' format, and that optim.rounding has an
     effect."""
     optim, master = cfg.optim, cfg.precision.master_dtype
@@ -247,7 +246,7 @@ def moments(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def float8(cfg: TrainConfig, report: Report) -> Broken:
+def float8(cfg: TrainConfig, report: Report) -> Violations:
     """Check that float8 has a GPU, bfloat16 parameters, and a multiple of 16 tokens."""
     if cfg.precision.float8 is None:
         return
@@ -273,7 +272,7 @@ def float8(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def float16(cfg: TrainConfig, report: Report) -> Broken:
+def float16(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a loss scale is used only with float16, and with losses that it scales."""
     if cfg.precision.param_dtype != "float16":
         for name in ("loss_scale", "loss_scale_steps"):
@@ -294,7 +293,7 @@ def float16(cfg: TrainConfig, report: Report) -> Broken:
             )
 
 
-def four_bits(cfg: TrainConfig, report: Report) -> Broken:
+def four_bits(cfg: TrainConfig, report: Report) -> Violations:
     """Check that 4-bit weights have no float8 products, and a torch that does not cast them."""
     if cfg.adapter.name == "none" or cfg.adapter.base != "nf4":
         return

@@ -5,10 +5,17 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from fsdp_trainer.config.check import Report, convert, show, value_of, wrong_type, wrong_with
+from fsdp_trainer.config.check import (
+    Report,
+    Violations,
+    convert,
+    show,
+    value_of,
+    wrong_type,
+    wrong_with,
+)
 from fsdp_trainer.config.data_files import Entry, entries, is_mixture
 from fsdp_trainer.config.names import ENTRY_SYNONYMS, nearest
-from fsdp_trainer.config.rules_training import Broken
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import PrepareConfig, PreviewConfig, TokenizerConfig
 
@@ -22,7 +29,7 @@ VALIDATION = {
 """Keys that a validation loss needs, with an example of an override for each."""
 
 
-def padding(cfg: TrainConfig, report: Report) -> Broken:
+def padding(cfg: TrainConfig, report: Report) -> Violations:
     """Check that rows of several lengths are used only without packing and without the compiler."""
     if cfg.data.pad_to_multiple is None:
         return
@@ -35,7 +42,7 @@ def padding(cfg: TrainConfig, report: Report) -> Broken:
         yield key, f"{compiled}.\nUse  compile=disabled  or leave it out"
 
 
-def stream_packing(cfg: TrainConfig, report: Report) -> Broken:
+def stream_packing(cfg: TrainConfig, report: Report) -> Violations:
     """Check that stream packing, which leaves out no document, splits long ones."""
     if cfg.data.packing == "stream" and cfg.data.too_long != "split":
         yield (
@@ -45,7 +52,7 @@ def stream_packing(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def streaming(cfg: TrainConfig, report: Report) -> Broken:
+def streaming(cfg: TrainConfig, report: Report) -> Violations:
     """Check that no setting needs streamed data to be counted, divided or prepared beforehand."""
     if not cfg.data.streaming or isinstance(cfg, TokenizerConfig):
         return
@@ -80,7 +87,7 @@ def streaming(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def share_held_out(cfg: TrainConfig, report: Report) -> Broken:
+def share_held_out(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a share for validation is between 0 and 1."""
     share = cfg.data.validation
     if isinstance(share, float) and not 0 < share < 1:
@@ -88,7 +95,7 @@ def share_held_out(cfg: TrainConfig, report: Report) -> Broken:
         yield "data.validation", reason
 
 
-def entries_of_a_list(cfg: TrainConfig, report: Report) -> Broken:
+def entries_of_a_list(cfg: TrainConfig, report: Report) -> Violations:
     """Check the parts of entries, and that the weights or repeats of a list fit together.
 
     It also converts the parts' values to their types.
@@ -155,7 +162,7 @@ def _wrong_mixture(key: str, listed: list[Entry]) -> str:
     return ""
 
 
-def users_of_validation(cfg: TrainConfig, report: Report) -> Broken:
+def users_of_validation(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys which depend on validation losses have validation."""
     missing = [typed for key, typed in VALIDATION.items() if value_of(cfg, key) is None]
     for key in ("checkpoint.best", "train.early_stop"):

@@ -1,9 +1,8 @@
 """Rules between keys of the objective, its data and its reference. See config/rules.py."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
 from fsdp_trainer.config.schema import (
     DISTIL,
@@ -16,7 +15,6 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 
-Broken = Iterator[tuple[str, str]]
 LIKELIHOODS = tuple(name for name in PAIRED if name not in SCORED)
 """Objectives on pairs that use log-probabilities."""
 OBJECTIVE_KEYS = {
@@ -52,7 +50,7 @@ REFERENCES = ("start", "none")
 """Values of objective.reference that are not paths."""
 
 
-def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
+def objective_keys(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys of some objectives are set only with one of them."""
     for name, objectives in OBJECTIVE_KEYS.items():
         key = f"objective.{name}"
@@ -61,7 +59,7 @@ def objective_keys(cfg: TrainConfig, report: Report) -> Broken:
             yield key, f"only counts with  {ways}"
 
 
-def preferences(cfg: TrainConfig, report: Report) -> Broken:
+def preferences(cfg: TrainConfig, report: Report) -> Violations:
     """Check that objectives on complete answers can have them in one row, and no keys of sft."""
     if cfg.objective.name not in (*PAIRED, *UNPAIRED):
         return
@@ -85,7 +83,7 @@ def preferences(cfg: TrainConfig, report: Report) -> Broken:
         yield "loss.z_loss", "only counts with  objective=sft"
 
 
-def reward_model(cfg: TrainConfig, report: Report) -> Broken:
+def reward_model(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a reward model is not sharded by tensor, has no adapter and writes no text."""
     if cfg.objective.name not in SCORED:
         return
@@ -103,7 +101,7 @@ def reward_model(cfg: TrainConfig, report: Report) -> Broken:
         yield "train.evaluate_every", reason
 
 
-def reference(cfg: TrainConfig, report: Report) -> Broken:
+def reference(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a reference is given where it is needed, and that its path has a model."""
     given = cfg.objective.reference
     if given == "none" and cfg.objective.name in UNPAIRED:
@@ -120,7 +118,7 @@ def reference(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def teacher(cfg: TrainConfig, report: Report) -> Broken:
+def teacher(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a teacher is named, and that it can read the rows of its student's ranks."""
     choice = cfg.objective
     if choice.name != DISTIL:
@@ -143,7 +141,7 @@ def teacher(cfg: TrainConfig, report: Report) -> Broken:
             yield f"loss.{key}", "only counts with  objective=sft"
 
 
-def stored_lists(cfg: TrainConfig) -> Broken:
+def stored_lists(cfg: TrainConfig) -> Violations:
     """Check that stored lists of a teacher belong to stored tokens with an unchanging context."""
     stored = f"objective.top_k={cfg.objective.top_k} stores what a teacher says"
     online = "or, with the teacher in memory,  objective.top_k=null"

@@ -1,13 +1,11 @@
 """Rules for objective.rewards. See config/rules.py."""
 
-from collections.abc import Iterator
-
-from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.rewards.table import entry_problems
 
 
-def rewards(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
+def rewards(cfg: TrainConfig, report: Report) -> Violations:
     """Check that entries of objective.rewards name existing rewards, with parts that these have."""
     problems = list(entry_problems(cfg.objective.rewards))
     if problems:

@@ -1,11 +1,11 @@
 """Rules for objectives that train on the model's own answers. See config/rules.py."""
 
-from fsdp_trainer.config.check import Report
-from fsdp_trainer.config.rules_objective import Broken, loads_reference
+from fsdp_trainer.config.check import Report, Violations
+from fsdp_trainer.config.rules_objective import loads_reference
 from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 
 
-def prompts(cfg: TrainConfig, report: Report) -> Broken:
+def prompts(cfg: TrainConfig, report: Report) -> Violations:
     """Check that prompts are stored, complete and not packed, with room for answers and rewards."""
     if cfg.objective.name not in PROMPTED:
         return
@@ -29,7 +29,7 @@ def prompts(cfg: TrainConfig, report: Report) -> Broken:
         yield "batch.seq_len", reason + f"Use  batch.seq_len={2 * needed}  or more"
 
 
-def answers(cfg: TrainConfig, report: Report) -> Broken:
+def answers(cfg: TrainConfig, report: Report) -> Violations:
     """Check that ranks have all blocks for generating answers, and that no keys of sft are set."""
     if cfg.objective.name not in PROMPTED:
         return
@@ -41,7 +41,7 @@ def answers(cfg: TrainConfig, report: Report) -> Broken:
             yield f"loss.{name}", "only counts with  objective=sft"
 
 
-def divergence(cfg: TrainConfig, report: Report) -> Broken:
+def divergence(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a divergence has a reference, and a reference a divergence."""
     choice = cfg.objective
     if choice.name not in PROMPTED:

@@ -1,10 +1,9 @@
 """Rules for objective.server, and the folder of its weights. See config/rules.py."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.paths import is_whole_model, run_folder
 from fsdp_trainer.config.schema import PROMPTED, TrainConfig
 
@@ -12,7 +11,7 @@ SERVED = ("server_folder", "max_staleness")
 """Keys of objective that only have an effect with a server."""
 
 
-def server(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
+def server(cfg: TrainConfig, report: Report) -> Violations:
     """Check a server's address, and the folder from which it reads complete weights."""
     choice = cfg.objective
     if choice.name not in PROMPTED:
@@ -35,7 +34,7 @@ def server(cfg: TrainConfig, report: Report) -> Iterator[tuple[str, str]]:
         yield from _folder_problems(cfg)
 
 
-def _folder_problems(cfg: TrainConfig) -> Iterator[tuple[str, str]]:
+def _folder_problems(cfg: TrainConfig) -> Violations:
     """Yield the problems of the folder that new weights will replace."""
     given = cfg.objective.server_folder
     rule = "whole weights are sent as a folder that the server reads again"

@@ -3,19 +3,16 @@
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, flatten, value_of
+from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.hosts import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
 from fsdp_trainer.config.units import parse_duration, parse_steps
 from fsdp_trainer.extensions import IMPORTS, objective_names
 
-Broken = Iterator[tuple[str, str]]
-"""Wrong keys, each with the reason and what to type instead."""
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
 RUNS_CODE = (
     "LD_",
@@ -63,7 +60,7 @@ DURATIONS = (
 )
 
 
-def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
+def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the keys of the learning rate's scaling are set together."""
     missing = [name for name in ("lr_scaling", "lr_batch_tokens") if not getattr(cfg.optim, name)]
     if len(missing) == 1:
@@ -74,7 +71,7 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def adapters(cfg: TrainConfig, report: Report) -> Broken:
+def adapters(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys of adapters are set only with an adapter."""
     if cfg.adapter.name != "none" or "adapter.init_from" in report.settled:
         return
@@ -85,13 +82,13 @@ def adapters(cfg: TrainConfig, report: Report) -> Broken:
         yield "checkpoint.merge", "merges an adapter, and there is none.\nUse  adapter=lora"
 
 
-def overwriting(cfg: TrainConfig, report: Report) -> Broken:
+def overwriting(cfg: TrainConfig, report: Report) -> Violations:
     """Check that run.overwrite is set only if the run does not resume."""
     if cfg.run.overwrite and cfg.checkpoint.resume != "never":
         yield "run.overwrite", "only counts together with  checkpoint.resume=never"
 
 
-def width_of_heads(cfg: TrainConfig, report: Report) -> Broken:
+def width_of_heads(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the width is a multiple of the number of heads if head_dim is not set."""
     width, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
     if width and heads and cfg.model.head_dim is None and width % heads:
@@ -101,7 +98,7 @@ def width_of_heads(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def momentum(cfg: TrainConfig, report: Report) -> Broken:
+def momentum(cfg: TrainConfig, report: Report) -> Violations:
     """Check that optim.betas are two numbers below 1, and that optim.momentum is below 1."""
     if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
         yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
@@ -109,7 +106,7 @@ def momentum(cfg: TrainConfig, report: Report) -> Broken:
         yield "optim.momentum", "a number below 1, e.g.  optim.momentum=0.95"
 
 
-def optimizer(cfg: TrainConfig, report: Report) -> Broken:
+def optimizer(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys of some optimizers are set only with these, and that Muon suits the run."""
     for name, optimizers in OPTIMIZER_KEYS.items():
         key = f"optim.{name}"
@@ -134,7 +131,7 @@ def optimizer(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def registered_objective(cfg: TrainConfig, report: Report) -> Broken:
+def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the objective is built in or was registered by the user's code."""
     names = objective_names()
     if cfg.objective.name not in names:
@@ -145,7 +142,7 @@ def registered_objective(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
+def tracking_command(cfg: TrainConfig, report: Report) -> Violations:
     """Check that logging.command is typed, because a file must not run code, and that it exists."""
     command = cfg.logging.command
     if command is None:
@@ -157,14 +154,14 @@ def tracking_command(cfg: TrainConfig, report: Report) -> Broken:
         yield key, f"there is no program {shlex.split(command)[0]}"
 
 
-def run_folder(cfg: TrainConfig, report: Report) -> Broken:
+def run_folder(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the run's folder is inside run.root."""
     root = Path(cfg.run.root).resolve()
     if cfg.run.name and root not in (root / cfg.run.name).resolve().parents:
         yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"
 
 
-def rewinding(cfg: TrainConfig, report: Report) -> Broken:
+def rewinding(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a run that may rewind writes checkpoints."""
     if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:
         yield (
@@ -174,13 +171,13 @@ def rewinding(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def export_dtype(cfg: TrainConfig, report: Report) -> Broken:
+def export_dtype(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the number format of an export is set only with an export."""
     if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
         yield "checkpoint.export_dtype", "only counts together with  checkpoint.export_hf=true"
 
 
-def environment(cfg: TrainConfig, report: Report) -> Broken:
+def environment(cfg: TrainConfig, report: Report) -> Violations:
     """Check that launch.env sets no variable that decides which code runs, or the rank's number."""
     closed = [
         name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in SET_BY_LAUNCHER
@@ -194,7 +191,7 @@ def environment(cfg: TrainConfig, report: Report) -> Broken:
         )
 
 
-def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
+def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a rendezvous is a host and a port, and is used with several nodes."""
     address = cfg.launch.rendezvous
     if not address:
@@ -205,7 +202,7 @@ def rendezvous(cfg: TrainConfig, report: Report) -> Broken:
         yield "launch.rendezvous", "is for several nodes: how many?  launch.nodes=2"
 
 
-def hosts(cfg: TrainConfig, report: Report) -> Broken:
+def hosts(cfg: TrainConfig, report: Report) -> Violations:
     """Check that launch.hosts can be read, and that launch.nodes is not set with it."""
     if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
         return
@@ -223,7 +220,7 @@ def _is_missing_file(hosts: str | list[str]) -> bool:
     return isinstance(hosts, str) and not Path(hosts).expanduser().exists()
 
 
-def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:
+def allowed_changes(cfg: TrainConfig, report: Report) -> Violations:
     """Check that checkpoint.allow_changes names keys that exist."""
     known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
     for name in cfg.checkpoint.allow_changes:
@@ -233,7 +230,7 @@ def allowed_changes(cfg: TrainConfig, report: Report) -> Broken:
             yield "checkpoint.allow_changes", f"{name} is no key.{meant}"
 
 
-def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
+def profiled_steps(cfg: TrainConfig, report: Report) -> Violations:
     """Check that profile.steps is a step or a range of steps."""
     if cfg.profile.steps:
         try:
@@ -242,7 +239,7 @@ def profiled_steps(cfg: TrainConfig, report: Report) -> Broken:
             yield "profile.steps", str(error)
 
 
-def durations(cfg: TrainConfig, report: Report) -> Broken:
+def durations(cfg: TrainConfig, report: Report) -> Violations:
     """Check that durations can be read and are longer than nothing."""
     for key in DURATIONS:
         reason = _wrong_duration(value_of(cfg, key))

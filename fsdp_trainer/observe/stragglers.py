@@ -113,17 +113,17 @@ def comparing(
     host: str,
     optimizer: Optimizer,
     report: Callable[[Straggler, int], None],
-    alike: list[list[int]],
+    rank_groups: list[list[int]],
 ) -> Iterator[None]:
     """Compare the ranks every `every` seconds, outside any collective, while the block runs.
 
-    every: None for no comparison. alike: groups of ranks that do the same work, such as those of
-    one pipeline stage. report: called on rank 0 with a straggler and the last step compared.
+    every: None for no comparison. rank_groups: ranks that do the same work, such as those of one
+    pipeline stage. report: called on rank 0 with a straggler and the last step compared.
     """
     if every is None or size == 1:
         yield
         return
-    sampler = Sampler(every, store, rank, size, host, report, alike)
+    sampler = Sampler(every, store, rank, size, host, report, rank_groups)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     hooks = sampler.time_on_device(optimizer) if any(p.is_cuda for p in parameters) else []
     threading.Thread(target=sampler.run, name="stragglers", daemon=True).start()
@@ -149,7 +149,7 @@ class Sampler:
     size: int
     host: str
     report: Callable[[Straggler, int], None]
-    alike: list[list[int]]
+    rank_groups: list[list[int]]
     watched: int = field(default_factory=threading.get_ident)
     ended: threading.Event = field(default_factory=threading.Event)
     device_seconds: list[float] = field(default_factory=list)
@@ -204,7 +204,9 @@ class Sampler:
         if not self.store.check(keys):
             return
         paces = [RankPace(**json.loads(pace)) for pace in self.store.multi_get(keys)]
-        groups = [{rank: paces[rank] for rank in group} for group in self.alike if len(group) > 1]
+        groups = [
+            {rank: paces[rank] for rank in group} for group in self.rank_groups if len(group) > 1
+        ]
         stragglers = [straggler for straggler in map(slowest, groups) if straggler]
         straggler = max(stragglers, key=lambda each: each.lost, default=None)
         name = (straggler.rank, straggler.phase) if straggler else None

@@ -41,7 +41,7 @@ class TrackerThread:
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker], say: Callable[[str], None]):
         self.name, self.open_tracker, self.say, self.missed = name, open_tracker, say, 0
-        self._waiting: Queue[Callable[[Tracker], Any] | None] = Queue(WAITING)
+        self._queue: Queue[Callable[[Tracker], Any] | None] = Queue(WAITING)
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -50,7 +50,7 @@ class TrackerThread:
         if not self._thread.is_alive():
             return
         try:
-            self._waiting.put_nowait(work)
+            self._queue.put_nowait(work)
         except Full:
             if not self.missed:
                 lacks = "does not keep up and lacks metrics from here on"
@@ -73,7 +73,7 @@ class TrackerThread:
             self.say(f"{self.name} cannot be opened: {error}. metrics.jsonl has everything.")
             return
         try:
-            while work := self._waiting.get():
+            while work := self._queue.get():
                 work(tracker)
         except Exception as error:  # any error of an external service
             ends = "It gets no more metrics of this run; metrics.jsonl goes on."

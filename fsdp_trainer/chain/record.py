@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.schema import COMPARED_GROUPS
 
 FILE = "chain.jsonl"
@@ -90,4 +90,4 @@ def changes(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
     # `then` was read from JSON, which has no tuples
     now = json.loads(json.dumps(now))
     keys = [key for key in now if key in then and then[key] != now[key]]
-    return [f"{key} was {show(then[key])}, is {show(now[key])}" for key in keys]
+    return [f"{key} was {as_text(then[key])}, is {as_text(now[key])}" for key in keys]

@@ -50,7 +50,7 @@ class Report:
             return
         if key not in self.typed and key in self.origins:
             reason += f"\n(set in {self.origins[key]})"
-        self.problems.append(Problem(self.typed.get(key, f"{key}={show(value)}"), reason))
+        self.problems.append(Problem(self.typed.get(key, f"{key}={as_text(value)}"), reason))
         self.settled.add(key)
 
     def close(self) -> None:
@@ -67,12 +67,12 @@ def value_of(cfg: Any, key: str) -> Any:
     return cfg
 
 
-def show(value: Any) -> str:
+def as_text(value: Any) -> str:
     """Return a value as it is shown to the user, in the form of an override but without quotes."""
     if isinstance(value, list):
-        return f"[{','.join(map(show, value))}]"
+        return f"[{','.join(map(as_text, value))}]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {as_text(item)}" for name, item in value.items()) + "}"
     if value is None:
         return "null"
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
@@ -118,7 +118,7 @@ def takes_text(kind: Any) -> bool:
 def limits(f: Field) -> str:
     """Return a field's choices or bounds in words; "" if there are none."""
     if f.metadata["choices"]:
-        return ", ".join(map(show, f.metadata["choices"]))
+        return ", ".join(map(as_text, f.metadata["choices"]))
     words = {"minimum": "at least", "above": "above", "maximum": "at most"}
     return ", ".join(
         f"{word} {f.metadata[name]:g}"
@@ -259,7 +259,7 @@ def wrong_type(key: str, value: Any, f: Field, note: str = "") -> str:
     reason += _meant(key, value, f) + note
     if value is None:
         default = default_of(f)
-        reason += f"\nleave it out, or write  {key}={show(default)}"
+        reason += f"\nleave it out, or write  {key}={as_text(default)}"
     return f"{reason}\n{f.metadata['text']}"
 
 
@@ -269,7 +269,7 @@ def _meant(key: str, value: Any, f: Field) -> str:
     if not f.metadata["choices"] or isinstance(value, list):
         return ""
     meant = choice_meant(value, f.metadata["choices"])
-    return f"\nDid you mean  {key}={show(meant)} ?" if meant is not None else ""
+    return f"\nDid you mean  {key}={as_text(meant)} ?" if meant is not None else ""
 
 
 def flatten(cls: Any, prefix: str = "") -> dict[str, Field]:

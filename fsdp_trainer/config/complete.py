@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType
 from typing import get_args
 
-from fsdp_trainer.config.check import flatten, show
+from fsdp_trainer.config.check import as_text, flatten
 from fsdp_trainer.config.compose import options
 from fsdp_trainer.config.document import every_key
 from fsdp_trainer.config.inputs import DEMOS
@@ -93,14 +93,14 @@ def _values(word: str, keys: Mapping[str, Field], groups: Mapping[str, list[str]
 
 def _values_of_key(name: str, f: Field, typed: str) -> list[str]:
     """Return a key's choices and default, and for a path the files that begin with `typed`."""
-    values = [*map(show, f.metadata["choices"])]
+    values = [*map(as_text, f.metadata["choices"])]
     if bool in (f.type, *get_args(f.type)):
         values += ["true", "false"]
     if name == "plan.gpu":
         values += DEVICES
     default = default_of(f)
     if default not in (None, []):
-        values.append(show(default))
+        values.append(as_text(default))
     elif NoneType in get_args(f.type):
         values.append("null")
     if name in PATHS:

@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_trainer.config.check import Report, build, flatten, show
+from fsdp_trainer.config.check import Report, as_text, build, flatten
 from fsdp_trainer.config.inputs import check_inputs
 from fsdp_trainer.config.overrides import (
     OVERLAYS,
@@ -305,7 +305,7 @@ def _why_refused(
     if kind == "sweep":
         return (
             f"a sweep only says what varies: write it under  hydra.sweeper.params , as  {key}:"
-            f" {show(value)}"
+            f" {as_text(value)}"
         )
     if key not in keys and any(k.startswith(f"{key}.") for k in keys):
         return (

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from fsdp_trainer.config.check import describe, flatten, limits, show
+from fsdp_trainer.config.check import as_text, describe, flatten, limits
 from fsdp_trainer.config.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
 from fsdp_trainer.config.overrides import why_unknown
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 
 def written(value: Any) -> str:
     """Return a default as it is written in YAML."""
-    return f"[{', '.join(map(show, value))}]" if isinstance(value, list) else show(value)
+    return f"[{', '.join(map(as_text, value))}]" if isinstance(value, list) else as_text(value)
 
 
 def comment(f: Field) -> str:

@@ -16,11 +16,11 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from fsdp_trainer.config.check import (
+    as_text,
     convert,
     describe,
     flatten,
     limits,
-    show,
     takes_text,
     wrong_with,
 )
@@ -187,7 +187,7 @@ def _meant(suggestion: str, text: str | None, keys: Mapping[str, Any]) -> str:
         return f" Did you mean  {suggestion}={text} ?"
     choice = choice_meant(text, f.metadata["choices"]) if f.metadata["choices"] else None
     if choice is not None:
-        return f" Did you mean  {suggestion}={show(choice)} ?"
+        return f" Did you mean  {suggestion}={as_text(choice)} ?"
     kinds = "one of:" if f.metadata["choices"] else f"{describe(f.type)},"
     return f" Did you mean  {suggestion} ? It takes {kinds} {limits(f)}".rstrip(", ")
 
@@ -266,7 +266,7 @@ def _set(
         return
     option = option_meant(key, value, keys, groups)
     if option:
-        line.refuse(argument, f"{show(value)} is an option of a group. Write  {option}")
+        line.refuse(argument, f"{as_text(value)} is an option of a group. Write  {option}")
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and takes_text(keys[owner].type):
@@ -309,7 +309,7 @@ def _choose(
 
 def _why_no_option(group: str, name: Any, options: Mapping[str, list[str]]) -> str:
     """Return the message for an unknown option of a group, with the one that was meant."""
-    text = show(name)
+    text = as_text(name)
     choices = listed(f"{group}s:" if group in OVERLAYS else f"{group} has:", options[group])
     if isinstance(name, dict | list) or name is None:
         reason = f"{group} is a group: choose an option, or set its keys one by one, as"

@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.names import OPTION_SYNONYMS, absent, nearest
 from fsdp_trainer.config.overrides import listed, quoted
 from fsdp_trainer.config.schema import GROUPS
@@ -187,17 +187,19 @@ def _why_wrong(file: Path, entry: Any, options: Mapping[str, list[str]]) -> str:
     if isinstance(entry, str):
         return _why_no_base(file, entry, options)
     if not isinstance(entry, dict) or len(entry) != 1:
-        return f"{show(entry)}  chooses nothing. A recipe chooses by  - override /precision: fp32"
+        return (
+            f"{as_text(entry)}  chooses nothing. A recipe chooses by  - override /precision: fp32"
+        )
     (name, option), *_ = entry.items()
     group = str(name).split()[-1].lstrip("/")
-    typed = f"- {name}: {show(option)}"
+    typed = f"- {name}: {as_text(option)}"
     if group.startswith("hydra"):
         return ""  # checked together with the keys of hydra.*
     if group == "recipe":
-        return f"{typed}  another recipe is built on by its name alone:  - {show(option)}"
+        return f"{typed}  another recipe is built on by its name alone:  - {as_text(option)}"
     if group not in GROUPS:
         close = nearest(group, GROUPS)
-        meant = f" Did you mean  - override /{close}: {show(option)} ?" if close else ""
+        meant = f" Did you mean  - override /{close}: {as_text(option)} ?" if close else ""
         return f"{typed}  there is no such group.{meant}\n{listed('groups:', GROUPS)}"
     if option not in options[group]:
         return f"{typed}  {_why_no_option(group, option, options[group])}"
@@ -210,7 +212,7 @@ def _why_wrong(file: Path, entry: Any, options: Mapping[str, list[str]]) -> str:
 
 
 def _why_no_option(group: str, option: Any, names: list[str]) -> str:
-    text = show(option)
+    text = as_text(option)
     synonym = OPTION_SYNONYMS.get(group, {}).get(text.lower())
     sentence = "" if synonym else absent(text)
     close = synonym or nearest(text, names)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_trainer.config.check import Report, Violations, show
+from fsdp_trainer.config.check import Report, Violations, as_text
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.pipeline import SCHEDULES
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
@@ -165,7 +165,7 @@ def _wrong_collective(cfg: TrainConfig, name: str, value: Any) -> Violations:
     torch = version("torch")
     needed = (2, 12) if value == "symmetric" else COLLECTIVES[name]
     if cfg.sharding.strategy == "ddp":
-        default = show(getattr(Sharding(), name))
+        default = as_text(getattr(Sharding(), name))
         yield key, f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  {key}={default}"
     elif is_older(torch, needed):
         yield key, f"needs torch {needed[0]}.{needed[1]}; installed is {torch}"

@@ -8,8 +8,8 @@ from typing import Any
 from fsdp_trainer.config.check import (
     Report,
     Violations,
+    as_text,
     convert,
-    show,
     value_of,
     wrong_type,
     wrong_with,
@@ -118,9 +118,9 @@ def _wrong_parts(item: dict[str, Any]) -> Iterator[str]:
     for name, value in item.items():
         reason = _wrong_part(item, name)
         if reason:
-            yield f"{name}: {show(value)}  {reason}"
+            yield f"{name}: {as_text(value)}  {reason}"
     if item.get("path") is None:
-        yield f"{show(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}"
+        yield f"{as_text(item)}  lacks a path, as in  {{path: chats.jsonl, weight: 0.7}}"
 
 
 def _wrong_part(item: dict[str, Any], name: str) -> str | None:

@@ -20,7 +20,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fsdp_trainer.config.check import Report, build, flatten, show
+from fsdp_trainer.config.check import Report, as_text, build, flatten
 from fsdp_trainer.config.compose import (
     check_files,
     check_own_recipes,
@@ -226,7 +226,7 @@ class SweepLine:
 
         Raises UserError if nothing varies, or if values cannot be read.
         """
-        of_files = [f"{key}={show(value)}" for key, value in self.params.items()]
+        of_files = [f"{key}={as_text(value)}" for key, value in self.params.items()]
         parsed = self._parse([*of_files, *(word for _, word in self.settings)])
         by_key = {o.get_key_element(): o for o in parsed}
         varied = {key: o for key, o in by_key.items() if o.is_sweep_override()}
@@ -275,5 +275,5 @@ def _read_settings(cls: Any, node: dict[str, Any], name: str, report: Report) ->
     for leaf, value in node.items():
         key = prefix + leaf
         if key not in keys and leaf != "_target_":
-            report.add(key, value, why_unknown(key, show(value), keys, {}))
+            report.add(key, value, why_unknown(key, as_text(value), keys, {}))
     return build(cls, node, report, prefix)

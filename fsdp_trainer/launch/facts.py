@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
@@ -157,7 +157,7 @@ def source_digest(package: Path) -> str:
 def settings(cfg: TrainConfig) -> dict[str, str]:
     """Return every key that is not at its default, with its value as written in an override."""
     return {
-        f"{group}.{name}": show(value)
+        f"{group}.{name}": as_text(value)
         for (group, keys), default in zip(
             asdict(cfg).items(), asdict(type(cfg)()).values(), strict=True
         )

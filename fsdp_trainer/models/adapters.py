@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.paths import checkpoint_frozen, find_checkpoint
 from fsdp_trainer.config.schema import Adapter, Precision
@@ -265,8 +265,8 @@ def by_pattern(
         if not matched and targets:
             problems.append(without_match(key, patterns, pattern, targets, "adapted layer"))
         if value <= 0:
-            text = f"{pattern}: {show(value)} must be above 0"
-            problems.append(Problem(f"adapter.{key}={show(patterns)}", text))
+            text = f"{pattern}: {as_text(value)} must be above 0"
+            problems.append(Problem(f"adapter.{key}={as_text(patterns)}", text))
     return values
 
 
@@ -287,9 +287,9 @@ def fully_trained(
             others = [name for name in patterns if name != pattern]
             text = (
                 f"{pattern} fits {adapted[0]}, which has an adapter: train it in one way."
-                f"\nUse  adapter.also={show(others)}  or leave it out of adapter.targets"
+                f"\nUse  adapter.also={as_text(others)}  or leave it out of adapter.targets"
             )
-            problems.append(Problem(f"adapter.also={show(list(patterns))}", text))
+            problems.append(Problem(f"adapter.also={as_text(list(patterns))}", text))
     first_names = {id(p): name for name, p in model.named_parameters()}  # a tied head has two
     parameters = [parameter for name in chosen for parameter in modules[name].parameters(False)]
     return tuple(dict.fromkeys(first_names[id(parameter)] for parameter in parameters))
@@ -315,7 +315,7 @@ def without_lengths(cfg: Adapter, targets: list[str]) -> list[Problem]:
         f"fits {stacked[0]}: experts have no DoRA, here as in PEFT."
         "\nUse  adapter=lora  or name other layers"
     )
-    return [Problem(f"adapter.targets={show(cfg.targets)}", text)]
+    return [Problem(f"adapter.targets={as_text(cfg.targets)}", text)]
 
 
 def too_high_ranks(
@@ -332,10 +332,10 @@ def too_high_ranks(
     name = min(high, key=lambda name: min(shapes[name]))
     side = min(shapes[name])
     patterns = {n.rpartition(".")[2]: min(shapes[n]) for n in high}
-    by_leaf = shlex.quote(f"adapter.rank_pattern={show(patterns | cfg.rank_pattern)}")
+    by_leaf = shlex.quote(f"adapter.rank_pattern={as_text(patterns | cfg.rank_pattern)}")
     what, instead = f"adapter.rank={cfg.rank}", f"Use  adapter.rank={side}  or  {by_leaf}"
     if name in ranks:
-        what = f"adapter.rank_pattern={show(cfg.rank_pattern)}"
+        what = f"adapter.rank_pattern={as_text(cfg.rank_pattern)}"
         instead = f"{side} is the highest there"
     rank = ranks.get(name, cfg.rank)
     text = f"no matrix of {name}'s shape, {shapes[name]}, has rank {rank}.\n{instead}"
@@ -349,11 +349,11 @@ def without_match(key: str, value: Any, pattern: str, names: Iterable[str], kind
     closest = nearest(end, ends)
     text = f"{pattern} fits no {kind}."
     if closest and closest != end:
-        meant = f"adapter.{key}={show(renamed(value, pattern, prefix + dot + closest))}"
+        meant = f"adapter.{key}={as_text(renamed(value, pattern, prefix + dot + closest))}"
         text += f" Did you mean  {shlex.quote(meant) if ' ' in meant else meant} ?"
     listed = textwrap.fill(" ".join(["there are:", *ends]), WIDTH, break_on_hyphens=False)
     shown = value if isinstance(value, str | dict) else list(value)
-    return Problem(f"adapter.{key}={show(shown)}", f"{text}\n{listed}")
+    return Problem(f"adapter.{key}={as_text(shown)}", f"{text}\n{listed}")
 
 
 def renamed(value: Any, old: str, new: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from fsdp_trainer.config.check import convert, show, wrong_type, wrong_with
+from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import REWARDS as REGISTERED
@@ -40,7 +40,7 @@ def make_rewards(entries: Sequence[str | dict[str, Any]]) -> list[Reward]:
     problems = list(entry_problems(entries))
     if problems:
         reason = "\n".join(problems)
-        problem = Problem(f"objective.rewards={show(list(entries))}", reason)
+        problem = Problem(f"objective.rewards={as_text(list(entries))}", reason)
         raise UserError("the rewards cannot be used", [problem])
     return [_make(entry) for entry in entries]
 
@@ -69,7 +69,7 @@ def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
     parts = _parts_of(entry)
     name = parts.pop("name", None)
     if name is None:
-        yield f"{show(entry)}  lacks a name, as in  {{name: number, weight: 0.5}}"
+        yield f"{as_text(entry)}  lacks a name, as in  {{name: number, weight: 0.5}}"
         return
     if name not in names():
         close = SYNONYMS.get(str(name).lower()) or nearest(str(name), names())
@@ -91,18 +91,18 @@ def _wrong_part(name: str, part: str, value: Any) -> str | None:
         close = nearest(part, known)
         meant = f". Did you mean  {close} ?" if close else "."
         reason = f"is no part of the reward {name}{meant}\nIt has: {' '.join(known)}"
-        return f"{part}: {show(value)}  {reason}"
+        return f"{part}: {as_text(value)}  {reason}"
     about = known[part]
     if about is None:
         return None
     if part == "label" and value is not None and not LABEL.fullmatch(str(value)):
-        return f"label: {show(value)}  has letters, digits and  _ . -  only"
+        return f"label: {as_text(value)}  has letters, digits and  _ . -  only"
     try:
         converted = convert(value, about.type)
     except (ValueError, OverflowError):
-        return f"{part}: {show(value)}  {wrong_type(part, value, about)}"
+        return f"{part}: {as_text(value)}  {wrong_type(part, value, about)}"
     problem = wrong_with(converted, about)
-    return f"{part}: {show(value)}  {problem}" if problem else None
+    return f"{part}: {as_text(value)}  {problem}" if problem else None
 
 
 def _known_parts(name: str) -> dict[str, Field | None]:

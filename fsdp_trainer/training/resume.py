@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_trainer.checkpoint.files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.file_changes import describe_changed_files
@@ -131,10 +131,10 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
         return changes
     problems = []
     for key in refused:
-        lines = [f"the checkpoint was trained with {show(changes[key][0])}"]
+        lines = [f"the checkpoint was trained with {as_text(changes[key][0])}"]
         if key == "data.fingerprint":
             lines += describe_data_change(order, stored.get("segments"))
-        problems.append(Problem(f"{key}={show(changes[key][1])}", "\n".join(lines)))
+        problems.append(Problem(f"{key}={as_text(changes[key][1])}", "\n".join(lines)))
     problems[-1].reason += (
         "\nStart another run with  run.name=NEW  or go on all the same with  "
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"

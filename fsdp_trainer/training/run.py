@@ -16,7 +16,7 @@ from fsdp_trainer import phases
 from fsdp_trainer.checkpoint.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.base import read_base
 from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
-from fsdp_trainer.config.check import show
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.paths import (
     BEST,
     checkpoint_name,
@@ -373,7 +373,7 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
     observer.event("resume", **event, changes=start.changes, reached=before)
     observer.say(f"goes on after step {progress.step:,}")
     for key, (then, now) in sorted(start.changes.items()):
-        observer.say(f"       {key} was {show(then)}, is {show(now)}")
+        observer.say(f"       {key} was {as_text(then)}, is {as_text(now)}")
 
 
 def open_records(trainer: Trainer) -> dict[str, Any]:

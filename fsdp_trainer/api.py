@@ -9,9 +9,13 @@ from typing import Any
 
 from fsdp_trainer import phases
 from fsdp_trainer.config.check import as_value
+from fsdp_trainer.config.compose import compose, config_flag
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
+from fsdp_trainer.launch.start import starts_ranks
+from fsdp_trainer.observe.records import Records
+from fsdp_trainer.training.verb import train as train_verb
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 
@@ -48,11 +52,6 @@ def train(
     extensions, imported here and in the ranks that this call starts.
     Raises UserError for a mistake in the configuration or the input.
     """
-    from fsdp_trainer.config.compose import compose, config_flag
-    from fsdp_trainer.launch.start import starts_ranks
-    from fsdp_trainer.observe.records import Records
-    from fsdp_trainer.training.verb import train as train_verb
-
     phases.begin()
     import_modules(imports)
     words = as_words(overrides)

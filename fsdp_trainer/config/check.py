@@ -60,6 +60,20 @@ class Report:
             raise UserError(f"{count} in the configuration", self.problems)
 
 
+def unused_keys(
+    report: Report, group: str, chosen: str, users: Mapping[str, tuple[str, ...]]
+) -> Violations:
+    """Yield the typed keys of a group that its chosen option does not use.
+
+    users: for keys that only some options use, by name, these options.
+    """
+    for name, options in users.items():
+        key = f"{group}.{name}"
+        if key in report.typed and chosen not in options:
+            ways = "  or  ".join(f"{group}={option}" for option in options)
+            yield key, f"only counts with  {ways}"
+
+
 def value_of(cfg: Any, key: str) -> Any:
     """Return the value of a dotted key; None if the configuration has no such key."""
     for name in key.split("."):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_trainer.config.check import Report, Violations, as_text
+from fsdp_trainer.config.check import Report, Violations, as_text, unused_keys
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.pipeline import SCHEDULES
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
@@ -187,11 +187,7 @@ def activation_checkpointing(cfg: TrainConfig, report: Report) -> Violations:
             "the compiler decides what is computed again.\n"
             "Use  compile=enabled  or  activation_checkpoint=selective",
         )
-    for name, modes in CHECKPOINTING_MODES.items():
-        key = f"activation_checkpoint.{name}"
-        if key in report.typed and chosen.mode not in modes:
-            ways = "  or  ".join(f"activation_checkpoint={mode}" for mode in modes)
-            yield key, f"only counts with  {ways}"
+    yield from unused_keys(report, "activation_checkpoint", chosen.mode, CHECKPOINTING_MODES)
     if chosen.mode == "selective" and not chosen.save:
         yield "activation_checkpoint.save", "nothing kept is  activation_checkpoint=full"
 

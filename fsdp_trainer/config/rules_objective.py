@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fsdp_trainer.config.check import Report, Violations
+from fsdp_trainer.config.check import Report, Violations, unused_keys
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
 from fsdp_trainer.config.schema import (
     DISTIL,
@@ -52,11 +52,7 @@ REFERENCES = ("start", "none")
 
 def objective_keys(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys of some objectives are set only with one of them."""
-    for name, objectives in OBJECTIVE_KEYS.items():
-        key = f"objective.{name}"
-        if key in report.typed and cfg.objective.name not in objectives:
-            ways = "  or  ".join(f"objective={objective}" for objective in objectives)
-            yield key, f"only counts with  {ways}"
+    yield from unused_keys(report, "objective", cfg.objective.name, OBJECTIVE_KEYS)
 
 
 def preferences(cfg: TrainConfig, report: Report) -> Violations:

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, Violations, flatten, value_of
+from fsdp_trainer.config.check import Report, Violations, flatten, unused_keys, value_of
 from fsdp_trainer.config.hosts import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
@@ -108,11 +108,7 @@ def momentum(cfg: TrainConfig, report: Report) -> Violations:
 
 def optimizer(cfg: TrainConfig, report: Report) -> Violations:
     """Check that keys of some optimizers are set only with these, and that Muon suits the run."""
-    for name, optimizers in OPTIMIZER_KEYS.items():
-        key = f"optim.{name}"
-        if key in report.typed and cfg.optim.name not in optimizers:
-            ways = "  or  ".join(f"optim={optimizer}" for optimizer in optimizers)
-            yield key, f"only counts with  {ways}"
+    yield from unused_keys(report, "optim", cfg.optim.name, OPTIMIZER_KEYS)
     if cfg.optim.name != "muon":
         return
     if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:

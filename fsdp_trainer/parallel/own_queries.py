@@ -1,6 +1,6 @@
 """Layouts with queries for some tokens of each row, and keys and values for all tokens."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from fsdp_trainer.models.document_calls import (
     Lengths,
     group_by_cost,
 )
+from fsdp_trainer.parallel.shared_rows import TokenRuns, find_runs
 from fsdp_trainer.rounding import round_up
 
 
@@ -73,40 +74,25 @@ OWN_QUERIES: dict[str, type[OwnDocuments | OwnMask]] = {"documents": OwnDocument
 """Layouts for a rank's own queries, by the name of the layout for complete rows."""
 
 
-class QueryRun(NamedTuple):
-    """A run of consecutive tokens of one document.
-
-    query: index of the first token among all queries; key: index of the first visible key among
-    all keys; size: number of tokens; before: number of visible keys before the first token.
-    """
-
-    query: int
-    key: int
-    size: int
-    before: int
-
-
 def plan_pieces(
     own: np.ndarray, lengths: Lengths, row: int, window: int | None, device: torch.device
 ) -> CallPlan:
     """Group the pieces of documents at the positions `own`, [rows, tokens], into kernel calls."""
-    pieces = [
-        piece
-        for i, documents in enumerate(lengths)
-        for piece in find_pieces(own[i], i, documents, row, window)
-    ]
-    # so that keys and values get gradients, see models.document_calls.plan_calls
-    pieces = pieces or [QueryRun(0, int(own[0, 0]), 1, 0)]
+    runs = find_runs(own, lengths, row, window)
+    if not runs.size.size:
+        # so that keys and values get gradients, see models.document_calls.plan_calls
+        runs = TokenRuns(*np.array([[0], [1], own[0, :1], own[0, :1]], np.int64))
+    before = runs.position - runs.start
     order = np.zeros(own.size, np.int64)
     computed = 0
     calls: list[KernelCall] = []
-    for begins in (True, False):
-        table = np.array([p for p in pieces if (p.before == 0) == begins], np.int64).reshape(-1, 4)
-        query, key, size, before = table.T
-        for group in group_by_cost(size, size + before):
-            call = piece_call(query[group], key[group], size[group], before[group], window, device)
+    for chosen in (np.flatnonzero(before == 0), np.flatnonzero(before)):
+        size = runs.size[chosen]
+        for group in group_by_cost(size, size + before[chosen]):
+            pieces = runs.at(chosen[group])
+            call = piece_call(pieces, window, device)
             calls.append(call)
-            real = np.arange(call.queries.shape[1]) < size[group][:, None]
+            real = np.arange(call.queries.shape[1]) < pieces.size[:, None]
             order[call.queries[real]] = computed + np.flatnonzero(real)
             computed += real.size
     queries = np.concatenate([call.queries.ravel() for call in calls])
@@ -116,52 +102,19 @@ def plan_pieces(
     )
 
 
-def find_pieces(
-    own: np.ndarray, number: int, documents: list[int], row: int, window: int | None
-) -> list[QueryRun]:
-    """Return the pieces of one row, without padding; no piece is longer than the window.
+def piece_call(runs: TokenRuns, window: int | None, device: torch.device) -> KernelCall:
+    """Return one call for these runs of tokens.
 
-    own: [tokens] int64, ascending positions; number: index of the row.
-    """
-    ends = np.cumsum(documents, dtype=np.int64)
-    document = np.searchsorted(ends, own, side="right")
-    last = np.flatnonzero((np.diff(own) != 1) | (np.diff(document) != 0))
-    firsts = np.concatenate([[0], last + 1])
-    stops = np.concatenate([last + 1, [len(own)]])
-    pieces = []
-    for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
-        if document[first] == len(documents):
-            continue  # padding
-        start = int(ends[document[first]]) - documents[document[first]]
-        step = window or row
-        for begin in range(first, stop, step):
-            size = min(step, stop - begin)
-            position = int(own[begin])
-            key = max(start, position + 1 - step)
-            query = number * len(own) + begin
-            pieces.append(QueryRun(query, number * row + key, size, position - key))
-    return pieces
-
-
-def piece_call(
-    query: np.ndarray,
-    key: np.ndarray,
-    size: np.ndarray,
-    before: np.ndarray,
-    window: int | None,
-    device: torch.device,
-) -> KernelCall:
-    """Return one call for these pieces. Arrays are [pieces], see QueryRun.
-
-    Shorter pieces are padded with copies of their last query, and of their last key; no real query
+    Shorter runs are padded with copies of their last query, and of their last key; no real query
     sees these keys.
     """
+    size, before = runs.size, runs.position - runs.start
     multiple = LENGTH_MULTIPLE[device.type]
     width = round_up(int(size.max()), multiple)
     key_width = round_up(int((size + before).max()), multiple)
     within = np.minimum(np.arange(width), size[:, None] - 1)
-    queries = query[:, None] + within
-    keys = key[:, None] + np.minimum(np.arange(key_width), (size + before)[:, None] - 1)
+    queries = runs.place[:, None] + within
+    keys = runs.start[:, None] + np.minimum(np.arange(key_width), (size + before)[:, None] - 1)
     if not before.any():
         return KernelCall(queries, keys, None)
     places = to_device(before[:, None] + within, device)[:, None, :, None]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fsdp_trainer.distributed import to_device
 from fsdp_trainer.models.document_calls import LENGTH_MULTIPLE, Lengths, group_by_cost
+from fsdp_trainer.parallel.shared_rows import TokenRuns, find_runs
 from fsdp_trainer.rounding import round_up
 
 
@@ -33,20 +34,6 @@ class RingCall(NamedTuple):
     results: Tensor | None = None
     tokens: Tensor | None = None
     real: Tensor | None = None
-
-
-class Runs(NamedTuple):
-    """Runs of consecutive tokens of a document on this rank. Arrays are [runs] int64.
-
-    place: index of the first token among this rank's tokens; size: number of tokens; position: flat
-    position of the first token in the complete rows; start: position of the first token that it may
-    see.
-    """
-
-    place: np.ndarray
-    size: np.ndarray
-    position: np.ndarray
-    start: np.ndarray
 
 
 def whole_calls(
@@ -93,7 +80,7 @@ def piece_calls(
         calls = []
         if step == 0:
             for group in group_by_cost(runs.size, runs.size):
-                pieces = Runs(*(field[group] for field in runs))
+                pieces = runs.at(group)
                 calls.append(call_of(pieces, pieces.place, pieces.size, device, causal=True))
         theirs = (parts[source] + rows).ravel()
         first = np.searchsorted(theirs, runs.start)
@@ -101,7 +88,7 @@ def piece_calls(
         seen_by = np.flatnonzero(count)
         for chosen in group_by_cost(runs.size[seen_by], count[seen_by]):
             group = seen_by[chosen]
-            pieces = Runs(*(field[group] for field in runs))
+            pieces = runs.at(group)
             call = call_of(pieces, first[group], count[group], device)
             if window is not None:
                 call = through_window(call, own, theirs, window, device)
@@ -115,34 +102,12 @@ def sources(ranks: int, rank: int) -> list[int]:
     return [(rank - step) % ranks for step in range(ranks)]
 
 
-def find_runs(own: np.ndarray, lengths: Lengths, row: int, window: int | None) -> Runs:
-    """Return the runs of tokens at the positions `own`, without padding.
-
-    No run is longer than the window. own: [rows, tokens] int64, ascending in each row.
-    """
-    runs = []
-    for number, documents in enumerate(lengths):
-        ends = np.cumsum(documents, dtype=np.int64)
-        document = np.searchsorted(ends, own[number], side="right")
-        last = np.flatnonzero((np.diff(own[number]) != 1) | (np.diff(document) != 0))
-        firsts = np.concatenate([[0], last + 1])
-        stops = np.concatenate([last + 1, [own.shape[1]]])
-        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
-            if document[first] == len(documents):
-                continue  # padding
-            start = int(ends[document[first]]) - documents[document[first]]
-            step = window or row
-            for begin in range(first, stop, step):
-                position = int(own[number, begin])
-                place = number * own.shape[1] + begin
-                visible = max(start, position + 1 - step) + number * row
-                size = min(step, stop - begin)
-                runs.append((place, size, position + number * row, visible))
-    return Runs(*np.array(runs, np.int64).reshape(-1, 4).T)
-
-
 def call_of(
-    runs: Runs, first: np.ndarray, count: np.ndarray, device: torch.device, causal: bool = False
+    runs: TokenRuns,
+    first: np.ndarray,
+    count: np.ndarray,
+    device: torch.device,
+    causal: bool = False,
 ) -> RingCall:
     """Return one call for these runs.
 

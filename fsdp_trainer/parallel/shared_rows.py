@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,3 +74,47 @@ class DealtByCost(SharedRows):
         """Assign tokens by the cost of attention. See SharedRows."""
         costs = token_costs(documents, row, self.ranks.windows)
         return deal_tokens(costs, self.ranks.size)
+
+
+class TokenRuns(NamedTuple):
+    """Runs of consecutive tokens of a document on this rank. Arrays are [runs] int64.
+
+    place: index of the first token among this rank's tokens; size: number of tokens; position: flat
+    position of the first token in the complete rows; start: position of the first token that it may
+    see.
+    """
+
+    place: np.ndarray
+    size: np.ndarray
+    position: np.ndarray
+    start: np.ndarray
+
+    def at(self, index: np.ndarray) -> "TokenRuns":
+        """Return the runs with these indices."""
+        return TokenRuns(*(field[index] for field in self))
+
+
+def find_runs(own: np.ndarray, lengths: Lengths, row: int, window: int | None) -> TokenRuns:
+    """Return the runs of tokens at the positions `own`, without padding.
+
+    No run is longer than the window. own: [rows, tokens] int64, ascending in each row.
+    """
+    runs = []
+    for number, documents in enumerate(lengths):
+        ends = np.cumsum(documents, dtype=np.int64)
+        document = np.searchsorted(ends, own[number], side="right")
+        last = np.flatnonzero((np.diff(own[number]) != 1) | (np.diff(document) != 0))
+        firsts = np.concatenate([[0], last + 1])
+        stops = np.concatenate([last + 1, [own.shape[1]]])
+        for first, stop in zip(firsts.tolist(), stops.tolist(), strict=True):
+            if document[first] == len(documents):
+                continue  # padding
+            start = int(ends[document[first]]) - documents[document[first]]
+            step = window or row
+            for begin in range(first, stop, step):
+                position = int(own[number, begin])
+                place = number * own.shape[1] + begin
+                visible = max(start, position + 1 - step) + number * row
+                size = min(step, stop - begin)
+                runs.append((place, size, position + number * row, visible))
+    return TokenRuns(*np.array(runs, np.int64).reshape(-1, 4).T)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_trainer.models.sdpa import PLAIN, Scoring, sink_gradient, with_sinks
+from fsdp_trainer.models.sdpa import PLAIN, Scoring, as_bias, sink_gradient, with_sinks
 from fsdp_trainer.parallel.ring_calls import RingCall, piece_calls, whole_calls
 from fsdp_trainer.parallel.shared_rows import ContextRanks, DealtByCost, Gradients
 from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
@@ -163,18 +163,14 @@ def pick(x: Tensor, places: Tensor | None) -> Tensor:
 
 
 def inputs_of(call: RingCall, q: Tensor, keys: Tensor) -> Inputs:
-    """Return queries, keys and values of a call, [n, heads, longest, head_dim], and its mask.
+    """Return queries, keys and values of a call, [n, heads, longest, head_dim], and its bias.
 
     Key heads are repeated, since these kernels do not support fewer key heads than query heads.
     keys: [2, rows, tokens, kv heads, head_dim].
     """
     repeats = q.shape[2] // keys.shape[3]
     k, v = (pick(x, call.keys).repeat_interleave(repeats, 1) for x in keys.unbind())
-    mask = call.mask
-    if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-        mask = bias.masked_fill(~mask, -torch.inf)
-    return pick(q, call.queries), k, v, mask
+    return pick(q, call.queries), k, v, as_bias(call.mask, q)
 
 
 def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: Tensor) -> None:

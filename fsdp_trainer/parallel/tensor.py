@@ -32,6 +32,7 @@ from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
 from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
 from fsdp_trainer.models.moe import Gate, MixtureOfExperts, Router
 from fsdp_trainer.models.norm import RMSNorm
+from fsdp_trainer.models.soft_targets import own_columns
 from fsdp_trainer.parallel.convert import float8_product, is_float8
 from fsdp_trainer.parallel.dims import Dims
 
@@ -456,7 +457,7 @@ class TensorHead(Head):
         """
         softcap_grad = None
         if self.columns:
-            own, is_own = self.own_targets(targets)
+            own, is_own = own_columns(self, targets, self.columns)
             columns, softcap_grad = self.score(
                 product, logits, own, is_own, self.softcap, with_mean
             )
@@ -485,7 +486,7 @@ class TensorHead(Head):
     ) -> None:
         """See Head."""
         if self.columns:
-            own, is_own = self.own_targets(targets)
+            own, is_own = own_columns(self, targets, self.columns)
             size = self.vocab_size
             self.differentiate(
                 product, logits, total, softcap_grad, own, is_own, size, *derivatives
@@ -502,12 +503,6 @@ class TensorHead(Head):
     def joint_columns(self, own: Tensor) -> Tensor:
         """See Head. Collective."""
         return all_gather(own, -1, self.tensor_ranks.group)
-
-    def own_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the targets' columns on this rank, and a mask of targets that it has."""
-        index = targets - self.first
-        is_own = (index >= 0) & (index < self.columns)
-        return index.clamp(0, self.columns - 1), is_own
 
 
 class TensorDecoder(Decoder):

@@ -86,7 +86,7 @@ def adamw_state_bytes(
 def adamw_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
     """Return the bytes of temporaries; torch's fused kernel needs none."""
     if is_compact(optim, master_dtype):
-        return COMPACT_UPDATE_BYTES * min(CHUNKS[update.device], update.largest)
+        return chunked_update_bytes(optim, master_dtype, update)
     return update.gradients if optim.implementation == "foreach" else 0.0
 
 
@@ -109,7 +109,7 @@ def muon_update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
     dealt = min(max(ROUND, update.matrix) * update.ranks, update.matrices)
     shards = dealt / update.shards * NUMBER_BYTES[optim.ns_dtype]
     owned = max(dealt / update.ranks, update.matrix) * NUMBER_BYTES[optim.ns_dtype]
-    chunk = COMPACT_UPDATE_BYTES * min(CHUNKS[update.device], update.largest)
+    chunk = chunked_update_bytes(optim, master_dtype, update)
     return max(2 * shards + OWNED_COPIES * owned, chunk + shards)
 
 

@@ -196,7 +196,7 @@ def exchange(
     outgoing: tensors of the pieces in `sent`. like: a tensor with number format and device.
     """
     sizes_out, sizes_in = (
-        [sum(numbers_of(piece.shape) for piece in pieces) for pieces in lists]
+        [sum(math.prod(piece.shape) for piece in pieces) for pieces in lists]
         for lists in (sent, received)
     )
     flat = [numbers.reshape(-1) for numbers in outgoing]
@@ -206,7 +206,7 @@ def exchange(
         dist.all_to_all_single(arrived, message, sizes_in, sizes_out, group=group)
         message = arrived
     pieces = [piece for some in received for piece in some]
-    numbers = message.split([numbers_of(piece.shape) for piece in pieces])
+    numbers = message.split([math.prod(piece.shape) for piece in pieces])
     return zip(pieces, [n.view(p.shape) for p, n in zip(pieces, numbers, strict=True)], strict=True)
 
 
@@ -296,7 +296,3 @@ def length(piece: Range) -> int:
     """Return the length of a range."""
     return max(0, piece[1] - piece[0])
 
-
-def numbers_of(shape: tuple[int, int]) -> int:
-    """Return the number of elements of a matrix."""
-    return shape[0] * shape[1]

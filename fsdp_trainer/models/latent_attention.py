@@ -3,7 +3,6 @@
 Keys and values of all heads are projected from one latent vector of each token.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.norm import RMSNorm
-from fsdp_trainer.models.rope import rotate
+from fsdp_trainer.models.rope import rotate, yarn_temperature
 from fsdp_trainer.models.sdpa import Scoring
 
 CosSin = tuple[Tensor, Tensor]
@@ -50,7 +49,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(config, self.rank, NORM_EPS)
         self.kv_b_proj = nn.Linear(self.rank, heads * (self.plain + self.value_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.value_dim, hidden, bias=bias)
-        self.scoring = Scoring(self.width**-0.5 * yarn_temperature(config.rope_scaling or {}) ** 2)
+        self.scoring = Scoring(self.width**-0.5 * temperature(config.rope_scaling or {}) ** 2)
 
     def forward(
         self, x: Tensor, cos_sin: CosSin, layout: PackedAttention, cache: Cache | None = None
@@ -95,12 +94,10 @@ class LatentAttention(nn.Module):
         return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in parts]
 
 
-def yarn_temperature(scaling: dict[str, Any]) -> float:
+def temperature(scaling: dict[str, Any]) -> float:
     """Return DeepSeek's YaRN factor on queries and keys, for all their channels.
 
     `rope` applies the quotient of the factor for `mscale` and this one to the rotated channels.
     """
     weight = scaling.get("mscale_all_dim")
-    if not weight:
-        return 1.0
-    return 0.1 * weight * math.log(max(1.0, scaling["factor"])) + 1.0
+    return yarn_temperature(scaling["factor"], weight) if weight else 1.0

@@ -113,15 +113,21 @@ def _yarn(frequencies: Tensor, theta: float, scaling: Scaling) -> Tensor:
     return frequencies / scaling["factor"] * ramp + frequencies * (1 - ramp)
 
 
+def yarn_temperature(factor: float, weight: float = 1.0) -> float:
+    """Return the attention temperature as a factor on queries and keys (Peng et al. 2023, §3.4).
+
+    factor: ratio of the new context to the original one.
+    """
+    return 0.1 * weight * math.log(max(1.0, factor)) + 1.0
+
+
 def _yarn_factor(context: int, scaling: Scaling) -> float:
-    """Return the attention temperature as a factor on queries and keys (Peng et al. 2023, §3.4)."""
-
-    def temperature(weight: float) -> float:
-        return 0.1 * weight * math.log(max(1.0, scaling["factor"])) + 1.0
-
+    """Return the temperature, or DeepSeek's quotient of two temperatures."""
+    factor = scaling["factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+        of_all = yarn_temperature(factor, scaling["mscale_all_dim"])
+        return yarn_temperature(factor, scaling["mscale"]) / of_all
+    return yarn_temperature(factor)
 
 
 def _longrope_factor(context: int, scaling: Scaling) -> float:

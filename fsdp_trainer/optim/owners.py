@@ -295,4 +295,3 @@ def work(shape: tuple[int, int, int]) -> int:
 def length(piece: Range) -> int:
     """Return the length of a range."""
     return max(0, piece[1] - piece[0])
-

@@ -5,7 +5,8 @@ micro-batch of a step. There is no public API to change that; the methods overri
 of torch 2.13.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,16 +71,12 @@ class LeanStage(PipelineStage):
         self.after_backward = after_backward
 
     def _setup_forward_recv_info(self, *args: Any) -> None:
-        with self.without_storage():
+        with on_meta_device(self):
             super()._setup_forward_recv_info(*args)
 
     def _setup_backward_recv_info(self, *args: Any) -> None:
-        with self.without_storage():
+        with on_meta_device(self):
             super()._setup_backward_recv_info(*args)
-
-    def without_storage(self) -> "WithoutStorage":
-        """Return a context in which buffers have no storage."""
-        return WithoutStorage(self)
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
         """See PipelineStage."""
@@ -189,17 +186,14 @@ class LateStage(LeanStage):
         super().perform_reduce_grad(1)
 
 
-class WithoutStorage:
-    """Context in which a stage allocates its tensors on the meta device."""
-
-    def __init__(self, stage: PipelineStage):
-        self.stage, self.device = stage, stage.device
-
-    def __enter__(self) -> None:
-        self.stage.device = torch.device("meta")
-
-    def __exit__(self, *_: object) -> None:
-        self.stage.device = self.device
+@contextmanager
+def on_meta_device(stage: PipelineStage) -> Iterator[None]:
+    """Make a stage allocate its buffers on the meta device, without storage."""
+    device, stage.device = stage.device, torch.device("meta")
+    try:
+        yield
+    finally:
+        stage.device = device
 
 
 def allocate(infos: Sequence[Any], device: torch.device) -> None:

@@ -100,7 +100,7 @@ def resolve_adapters(cfg: Adapter, config: ModelConfig) -> AdapterSpec | None:
     alphas = by_pattern("alpha_pattern", cfg.alpha_pattern, targets, config, problems)
     also = fully_trained(cfg.also, model, targets, problems)
     shapes = {name: list(model.get_parameter(matrix_name(name)).shape) for name in targets}
-    problems += too_high_ranks(cfg, ranks, shapes) + without_lengths(cfg, targets)
+    problems += too_high_ranks(cfg, ranks, shapes) + dora_on_experts(cfg, targets)
     if problems:
         raise UserError("the adapters do not fit the model", problems)
     layers = {name: (ranks.get(name, cfg.rank), alphas.get(name, cfg.alpha)) for name in targets}
@@ -306,7 +306,7 @@ def _experts(layer: str) -> str:
     return layer.rpartition(".")[0] if is_stacked(layer) else ""
 
 
-def without_lengths(cfg: Adapter, targets: list[str]) -> list[Problem]:
+def dora_on_experts(cfg: Adapter, targets: list[str]) -> list[Problem]:
     """Return the problem of experts chosen for DoRA, if there are any."""
     stacked = [name for name in targets if is_stacked(name)]
     if cfg.name != "dora" or not stacked:

@@ -28,7 +28,7 @@ class Balancing(NamedTuple):
     z_loss: float
 
 
-def block_figures(
+def auxiliary_values(
     experts: Tensor, logits: Tensor, probabilities: Callable[[Tensor], Tensor], given: Balancing
 ) -> dict[str, Tensor]:
     """Return a block's auxiliary values: the number of tokens of each expert, and the losses.

@@ -350,7 +350,7 @@ class Decoder(nn.Module):
                 inputs.append(self.balance.of_block(int(name), token_share))
             x, auxiliary = block(*inputs)
             values.append(auxiliary)
-        return x, together(values)
+        return x, combine_auxiliary(values)
 
     def all_tokens(self, x: Tensor) -> Tensor:
         """Return the residual stream of all tokens; parallel.tensor overrides this to gather it."""
@@ -393,7 +393,7 @@ class Decoder(nn.Module):
             return self.hidden(*args)[0]
 
 
-def together(blocks: list[Auxiliary]) -> Auxiliary:
+def combine_auxiliary(blocks: list[Auxiliary]) -> Auxiliary:
     """Return the combined auxiliary values of the blocks: scalars summed, others stacked."""
     names = dict.fromkeys(name for values in blocks for name in values)
     stacks = {name: [values[name] for values in blocks if name in values] for name in names}

@@ -84,13 +84,13 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     scales = aligned.view(torch.bfloat16).to(dtype)
     table = _tables.get((dtype, encoded.device))
     if table is None:
-        table = pairs_of_levels(dtype, encoded.device)
+        table = level_pairs(dtype, encoded.device)
     codes = blocks[:, :, SCALE:].int()
     numbers = F.embedding(codes, table).flatten(2)
     return numbers.mul_(scales).flatten(1)[:, :columns].contiguous()
 
 
-def pairs_of_levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+def level_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of the two codes of each byte: [256, 2]. Synchronises with a GPU."""
     levels = torch.tensor(LEVELS, dtype=dtype, device=device)
     return torch.cartesian_prod(levels, levels)
@@ -151,7 +151,7 @@ class Linear4(nn.Module):
 def keep_levels(dtype: torch.dtype, device_type: str) -> None:
     """Fill the lookup table for `dtype` on this process's device, before the first forward."""
     device = torch.empty(0, device=device_type).device
-    _tables[dtype, device] = pairs_of_levels(dtype, device)
+    _tables[dtype, device] = level_pairs(dtype, device)
 
 
 def quantize_linears(model: nn.Module, weights: Iterable[str], dtype: torch.dtype) -> None:

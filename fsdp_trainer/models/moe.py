@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_trainer.models.balance import Balancing, block_figures
+from fsdp_trainer.models.balance import Balancing, auxiliary_values
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.families import BIASED
 from fsdp_trainer.models.feed_forward import ACTIVATIONS, MLP
@@ -314,7 +314,9 @@ class MixtureOfExperts(nn.Module):
             out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
         if balancing is None:
             return out.view_as(x)
-        figures = block_figures(routing.experts, routing.logits, self.gate.probabilities, balancing)
+        figures = auxiliary_values(
+            routing.experts, routing.logits, self.gate.probabilities, balancing
+        )
         return out.view_as(x), figures
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:

@@ -117,12 +117,12 @@ class ListedTargets:
         ids, logs, rest, target = (part[tokens] for part in self.top)
         place = own_columns(head, ids.long(), log_student.shape[1])
         log_p = log_student.clone()
-        put(log_p, *place, torch.full_like(logs, SMALLEST_LOG, dtype=torch.float32), "amin")
+        reduce_into(log_p, *place, torch.full_like(logs, SMALLEST_LOG, dtype=torch.float32), "amin")
         log_p.add_((rest - joint_logsumexp(head, log_p))[:, None])
         # logs are stored in few bits, so their total probability is computed from the rest
         logs = logs.float()
         together = (-rest.clamp(max=LARGEST_LOG).exp()).log1p()
-        put(log_p, *place, logs + (together - logs.logsumexp(-1))[:, None], "amax")
+        reduce_into(log_p, *place, logs + (together - logs.logsumexp(-1))[:, None], "amax")
         return log_p, target.float()
 
 
@@ -149,7 +149,9 @@ def _likeliest(soft: TeacherLogits, count: int, targets: Tensor, tokens: slice) 
     logs, ids = head.joint_columns(logs), head.joint_columns(ids)
     logs, best = logs.topk(count)
     ids = ids.gather(-1, best)
-    put(log_p, *own_columns(head, ids, columns), torch.full_like(logs, SMALLEST_LOG), "amin")
+    reduce_into(
+        log_p, *own_columns(head, ids, columns), torch.full_like(logs, SMALLEST_LOG), "amin"
+    )
     return TopTokens(ids, logs, joint_logsumexp(head, log_p), target)
 
 
@@ -227,7 +229,7 @@ def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     return own.clamp(0, max(0, columns - 1)), (own >= 0) & (own < columns)
 
 
-def put(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) -> None:
+def reduce_into(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) -> None:
     """Reduce numbers into columns of `values` in place, by minimum (how: amin) or maximum (amax).
 
     values: [rows, columns]; own, is_own: [rows, count], from own_columns; numbers: [rows, count].

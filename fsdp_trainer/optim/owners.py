@@ -108,13 +108,13 @@ class Round:
         owner = first
         for parameter, layout in enumerate(layouts):
             for matrix in range(layout.shape[0]):
-                self._part_with(parameter, matrix, layout, owner, rank)
+                self._add_held(parameter, matrix, layout, owner, rank)
                 if owner == rank:
-                    self._own(parameter, matrix, layout, owner)
+                    self._add_owned(parameter, matrix, layout, owner)
                 owner = (owner + 1) % ranks
         self.next = owner
 
-    def _part_with(
+    def _add_held(
         self, parameter: int, matrix: int, layout: ShardLayout, owner: int, rank: int
     ) -> None:
         piece = layout.piece(parameter, matrix, rank)
@@ -123,7 +123,7 @@ class Round:
             if layout.sender(layout.parts[rank], owner) == rank:
                 self.to_owners[owner].append(piece)
 
-    def _own(self, parameter: int, matrix: int, layout: ShardLayout, owner: int) -> None:
+    def _add_owned(self, parameter: int, matrix: int, layout: ShardLayout, owner: int) -> None:
         _, rows, columns = layout.shape
         self.own.setdefault((rows, columns), []).append((parameter, matrix))
         for rank, part in enumerate(layout.parts):

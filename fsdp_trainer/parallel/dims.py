@@ -105,7 +105,7 @@ class Dims:
         return ", ".join(f"{name} {place}" for name, place in places.items())
 
     @property
-    def parts_experts(self) -> bool:
+    def separates_experts(self) -> bool:
         """True if experts are on a different mesh from the rest of a block."""
         return self.expert_sizes["expert"] > 1 or self.sizes["tensor"] > 1
 

@@ -57,7 +57,7 @@ def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any
     Experts are sharded over the ranks that hold the same experts. None: all parameters are on one
     mesh.
     """
-    if FEED_FORWARD not in model.config.feed_forwards or not dims.parts_experts:
+    if FEED_FORWARD not in model.config.feed_forwards or not dims.separates_experts:
         return None
     # on all pipeline stages, including those without experts: creating the mesh is collective
     mesh = dims.expert_mesh

@@ -176,14 +176,14 @@ def shard_part(
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
-    for frozen in units_in_front(units) if part.is_frozen_before else []:
+    for frozen in units_before_trained(units) if part.is_frozen_before else []:
         frozen.set_unshard_in_backward(False)
     # samples during training must, like a forward, wait for the optimizer's last write
     register_fsdp_forward_method(part.root, part.inference)
     prefetch([unit[0] for unit in units], cfg.prefetch)
 
 
-def units_in_front(units: list[list[nn.Module]]) -> list[Any]:
+def units_before_trained(units: list[list[nn.Module]]) -> list[Any]:
     """Return the first module of each unit before all trained units.
 
     Backward does not reach these units, but FSDP2 would prefetch the last of them for backward.

@@ -99,7 +99,7 @@ class RingAttention(torch.autograd.Function):
             grad_keys = own if step == 0 else torch.zeros_like(own)
             for call in calls:
                 inputs = inputs_of(call, q, keys)
-                part, merged, sums = results_of(call, grad, out, total)
+                part, merged, sums = backward_inputs(call, grad, out, total)
                 gradients = attention_gradients(part, merged, sums, *inputs, call.causal, ctx.scale)
                 add_gradients(grad_q, grad_keys, call, gradients)
             if travelling is not None:
@@ -185,7 +185,7 @@ def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: T
         part = torch.where(call.sees[..., None], part, 0)
     part, logsumexp = part.transpose(1, 2), logsumexp.transpose(1, 2)
     if call.tokens is None or call.results is None:
-        merged, out_merged = merged_of(out, total, part, logsumexp)
+        merged, out_merged = merged_results(out, total, part, logsumexp)
         total.copy_(merged)
         out.copy_(out_merged)
         return
@@ -193,12 +193,14 @@ def merge(out: Tensor, total: Tensor, call: RingCall, part: Tensor, logsumexp: T
     logsumexp = logsumexp.flatten(0, 1).index_select(0, call.results)
     flat, flat_total = out.flatten(0, 1), total.flatten(0, 1)
     before, before_total = (x.index_select(0, call.tokens) for x in (flat, flat_total))
-    merged, out_merged = merged_of(before, before_total, part, logsumexp)
+    merged, out_merged = merged_results(before, before_total, part, logsumexp)
     flat_total.index_copy_(0, call.tokens, merged)
     flat.index_copy_(0, call.tokens, out_merged)
 
 
-def merged_of(out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor) -> tuple[Tensor, Tensor]:
+def merged_results(
+    out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the merged logsumexp, and the sum of both results weighted by their shares of it."""
     merged = torch.logaddexp(total, logsumexp)
     shares = ((x - merged).exp()[..., None] for x in (total, logsumexp))
@@ -206,7 +208,7 @@ def merged_of(out: Tensor, total: Tensor, part: Tensor, logsumexp: Tensor) -> tu
     return merged, out * of_before + part * of_part
 
 
-def results_of(
+def backward_inputs(
     call: RingCall, grad: Tensor, out: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradient, the merged result and the merged logsumexp for a call's queries."""

@@ -53,17 +53,17 @@ def shard_tensors(model: Any, dims: Dims) -> None:
     ranks = TensorRanks(group, dist.get_rank(group), dist.get_world_size(group))
     for block in model.model.layers.values():
         shard_block(block, ranks, mesh)
-        few_heads(block.self_attn, model.config.num_key_value_heads, ranks)
+        gather_key_heads(block.self_attn, model.config.num_key_value_heads, ranks)
     # a pipeline stage may lack norm, embedding or head
     if model.model.norm is not None:
-        turn_into(model.model.norm, PartialNorm, ranks, mesh, Replicate())
+        turn_into(model.model.norm, ReplicatedNorm, ranks, mesh, Replicate())
     tables = {TensorEmbedding: model.model.embed_tokens, TensorHead: model.lm_head}
     tables = {kind: table for kind, table in tables.items() if table is not None}
     for kind, table in tables.items():
         turn_into(table, kind, ranks, mesh, Shard(0))
     model.tie_weights()
     for table in tables.values():
-        table.know_rows()
+        table.set_rows()
     model.__class__ = TensorDecoder
     model.tensor_ranks = ranks
 
@@ -75,25 +75,25 @@ def shard_tensors(model: Any, dims: Dims) -> None:
 class TensorRanks:
     """The ranks of this rank's tensor group.
 
-    parts_tokens: True: each holds a part of the tokens between two modules; False, for inference
+    shards_tokens: True: each holds a part of the tokens between two modules; False, for inference
     on any number of tokens: each holds all tokens.
     """
 
     group: dist.ProcessGroup
     rank: int
     size: int
-    parts_tokens: bool = True
+    shards_tokens: bool = True
 
     def gather_tokens(self, x: Tensor) -> Tensor:
         """Return all tokens, [batch, length, hidden]. x: this rank's part of them."""
-        return Gather.apply(x, TOKENS, self.group) if self.parts_tokens else x
+        return Gather.apply(x, TOKENS, self.group) if self.shards_tokens else x
 
-    def sum_and_part_tokens(self, x: Tensor) -> Tensor:
+    def sum_and_shard_tokens(self, x: Tensor) -> Tensor:
         """Return the sum over ranks, for this rank's part of the tokens.
 
         x: [batch, length, hidden], this rank's summand for all tokens.
         """
-        if self.parts_tokens:
+        if self.shards_tokens:
             return Scatter.apply(x, TOKENS, self.group)
         return sum_over_ranks(x, self.group)
 
@@ -104,11 +104,11 @@ class TensorRanks:
     @contextmanager
     def whole_rows(self) -> Iterator[None]:
         """Return a context in which each rank holds all tokens between the modules."""
-        self.parts_tokens = False
+        self.shards_tokens = False
         try:
             yield
         finally:
-            self.parts_tokens = True
+            self.shards_tokens = True
 
 
 class Gather(torch.autograd.Function):
@@ -235,13 +235,13 @@ def turn_into(
 ) -> None:
     """Change a module's class to one with the forward of `cls`, and place its weight."""
     kind: Any = type(module)
-    module.__class__ = cls if issubclass(cls, kind) else both(cls, kind)
+    module.__class__ = cls if issubclass(cls, kind) else combined_class(cls, kind)
     module.tensor_ranks = ranks
     place(module, mesh, placement, "weight")
 
 
 @lru_cache
-def both(cls: type, kind: type) -> type:
+def combined_class(cls: type, kind: type) -> type:
     """Return a subclass of both; its forward is that of `cls`. kind: a class of linear layers."""
     return type(f"{cls.__name__}{kind.__name__}", (cls, kind), {})
 
@@ -251,7 +251,7 @@ def local(parameter: Any) -> Tensor:
     return parameter.to_local()
 
 
-def partial(parameter: Any, ranks: TensorRanks) -> Tensor:
+def replicated(parameter: Any, ranks: TensorRanks) -> Tensor:
     """Return a replicated parameter whose gradient is the sum of the ranks' gradients.
 
     DTensor's own sum (`grad_placements`) takes more host time. Besides, torch caches groups by the
@@ -307,18 +307,18 @@ class RowLinear(SharedLinear):
 
     def multiplied(self, x: Tensor) -> Tensor:
         """See SharedLinear. Collective."""
-        return self.tensor_ranks.sum_and_part_tokens(super().multiplied(x))
+        return self.tensor_ranks.sum_and_shard_tokens(super().multiplied(x))
 
     def own(self, parameter: Tensor) -> Tensor:
         """See SharedLinear."""
-        return partial(parameter, self.tensor_ranks)
+        return replicated(parameter, self.tensor_ranks)
 
     def row_squares(self) -> Tensor:
         """See SharedLinear. Collective."""
         return sum_over_ranks(super().row_squares(), self.tensor_ranks.group)
 
 
-class PartialLinear(SharedLinear):
+class ReplicatedLinear(SharedLinear):
     """A replicated linear layer.
 
     Each rank's gradient is for its tokens or for its output channels only; they are summed.
@@ -326,11 +326,11 @@ class PartialLinear(SharedLinear):
 
     def multiplied(self, x: Tensor) -> Tensor:
         """See SharedLinear."""
-        return product(self, x, partial(self.weight, self.tensor_ranks))
+        return product(self, x, replicated(self.weight, self.tensor_ranks))
 
     def own(self, parameter: Tensor) -> Tensor:
         """See SharedLinear."""
-        return partial(parameter, self.tensor_ranks)
+        return replicated(parameter, self.tensor_ranks)
 
 
 def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -342,28 +342,28 @@ def product(linear: Any, x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-class PartialRouter(Router):
+class ReplicatedRouter(Router):
     """A replicated router for this rank's tokens."""
 
     tensor_ranks: TensorRanks
 
     def matrix(self) -> Tensor:
         """See Router."""
-        return partial(self.weight, self.tensor_ranks)
+        return replicated(self.weight, self.tensor_ranks)
 
     def offsets(self) -> Tensor | None:
         """See Router."""
-        return None if self.bias is None else partial(self.bias, self.tensor_ranks)
+        return None if self.bias is None else replicated(self.bias, self.tensor_ranks)
 
 
-class PartialGate(Gate):
+class ReplicatedGate(Gate):
     """A replicated gate of a shared expert, for this rank's tokens."""
 
     tensor_ranks: TensorRanks
 
     def matrix(self) -> Tensor:
         """See Gate."""
-        return partial(self.weight, self.tensor_ranks)
+        return replicated(self.weight, self.tensor_ranks)
 
 
 class HeadSinks(Attention):
@@ -374,7 +374,7 @@ class HeadSinks(Attention):
         return local(self.sinks)
 
 
-class PartialNorm(RMSNorm):
+class ReplicatedNorm(RMSNorm):
     """A replicated norm of complete vectors.
 
     Each rank's gradient is for its tokens, heads or columns only; they are summed.
@@ -384,7 +384,7 @@ class PartialNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalised, shaped as x: [..., size]."""
-        return self.normalize(x, partial(self.weight, self.tensor_ranks))
+        return self.normalize(x, replicated(self.weight, self.tensor_ranks))
 
 
 class ColumnNorm(RMSNorm):
@@ -408,7 +408,7 @@ class TensorEmbedding(nn.Embedding):
 
     tensor_ranks: TensorRanks
 
-    def know_rows(self) -> None:
+    def set_rows(self) -> None:
         """Set the first row and the number of rows of this rank."""
         rows = local_slice(self.weight)[0]
         self.first, self.rows = rows.start, rows.stop - rows.start
@@ -418,7 +418,7 @@ class TensorEmbedding(nn.Embedding):
         index = tokens - self.first
         is_other = (index < 0) | (index >= self.rows)
         x = F.embedding(index.clamp(0, self.rows - 1), local(self.weight))
-        return self.tensor_ranks.sum_and_part_tokens(x.masked_fill(is_other.unsqueeze(-1), 0))
+        return self.tensor_ranks.sum_and_shard_tokens(x.masked_fill(is_other.unsqueeze(-1), 0))
 
 
 class TensorHead(Head):
@@ -430,7 +430,7 @@ class TensorHead(Head):
 
     tensor_ranks: TensorRanks
 
-    def know_rows(self) -> None:
+    def set_rows(self) -> None:
         """Set the first token and the number of logits of this rank."""
         rows = local_slice(self.weight)[0]
         self.first = rows.start
@@ -566,7 +566,7 @@ def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
         place(block.self_attn, mesh, Shard(0), "sinks")
     experts: set[nn.Module] = set()
     if isinstance(block.mlp, MixtureOfExperts):
-        shard_mixture(block.mlp, ranks, mesh)
+        replicate_router(block.mlp, ranks, mesh)
         readers.remove(block.mlp)
         if block.mlp.shared:
             readers.append(getattr(block.mlp, block.mlp.shared))
@@ -578,15 +578,15 @@ def shard_block(block: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
         reader.register_forward_pre_hook(ranks.gather_first_argument)
 
 
-def shard_mixture(mixture: MixtureOfExperts, ranks: TensorRanks, mesh: DeviceMesh) -> None:
+def replicate_router(mixture: MixtureOfExperts, ranks: TensorRanks, mesh: DeviceMesh) -> None:
     """Replicate router and gate, so that each rank routes its own tokens.
 
     The experts are on a separate mesh. A shared expert is sharded like a dense feed-forward.
     """
-    turn_into(mixture.gate, PartialRouter, ranks, mesh, Replicate())
+    turn_into(mixture.gate, ReplicatedRouter, ranks, mesh, Replicate())
     place(mixture.gate, mesh, Replicate(), "bias")
     if mixture.gates_shared:
-        turn_into(mixture.shared_expert_gate, PartialGate, ranks, mesh, Replicate())
+        turn_into(mixture.shared_expert_gate, ReplicatedGate, ranks, mesh, Replicate())
 
 
 def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
@@ -594,13 +594,13 @@ def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -
     if name in COLUMNS:
         turn_into(module, ColumnLinear, ranks, mesh, Shard(0))
         place(module, mesh, Shard(0), "bias")
-        shard_adapter(module, PartialLinear, Replicate(), ColumnLinear, Shard(0), ranks, mesh)
+        shard_adapter(module, ReplicatedLinear, Replicate(), ColumnLinear, Shard(0), ranks, mesh)
         if hasattr(module, MAGNITUDE):
             place(module, mesh, Shard(0), MAGNITUDE)
     elif name in ROWS:
         turn_into(module, RowLinear, ranks, mesh, Shard(1))
         place(module, mesh, Replicate(), "bias")
-        shard_adapter(module, RowLinear, Shard(1), PartialLinear, Replicate(), ranks, mesh)
+        shard_adapter(module, RowLinear, Shard(1), ReplicatedLinear, Replicate(), ranks, mesh)
         if hasattr(module, MAGNITUDE):
             place(module, mesh, Replicate(), MAGNITUDE)
         if isinstance(module, Linear4):
@@ -611,15 +611,15 @@ def shard_module(name: str, module: Any, ranks: TensorRanks, mesh: DeviceMesh) -
         for norm in (module.q_norm, module.k_norm):
             turn_into(norm, ColumnNorm, ranks, mesh, Shard(0))
     elif type(module) is RMSNorm:
-        turn_into(module, PartialNorm, ranks, mesh, Replicate())
+        turn_into(module, ReplicatedNorm, ranks, mesh, Replicate())
 
 
 def keep_whole(module: Any, ranks: TensorRanks, mesh: DeviceMesh) -> None:
     """Replicate a linear layer; the ranks' gradients of it are summed."""
     vectors = [name for name in ("bias", MAGNITUDE) if hasattr(module, name)]
-    turn_into(module, PartialLinear, ranks, mesh, Replicate())
+    turn_into(module, ReplicatedLinear, ranks, mesh, Replicate())
     place(module, mesh, Replicate(), *vectors)
-    shard_adapter(module, PartialLinear, Replicate(), PartialLinear, Replicate(), ranks, mesh)
+    shard_adapter(module, ReplicatedLinear, Replicate(), ReplicatedLinear, Replicate(), ranks, mesh)
 
 
 def shard_adapter(
@@ -653,7 +653,7 @@ def dora_forward(self: Any, x: Tensor) -> Tensor:
     return factor * out if self.bias is None else factor * out + self.own(self.bias)
 
 
-def few_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
+def gather_key_heads(attention: Attention, heads: int, ranks: TensorRanks) -> None:
     """Gather the key head that each rank's queries attend to, if there are fewer heads than ranks.
 
     Each rank computes a part of a key head; a hook gathers the parts. heads: number of key heads.

@@ -31,7 +31,6 @@ from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
-from fsdp_trainer.training.weights import draw_weights
 
 
 class LiveBytes(TorchDispatchMode):
@@ -196,34 +195,3 @@ def _even_routing(router, x):
     if router.normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
     return Routing(experts, weights.to(x.dtype), logits)
-
-
-def peaks_of_experts(cases):
-    """Return this rank's peak bytes of live storages in a step with clipping for each case.
-
-    A case is (cfg, config). Routing is even.
-    """
-    dist.init_process_group("gloo")
-    return [_peak_of_experts(*case) for case in cases]
-
-
-def _peak_of_experts(cfg, config):
-    cpu = torch.device("cpu")
-    dims = Dims(cfg.sharding, "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg, resolve_adapters(cfg.adapter, config))
-    allocate(model, cpu)
-    draw_weights(model, 0)
-    route_evenly(model)
-    optimizer = build_optimizer(model, cfg.optim)
-    sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
-    sync.before(last=True)
-    micro_step(model, cfg, batch_of_rank(cfg, config, dims))
-    optimizer.step()
-    optimizer.zero_grad()
-    with LiveBytes() as measure:
-        for parameter in model.parameters():
-            for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
-                measure.add(tensor)
-        micro_step(model, cfg, batch_of_rank(cfg, config, dims))
-        clip_gradients(model, dims, 1.0, None)
-    return measure.peak

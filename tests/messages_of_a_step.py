@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from memory_of_a_step import micro_step, route_evenly, whole_batch
+from memory_of_a_step import LiveBytes, batch_of_rank, micro_step, route_evenly, whole_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_trainer.config.pipeline import micro_batches
+from fsdp_trainer.models.adapters import resolve_adapters
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
@@ -19,8 +20,9 @@ from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
-from fsdp_trainer.training.gradients import GradientSync
+from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import draw_weights
 
 SMALL = 2**20  # bytes; the plan leaves out the few numbers per token that the head gathers
 GATHER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
@@ -131,7 +133,7 @@ class SentByKind(TorchDispatchMode):
             self.bytes[whole // part, name == GATHER] += whole - part
         elif name == ALL_TO_ALL and args[1].dtype == torch.int64:
             self.waits += 1
-        elif name == ALL_TO_ALL:
+        elif name == ALL_TO_ALL and args[4]:  # without sizes they exchange heads
             own = dist.ProcessGroup.unbox(args[2]).rank()
             others = sum(args[4]) - args[4][own]
             self.rows += others * args[1][:1].nbytes
@@ -142,31 +144,53 @@ class SentByKind(TorchDispatchMode):
         return dict(self.bytes), self.rows, self.waits
 
 
-def messages_of_experts(cases):
-    """Return this rank's messages in a step of one micro-batch for each case, with even routing.
+class OfExperts(NamedTuple):
+    """What this rank sends in one step, and the most bytes that it holds in the next one.
 
-    A case is (cfg, config). Its result is (bytes by (ranks, gathers), bytes of rows, exchanges of
-    row counts).
+    sent: bytes by (ranks, gathers); rows: bytes of rows; waits: exchanges of row counts.
+    """
+
+    sent: dict[tuple[int, bool], int]
+    rows: int
+    waits: int
+    peak: int
+
+
+def steps_of_experts(cases):
+    """Return this rank's OfExperts for each case (cfg, config), with even routing.
+
+    A step has one micro-batch.
     """
     dist.init_process_group("gloo")
-    return [_messages_of_experts(*case) for case in cases]
+    return [_steps_of_experts(*case) for case in cases]
 
 
-def _messages_of_experts(cfg, config):
+def _steps_of_experts(cfg, config):
     cpu = torch.device("cpu")
     dims = Dims(cfg.sharding, "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, cfg, resolve_adapters(cfg.adapter, config))
     allocate(model, cpu)
-    initialize_weights(model, 0)
+    draw_weights(model, 0)
     route_evenly(model)
-    return _sent_in_a_step(model, dims, cfg)
+    optimizer = build_optimizer(model, cfg.optim)
+    sent = _sent_in_a_step(model, dims, cfg)
+    optimizer.step()
+    optimizer.zero_grad()
+    with LiveBytes() as measure:
+        for parameter in model.parameters():
+            for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
+                measure.add(tensor)
+        micro_step(model, cfg, batch_of_rank(cfg, config, dims))
+        clip_gradients(model, dims, 1.0, None)
+    return OfExperts(*sent, measure.peak)
 
 
 def _sent_in_a_step(model, dims, cfg):
+    config = model.config
     sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     sync.before(last=True)
     with SentByKind() as sent:
-        micro_step(model, cfg)
+        micro_step(model, cfg, batch_of_rank(cfg, config, dims))
     return sent.result()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ssh_hosts
-from inject import ENDLESS_STEP, ONE_SIGNAL, seamed
+from inject import ONE_SIGNAL, seamed
 from world import SMALL, Run, alive, end, wait_until
 
 from fsdp_trainer.cli import main
@@ -97,6 +97,7 @@ def test_hosts_are_refused_where_a_launcher_starts_the_ranks(refused, monkeypatc
     assert said in refused("launch.hosts=[a,b]")
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_ranks_of_all_hosts(capsys, tmp_path):
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=2")
     words = ["plan", "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"]
@@ -243,7 +244,9 @@ def processes_of(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_world_stop_in_order_and_go_on(start, tmp_path):
+def test_two_hosts_train_as_one_world_stop_in_order_go_on_and_end_with_their_starter(
+    start, tmp_path
+):
     run = Run(tmp_path / "run")
     endless = start("train.steps=100000", env=seamed(tmp_path / "seam", ONE_SIGNAL))
     wait_until(lambda: run.metrics, endless)
@@ -253,49 +256,77 @@ def test_two_hosts_train_as_one_world_stop_in_order_and_go_on(start, tmp_path):
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGTERM"
     assert out.count("SIGTERM: stops in order") == 1
-    done = start(f"train.steps={len(run.metrics) + 2}")
-    out, _ = done.communicate(timeout=600)
-    assert done.returncode == 0, out
-    assert run.event("resume")
-    assert out.count("done: ") == 1
     assert not processes_of(run.folder)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_on_any_host_when_the_starter_is_killed(start, tmp_path):
-    run = Run(tmp_path / "run")
-    endless = start("train.steps=100000", "launch.watchdog=true")
-    wait_until(lambda: run.metrics, endless)
+    steps = len(run.metrics)
+    again = start("train.steps=100000", "launch.watchdog=true")
+    wait_until(lambda: len(run.metrics) > steps, again)
+    assert run.column("step") == [*range(1, len(run.metrics) + 1)]
+    assert run.event("resume")[0]["world_size"] == 2
     there = processes_of(run.folder)
     assert len(there) >= 4, "a node and a rank on each host"
-    endless.kill()
+    again.kill()
     wait_until(lambda: not any(alive(pid) for pid in there))
     assert not processes_of(run.folder)
 
 
+# ranks that train nothing: they are there, and end at the second signal that they hear
+RANKS = """
+import os, pathlib, signal, sys, time
+from fsdp_trainer import process
+
+process.ECHO_SECONDS = 0.2
+if process.HOST in os.environ:
+    from fsdp_trainer.launch import start
+    start.GRACE_SECONDS = 0.2
+if sys.orig_argv[1:3] == ["-m", "fsdp_trainer"] and "RANK" in os.environ:
+    process.die_with_parent(int(os.environ[process.PARENT]))
+    rank = os.environ["RANK"]
+
+    def hear(signum, frame):
+        signal.signal(signum, leave)
+        print("heard by", rank, flush=True)
+
+    def leave(signum, frame):
+        os._exit(128 + signum)
+
+    signal.signal(signal.SIGINT, hear)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    pathlib.Path("rank " + rank).touch()
+    while True:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def without_training(start, tmp_path):
+    """Start two hosts whose ranks train nothing, and wait for these."""
+    process = start(env=seamed(tmp_path / "seam", RANKS))
+    wait_until(
+        lambda: {*tmp_path.glob("rank ?")} == {tmp_path / "rank 0", tmp_path / "rank 1"}, process
+    )
+    return process
+
+
 @pytest.mark.slow
-def test_a_second_signal_ends_all_hosts_at_once(start, tmp_path):
-    process = start("train.steps=3", env=seamed(tmp_path / "seam", ENDLESS_STEP))
-    wait_until((tmp_path / "in the step").exists, process)
-    process.send_signal(signal.SIGINT)
-    while "stops in order" not in process.stdout.readline():
-        assert process.poll() is None
+def test_a_second_signal_ends_all_hosts_at_once(without_training, tmp_path):
+    without_training.send_signal(signal.SIGINT)
+    heard = 0
+    while heard < 2:
+        heard += "heard by" in without_training.stdout.readline()
+        assert without_training.poll() is None
     time.sleep(0.5)  # two at once would count as one
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=600)
-    assert process.returncode == 128 + signal.SIGINT, out
+    without_training.send_signal(signal.SIGINT)
+    out, _ = without_training.communicate(timeout=600)
+    assert without_training.returncode == 128 + signal.SIGINT, out
     assert not processes_of(tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_a_host_that_loses_its_power_ends_the_run_and_is_named(start, cluster, tmp_path):
+def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, without_training, tmp_path):
     if cluster.network is None:
         pytest.skip("no network namespaces here")
-    run = Run(tmp_path / "run")
-    endless = start("train.steps=100000")
-    wait_until(lambda: run.metrics, endless)
     cluster.network.power_off(2)
-    out, _ = endless.communicate(timeout=600)
-    assert endless.returncode == 1, out
+    out, _ = without_training.communicate(timeout=600)
+    assert without_training.returncode == 1, out
     assert f"{cluster.names[1]} was lost" in out
-    assert not processes_of(run.folder)
+    assert not processes_of(tmp_path / "run")

@@ -4,8 +4,7 @@ import json
 
 import inject
 import pytest
-from memory_of_a_step import peaks_of_experts
-from messages_of_a_step import messages_of_experts, rows_of_512_ranks
+from messages_of_a_step import rows_of_512_ranks, steps_of_experts
 from recipe import planned
 
 from fsdp_trainer.cli import main
@@ -18,11 +17,10 @@ from fsdp_trainer.plan.time import wire
 
 MIXTURE = (
     "model=tiny", "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
-    "model.moe_intermediate_size=96", "model.tie_word_embeddings=false", "model.vocab_size=512",
-    "model.num_hidden_layers=2", "plan.world_size=4", "batch.seq_len=64", "batch.micro_rows=1",
-    "batch.rows=4", "precision=fp32",
+    "model.hidden_size=256", "model.moe_intermediate_size=512", "model.tie_word_embeddings=false",
+    "model.vocab_size=512", "model.num_hidden_layers=2", "plan.world_size=4", "batch.seq_len=512",
+    "batch.micro_rows=1", "batch.rows=4", "precision=fp32",
 )  # fmt: skip
-WIDER = (*MIXTURE, "model.hidden_size=256", "model.moe_intermediate_size=512", "batch.seq_len=512")
 LAYOUTS = (
     ("sharding.expert=2",),
     ("sharding.expert=4", "activation_checkpoint=full"),
@@ -50,17 +48,20 @@ MIXTRAL = ("model=mixtral_8x7b", "plan.gpu=h100", "batch.rows=64", "batch.seq_le
 QWEN = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 
 
-def cases(words, layouts=LAYOUTS):
-    configurations = [compose("plan", [*words, *layout], inputs=False) for layout in layouts]
-    return [(cfg, architecture(cfg)[0]) for cfg in configurations]
+@pytest.fixture(scope="module")
+def measured(world):
+    """Each layout with its configuration, its model, and what rank 0 of four sent and held."""
+    layouts = (*LAYOUTS, CONTEXT, QLORA)
+    cfgs = [compose("plan", [*MIXTURE, *layout], inputs=False) for layout in layouts]
+    cases = [(cfg, architecture(cfg)[0]) for cfg in cfgs]
+    told = world.call(4, steps_of_experts, cases)[0]
+    return [(layout, *case, one) for layout, case, one in zip(layouts, cases, told, strict=True)]
 
 
 @pytest.mark.slow
-def test_ranks_send_the_bytes_that_the_plan_counts(world):
+def test_ranks_send_the_bytes_that_the_plan_counts(measured):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
-    given = cases(MIXTURE)
-    measured = world.call(4, messages_of_experts, given)[0]
-    for layout, (cfg, config), (sent, rows, waits) in zip(LAYOUTS, given, measured, strict=True):
+    for layout, cfg, config, told in measured[: len(LAYOUTS)]:
         ways = wire(cfg, config, 4, DEVICES["h100"])
         for gathers in (True, False):
             counted = {}
@@ -70,25 +71,25 @@ def test_ranks_send_the_bytes_that_the_plan_counts(world):
                     ranks = ways[name].ranks
                     counted[ranks] = counted.get(ranks, 0) + size
             real = {
-                ranks: size for (ranks, is_gather), size in sent.items() if is_gather == gathers
+                ranks: size
+                for (ranks, is_gather), size in told.sent.items()
+                if is_gather == gathers
             }
             close = 0.005 if cfg.sharding.tensor > 1 else 0
             assert real == pytest.approx(counted, rel=close), layout
         way = ways.get("expert")
-        assert rows == (way.gathered + way.reduced if way else 0), layout
+        assert told.rows == (way.gathered + way.reduced if way else 0), layout
         # of two blocks, also where they are computed again
-        assert waits == (2 if way else 0), layout
+        assert told.waits == (2 if way else 0), layout
 
 
 @pytest.mark.slow
-def test_ranks_hold_what_the_plan_says(world):
-    layouts = (*LAYOUTS, CONTEXT, QLORA)
-    given = cases(WIDER, layouts)
-    measured = world.call(4, peaks_of_experts, given)[0]
-    for layout, (cfg, config), held in zip(layouts, given, measured, strict=True):
+def test_ranks_hold_what_the_plan_says(measured):
+    for layout, cfg, config, told in measured:
         with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
             peak = memory(cfg, config, 4, "cpu").peak
-        assert peak.total - peak.bytes["allowance"] == pytest.approx(held, rel=0.005), layout
+        held = pytest.approx(told.peak, rel=0.005)
+        assert peak.total - peak.bytes["allowance"] == held, layout
 
 
 @pytest.mark.slow
@@ -122,6 +123,7 @@ def test_experts_on_several_ranks_are_gathered_by_fewer_and_their_rows_travel():
     assert weights < alone.wire["shard"].gathered / 4
 
 
+@pytest.mark.slow
 def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
     words = (*QWEN, "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8")
     assert main(["plan", *words, "batch.micro_rows=4", "plan.format=json"]) == 0

@@ -127,7 +127,7 @@ def import_modules(names: Sequence[str]) -> None:
         except Exception as error:
             text = (
                 f"{type(error).__name__}: {error}\nA module is named as in `import`, without .py, "
-                "and lies in this folder or on PYTHONPATH"
+                "and must be in this folder or on PYTHONPATH"
             )
             problem = Problem(f"--import {name}", text)
             raise UserError("a module cannot be imported", [problem]) from error

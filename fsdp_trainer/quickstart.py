@@ -18,7 +18,7 @@ from fsdp_trainer.quickstart_rl import quickstart_rl
 NEXT = """
 Where everything lies
   {run}/metrics.jsonl, events.jsonl, config.yaml     what happened, step by step
-  {run}/checkpoints/                                 the same command goes on from the newest
+  {run}/checkpoints/                                 the same command resumes from the newest
   {run}/hf/                                          \
 AutoModelForCausalLM.from_pretrained("{run}/hf")
 

@@ -160,7 +160,7 @@ def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
     for number, stage in enumerate(TRAININGS):
         ranks.faults[stage] = inject.signalled("clip", rank=0, nth=1)
         assert chain(tmp_path) == (75, list(TRAININGS[max(0, number - 1) : number + 1]))
-        assert f"{stage}: ended with code 75; the same command goes on" in capsys.readouterr().out
+        assert f"{stage}: ended with code 75; the same command resumes" in capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "answer_questions", interrupted)
         assert chain(tmp_path) == (130, ["sft"])

@@ -1,4 +1,4 @@
-"""checkpoint=async: training goes on while a thread writes, and everything else is as with sync."""
+"""checkpoint=async: a thread writes during training, and everything else is as with sync."""
 
 import json
 import threading

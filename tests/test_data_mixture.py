@@ -203,7 +203,7 @@ def test_what_a_resume_makes_of_changed_data_is_told():
     )
     other, progress, told = go_on(other, begun, 10)
     assert told == [
-        "data   a was asked for 0.5, is for 0.6: goes on at epoch 2, row 1 of 4",
+        "data   a was asked for 0.5, is for 0.6: continues at epoch 2, row 1 of 4",
         (
             "data   b has other content: begins at the first row of what it is now; what was "
             "seen of it may come again"
@@ -475,7 +475,7 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
         "checkpoint.allow_changes=[data.path]",
         ranks=2,
     )
-    assert f"a goes on at epoch 1, row {before[0]['rows']} of" in run.out
+    assert f"a continues at epoch 1, row {before[0]['rows']} of" in run.out
     assert "c is new: begins at its first row" in run.out
     after = run.event("data")[-1]["sources"]
     share = 1 - 18 / sum(

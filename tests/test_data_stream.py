@@ -244,7 +244,7 @@ def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, 
     run = train(
         "run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2
     )
-    assert f"goes on after step {trained}" in run.out
+    assert f"resumes after step {trained}" in run.out
     assert f"skipped {broken}:1191" in run.out
     assert len(run.metrics) == 100
     assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [

@@ -1,5 +1,5 @@
 """A disk that is full, broken, read-only or slow, and trackers that hang: told, tried again, and
-training goes on."""
+training continues."""
 
 import contextlib
 import errno

@@ -482,7 +482,7 @@ def test_stored_lists_stand_in_for_the_teacher_in_any_order_and_on_any_ranks(
     assert {path: path.stat() for path in tmp_path.rglob("top_tokens.npy")} == stored
 
     whole = world.train(tmp_path / "whole", *keys, "objective.top_k=260")
-    assert "the teacher reads 228 learnt tokens once" in whole.out
+    assert "the teacher reads 228 supervised tokens once" in whole.out
     for name in ("loss", "kl"):
         assert whole.column(name) == pytest.approx(online.column(name), rel=1e-3), name
     another = [f"objective.teacher={one.folder}" if "teacher=" in k else k for k in keys]
@@ -510,7 +510,7 @@ def test_lists_that_the_disk_has_no_room_for_end_the_run_before_the_teacher_read
     keys += [f"data.cache={tmp_path}/cache", "tokenizer.path=demo:bytes", "objective=distil"]
     keys += [f"objective.teacher={trained.folder}", "objective.top_k=3"]
     said = world.train(tmp_path / "run", *keys, seam=full_disk, code=1).err
-    assert "cannot keep the teacher's lists beside the data (data.cache)" in said
+    assert "cannot store the teacher's lists next to the data (data.cache)" in said
     assert "No space left on device" in said
     (folder,) = tmp_path.rglob("teacher")
     assert not [*folder.iterdir()]

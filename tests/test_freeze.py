@@ -251,7 +251,7 @@ def test_what_is_frozen_changes_only_where_that_is_allowed(train):
 def test_new_tokens_need_a_trained_embedding(train, base):
     tokens = "tokenizer.add_tokens=['<new>']"
     err = train("run", *begin_from(base), EMBEDDING, tokens, base=ROWS, code=2).err
-    assert "they would never be learnt" in err
+    assert "they would never be trained" in err
 
 
 def test_a_pattern_that_fits_nothing_stops_a_run_before_it_reads_data(train):

@@ -113,7 +113,7 @@ def test_ranks_get_the_launchers_configuration_and_launch_env_and_a_signal_stops
     assert process.returncode == 75, out + err
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGUSR1"
-    assert out.count("the same command goes on") == 1, "one voice"
+    assert out.count("the same command resumes") == 1, "one voice"
     assert "Traceback" not in err
     assert_no_other_files(tmp_path / "cwd")
 
@@ -143,7 +143,7 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
         folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
         (folder / "MANIFEST.json").touch()
-    assert advice_after_kill(cfg, "train") == "The same command goes on after step 10"
+    assert advice_after_kill(cfg, "train") == "The same command resumes after step 10"
     cfg.checkpoint.resume = "never"
     advice = "Go on after step 10 with  checkpoint.resume=auto"
     assert advice_after_kill(cfg, "train") == advice

@@ -187,7 +187,7 @@ def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_
     stopped = train("run", *how, ranks=2, seam=slow_tokenising(), code=75)
     assert end_of(stopped) == ("end", 75)
     assert stopped.events[-1]["reason"] == "SIGINT"
-    assert "the same command goes on" in stopped.out
+    assert "the same command resumes" in stopped.out
     assert {path.name for path in (tmp_path / "cache").iterdir()} <= {"hashes.json"}
     assert train("run", *how, ranks=2).column("step") == [1]
 

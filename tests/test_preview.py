@@ -303,7 +303,7 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     assert "1 dropped (1 too long)" in lines[1]
     assert "1 duplicate kept" in lines[1]
     assert "warning: 1 conversation or document with special tokens in their own text" in lines[2]
-    assert "take them out of the data" in lines[3]
+    assert "remove them from the data" in lines[3]
     assert "2 more warnings:  fsdp-trainer preview  with the same keys" in lines[4]
 
 
@@ -538,9 +538,9 @@ def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(
         learnt = page.locator(".document .text > b").first
         learnt.hover()
         settle(lambda: about.inner_text() != idle, page)
-        assert "learnt with weight 1" in about.inner_text()
+        assert "supervised with weight 1" in about.inner_text()
         page.locator(".document .text > b[data-w='0.5']").first.hover()
-        settle(lambda: "learnt with weight 0.5" in about.inner_text(), page)
+        settle(lambda: "supervised with weight 0.5" in about.inner_text(), page)
         page.locator(".document .text > i").first.hover()
         settle(lambda: "context" in about.inner_text(), page)
         assert page.locator("script").count() == 1

@@ -106,7 +106,7 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
     assert end_of(run) == ("end", 75)
     assert run.event("signal")[0]["reason"] == "SIGTERM"
     assert run.checkpoints == [f"step-{stopped:08d}"]
-    assert "the same command goes on" in out
+    assert "the same command resumes" in out
     assert out.count("checkpoint committed") == 1
     again = train("run", f"train.steps={stopped + 3}", "schedule=constant", ranks=2)
     assert again.column("step") == list(range(1, stopped + 4))

@@ -116,7 +116,7 @@ def test_a_server_that_is_lost_for_a_moment_costs_nothing_and_for_good_a_restart
     served.failures["/v1/completions"] = None
     lost = world.command("train", *SMALL, *place, *keys, ranks=2, code=1, seam=no_pause)
     assert f"the server {served.url} answers no more prompts: HTTP 503" in lost[0].err
-    assert "the same command goes on" in lost[0].err
+    assert "the same command resumes" in lost[0].err
     served.failures.clear()
     run = world.train(tmp_path / "run", *keys, "train.steps=2", ranks=2)
     assert run.column("reward") == pytest.approx(whole.column("reward")[:2])

@@ -367,7 +367,7 @@ def test_a_failure_is_recorded_and_the_others_go_on(sweep):
 def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     sweep.endings = {1.0: 75}
     assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"]
-    assert "the same command goes on" in sweep.said.out
+    assert "the same command resumes" in sweep.said.out
 
 
 def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
@@ -747,7 +747,7 @@ def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_
     process.terminate()
     out, err = process.communicate(timeout=600)
     assert process.returncode == 75, out + err
-    assert "the same command goes on" in out, out + err
+    assert "the same command resumes" in out, out + err
     lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
     assert states(lines) == ["stopped", "stopped", "waiting"]
     assert all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2])

@@ -50,7 +50,7 @@ def chain(cfg: ChainConfig, words: list[str], config_dir: str | None = None) -> 
             continue
         code = do_stage(planned, stage, record, composed.get(stage.name))
         if code:
-            again = "the same command goes on" if code == STOPPED else "once that is mended"
+            again = "the same command resumes" if code == STOPPED else "once that is fixed"
             say(f"{stage.name}: ended with code {code}; {again}")
             return code
     return finish(planned, record)

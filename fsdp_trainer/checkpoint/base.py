@@ -148,7 +148,7 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
     if different:
         trained_beside = recorded.hub_id or recorded.source or "random weights"
         text = (
-            f"was trained beside other numbers, in {len(different):,} of {len(both):,} weights,"
+            f"was trained with other base weights: {len(different):,} of {len(both):,} differ,"
             f" such as {min(different)}.\nIts base model was {trained_beside}"
         )
         raise UserError("this is not the adapter's base model", [Problem(str(adapter), text)])
@@ -205,11 +205,11 @@ def require_trained_rows(model: Decoder, known: int) -> None:
     if frozen and count > 0:
         text = (
             f"freezes {frozen[0]}, which has rows for {count:,} new tokens (tokenizer.add_tokens):"
-            "\nthey would never be learnt. Train it, or add no tokens"
+            "\nthey would never be trained. Train it, or add no tokens"
         )
         if is_adapted(model):
             text += ".\nUse  adapter.also=[embedding,head]"
-        raise UserError("new tokens would not be learnt", [Problem(freezing_key(model), text)])
+        raise UserError("new tokens would not be trained", [Problem(freezing_key(model), text)])
 
 
 def load_weights(

@@ -99,7 +99,7 @@ def exportable(source: str, form: str) -> Path:
     if is_whole_model(folder):
         text = "is a whole model in Hugging Face's format already: there is nothing to merge"
         if merged_into(folder):
-            text = "is an export with its adapter merged into it already: use it as it is"
+            text = "is an export with its adapter already merged: use it without the adapter"
         raise UserError("there is nothing to export", [Problem(f"source={source}", text)])
     checkpoint = require_checkpoint(source)
     if form == "adapter" and not read_base(checkpoint).adapters:

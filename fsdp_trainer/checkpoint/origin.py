@@ -54,7 +54,7 @@ def refuse_merging_twice(adapter: Path, base: Path) -> None:
     adapter = find_checkpoint(adapter) or adapter
     if set(identity(adapter)) & set(merged_into(base)):
         text = (
-            f"has the adapter in {adapter} merged into it already: twice would be another model."
-            "\nUse it as it is, without the adapter, or name the base model that was trained"
+            f"already contains the adapter in {adapter}: merging it twice would give another model."
+            "\nUse it without the adapter, or name the base model that was trained"
         )
         raise UserError("the adapter would be merged twice", [Problem(str(base), text)])

@@ -47,7 +47,7 @@ class Entry:
     """
 
     path: str = key(None, "a file, folder, glob or URL")
-    name: str | None = key(None, "what the records of a run call it; null: its path tells")
+    name: str | None = key(None, "its name in the records of a run; null: taken from its path")
     weight: float | None = key(
         None, "its share of the tokens, next to the others' weights", above=0
     )

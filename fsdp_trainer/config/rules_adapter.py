@@ -56,7 +56,7 @@ def settle_adapter(cfg: TrainConfig, report: Report) -> None:
     if cfg.model.init_from is None:
         cfg.model.init_from = base or None
     if cfg.model.init_from is None:
-        text = f"{cfg.adapter.init_from} names no base model: say which it was trained beside"
+        text = f"{cfg.adapter.init_from} names no base model: name the one that it was trained with"
         report.add("model.init_from", None, text)
 
 

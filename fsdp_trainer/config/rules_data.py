@@ -91,7 +91,7 @@ def share_held_out(cfg: TrainConfig, report: Report) -> Violations:
     """Check that a share for validation is between 0 and 1."""
     share = cfg.data.validation
     if isinstance(share, float) and not 0 < share < 1:
-        reason = "a share lies between 0 and 1, e.g.  data.validation=0.02 ; null: none"
+        reason = "a share is between 0 and 1, e.g.  data.validation=0.02 ; null: none"
         yield "data.validation", reason
 
 

@@ -139,10 +139,10 @@ def teacher(cfg: TrainConfig, report: Report) -> Violations:
 
 def stored_lists(cfg: TrainConfig) -> Violations:
     """Check that stored lists of a teacher belong to stored tokens with an unchanging context."""
-    stored = f"objective.top_k={cfg.objective.top_k} stores what a teacher says"
+    stored = f"objective.top_k={cfg.objective.top_k} stores a teacher's probabilities"
     online = "or, with the teacher in memory,  objective.top_k=null"
     if cfg.data.streaming:
-        reason = f"{stored} beside the tokens, and a stream is not stored.\n"
+        reason = f"{stored} next to the tokens, and a stream is not stored.\n"
         yield "data.streaming", f"{reason}Use  data.streaming=false  {online}"
     if cfg.data.packing == "stream":
         reason = f"{stored} once, and a stream cuts texts at other places in each epoch.\n"

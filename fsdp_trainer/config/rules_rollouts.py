@@ -10,7 +10,7 @@ def prompts(cfg: TrainConfig, report: Report) -> Violations:
     if cfg.objective.name not in PROMPTED:
         return
     if not cfg.objective.rewards:
-        reason = "answers are learnt from by their rewards.\n"
+        reason = "answers are trained on by their rewards.\n"
         yield "objective.rewards", reason + "Use  objective.rewards=[exact]  or  [number]"
     if cfg.data.streaming:
         reason = "prompts are numbered, so that their answers can be made again.\n"

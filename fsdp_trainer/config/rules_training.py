@@ -67,7 +67,7 @@ def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Violations:
         yield (
             f"optim.{missing[0]}",
             "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt "
-            "optim.lr_batch_tokens=524288 ; null: lr as it is",
+            "optim.lr_batch_tokens=524288 ; null: lr is not scaled",
         )
 
 

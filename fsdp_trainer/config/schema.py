@@ -480,17 +480,17 @@ class Data:
     )
     template_args: dict[str, Any] | None = key(
         None,
-        "what the template is told besides, e.g. {enable_thinking: true}; the exported"
-        " template takes it as its default; null: nothing",
+        "more arguments of the template, e.g. {enable_thinking: true}; the exported"
+        " template has them as its defaults; null: none",
     )
     template_date: str | None = key(
         None,
-        "the day that a template is told which asks for today's, as 2025-01-31; null:"
-        " 2024-07-26, on whatever day",
+        "the date for a template that writes today's, e.g. 2025-01-31; null:"
+        " 2024-07-26, on any day",
     )
     loss_on: str = key(
         "assistant",
-        "which turns are learnt: every assistant turn, everything, or the last assistant turn",
+        "which turns are supervised: every assistant turn, everything, or the last assistant turn",
         choices=("assistant", "all", "last"),
     )
     too_long: str = key(
@@ -609,7 +609,7 @@ class Adapter:
     alpha_pattern: dict[str, float] = key({}, "other alphas for some of the targets")
     init_from: str | None = key(
         None,
-        "a PEFT folder, or a run with an adapter, to go on from; it decides kind, rank,"
+        "a PEFT folder, or a run with an adapter, to start from; it decides kind, rank,"
         " alpha, scaling and targets",
     )
 
@@ -668,7 +668,7 @@ class ObjectiveChoice:
         "of pairs: adds so many times the chosen answer's mean loss of a token",
         minimum=0,
     )
-    gamma: float = key(0.0, "simpo: by how much the chosen answer is to be ahead", minimum=0)
+    gamma: float = key(0.0, "simpo: the margin by which the chosen answer must be ahead", minimum=0)
     center_weight: float = key(
         0.0,
         "reward: adds so many times the square of the sum of a pair's scores, which draws scores"
@@ -702,9 +702,9 @@ class ObjectiveChoice:
     answer_rows: int = key(64, "grpo: answers that a rank generates at the same time", minimum=1)
     weighting: str = key(
         "dapo",
-        "grpo: `dapo`: all tokens of a step count alike; `grpo`: all answers, whatever their"
-        " length; `dr_grpo`: tokens alike, divided by the longest that an answer may be, and"
-        " rewards not by their deviation",
+        "grpo: `dapo`: all tokens of a step count equally; `grpo`: all answers, whatever their"
+        " length; `dr_grpo`: tokens equally, divided by the maximum length of an answer, and"
+        " rewards are not divided by their deviation",
         choices=("dapo", "grpo", "dr_grpo"),
     )
     clip_low: float = key(
@@ -748,9 +748,9 @@ class ObjectiveChoice:
     )
     top_k: int | None = key(
         None,
-        "distil: how many of the teacher's likeliest tokens are stored beside the token store, for"
-        " each token that is learnt, before the first step; no teacher is in memory then, and what"
-        " the others have together is shared out as the student would; null: the teacher is in"
+        "distil: how many of the teacher's likeliest tokens are stored next to the token store, for"
+        " each supervised token, before the first step; then no teacher is in memory, and the"
+        " probability of all other tokens is divided as the student does; null: the teacher is in"
         " memory",
         minimum=1,
     )
@@ -843,8 +843,8 @@ class Sharding:
     )
     messages: str = key(
         "ordinary",
-        "memory that gathered and reduced messages lie in: `ordinary`; `registered` with"
-        " NCCL, which may then leave out a copy; `symmetric`, the same address on all GPUs"
+        "memory for gathered and reduced messages: `ordinary`; `registered` with"
+        " NCCL, which may then skip a copy; `symmetric`, the same address on all GPUs"
         " (torch 2.12)",
         choices=("ordinary", "registered", "symmetric"),
     )
@@ -855,8 +855,8 @@ class Sharding:
     )
     reduce_scatter_buffers: int = key(
         1,
-        "gradient messages on their way at a time; 2 lets backward go on while one is late,"
-        " and holds one more (torch 2.13)",
+        "gradient reductions running at a time; 2 lets backward continue while one is late,"
+        " and keeps one more in memory (torch 2.13)",
         minimum=1,
     )
 
@@ -933,7 +933,7 @@ class Compile:
     enabled: bool = key(
         False,
         "compile each decoder block; without a C++ compiler (CPU) or Triton and a C compiler"
-        " (GPU) the run says so and goes on",
+        " (GPU) the run prints a warning and continues",
     )
     mode: str = key(
         "default",
@@ -980,8 +980,8 @@ class Optim:
     weight_decay: float = key(0.0, "decoupled weight decay", minimum=0)
     betas: list[float] = key(
         [0.9, 0.95],
-        "decay of the running mean and mean square; lion: of the mean as it is used, and as it is"
-        " kept",
+        "decay of the running mean and mean square; lion: of the mean as used in the update, and as"
+        " stored",
         minimum=0,
         maximum=1,
     )
@@ -1027,7 +1027,7 @@ class Optim:
         choices=("sqrt", "linear"),
     )
     lr_batch_tokens: int | None = key(
-        None, "the batch, in tokens of a step, at which lr holds as it is written", minimum=1
+        None, "the batch size, in tokens of a step, for which lr is given", minimum=1
     )
     grad_clip: float | None = key(1.0, "largest global gradient norm; null: off", above=0)
     grad_clip_value: float | None = key(
@@ -1065,7 +1065,7 @@ class Checkpoint:
     keep: int = key(2, "how many committed checkpoints stay; older ones are deleted", minimum=1)
     best: bool = key(
         False,
-        "also save at every new lowest validation loss, and keep that checkpoint beside the"
+        "also save at every new lowest validation loss, and keep that checkpoint besides the"
         " newest; checkpoints/best names it",
     )
     mode: str = key(
@@ -1099,7 +1099,7 @@ class Checkpoint:
     )
     resume: str = key(
         "auto",
-        "`auto`: go on from the newest good checkpoint if what is trained is the same;"
+        "`auto`: resume from the newest good checkpoint if model, data and optimizer are the same;"
         " `never`; or a path",
     )
     allow_changes: list[str] = key(
@@ -1119,7 +1119,7 @@ class Logging:
     )
     wandb: str = key(
         "disabled",
-        "Weights & Biases; a restarted run goes on in the same one",
+        "Weights & Biases; a restarted run continues in the same one",
         choices=("online", "offline", "disabled"),
     )
     project: str = key("fsdp_trainer", "Weights & Biases project")
@@ -1183,7 +1183,7 @@ class Launch:
     )
     watchdog: bool = key(
         True,
-        "a process on each node finds ranks that died, were stopped or do not go on, keeps"
+        "a process on each node finds ranks that died, were stopped or make no progress, keeps"
         " their stacks and kills them",
     )
     stall: str = key(

@@ -96,7 +96,7 @@ class Slurm:
         True, "queue a job again that stopped in order before its time was up (exit code 75)"
     )
     signal_seconds: int = key(
-        600, "how long before its time is up a job is told to stop", minimum=0
+        600, "how long before its time limit a job is told to stop", minimum=0
     )
     setup: list[str] = key([], "lines of bash before the run, e.g. ['module load cuda']")
     additional_parameters: dict[str, str] = key(

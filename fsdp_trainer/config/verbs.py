@@ -63,7 +63,7 @@ class Plan:
     expert_load: float = key(
         1.5,
         "with sharding.expert: rows of the rank that gets most of them over the even number, for"
-        " which peak and time are told beside those of even routing",
+        " which peak and time are shown next to those of even routing",
         minimum=1,
     )
     efficiency: float | None = key(
@@ -206,14 +206,14 @@ class ExportConfig:
     )
     merge_into: str = key(
         "original",
-        "of an adapter beside 4-bit weights: `original`: merged into the weights as they were"
-        " before; `trained`: into what 4 bits hold of them",
+        "for an adapter with 4-bit weights: `original`: merged into the weights before"
+        " quantisation; `trained`: into the decoded 4-bit weights",
         choices=("original", "trained"),
     )
     experts: str = key(
         "stacked",
         "of an adapter of experts: `stacked`: two tensors for all experts of a block, as peft"
-        " keeps them beside transformers 5; `separate`: two for each expert, as vLLM reads them",
+        " keeps them with transformers 5; `separate`: two for each expert, as vLLM reads them",
         choices=("stacked", "separate"),
     )
     shard_gib: float = key(4.0, "largest safetensors file, in GiB", above=0)
@@ -229,7 +229,7 @@ class VerifyConfig:
     )
     data: str | None = key(
         None,
-        "a file to compute the loss on; of an adapter beside 4-bit weights, merged in both ways",
+        "a file to compute the loss on; for an adapter with 4-bit weights, merged in both ways",
     )
 
 
@@ -349,7 +349,7 @@ class NewTokenizer:
 
     out: str | None = key(None, "the folder to write; must not exist or be empty")
     vocab_size: int = key(
-        32768, "tokens in all: bytes, those of the chat template, and those learnt", minimum=1
+        32768, "tokens in total: bytes, those of the chat template, and trained ones", minimum=1
     )
     kind: str = key(
         "bpe",
@@ -359,7 +359,7 @@ class NewTokenizer:
     )
     max_gib: float = key(
         2.0,
-        "GiB of text to learn from, taken from all files alike; sentencepiece keeps it in memory",
+        "GiB of text to train on, taken evenly from all files; sentencepiece keeps it in memory",
         above=0,
     )
     compare: list[str] = key(
@@ -435,7 +435,7 @@ class ChainConfig:
     )
     limit: int | None = key(None, "only the first so many items of each task; null: all", minimum=1)
     prompts: list[str] = key(
-        [], "what each stage's model is given at its end, to show how it goes on"
+        [], "prompts that each stage's model continues at its end, to show its state"
     )
     price: float = key(3.0, "dollars for an hour of a GPU, to estimate the cost", minimum=0)
     name: str = key("chain", "the chain lives in root/name")

@@ -257,7 +257,7 @@ def _refuse_judged(columns: dict[str, Any], file: str) -> None:
     if format not in ("text", "tokens"):
         reason = (
             f"has a label of true or false ({str(label).lower()} in its first row): unpaired"
-            " preferences, and false ones would be learnt as well.\n"
+            " preferences, and false ones would be trained on as well.\n"
         )
         raise _unusable(
             file,

@@ -35,11 +35,11 @@ KINDS = {
     "unsupervised": Kind(
         "{n} sample{s} dropped: without a supervised token",
         "a conversation needs an answer of the assistant with a weight above 0 before "
-        "batch.seq_len ends; data.loss_on=all learns everything",
+        "batch.seq_len ends; data.loss_on=all supervises everything",
     ),
     "same_answers": Kind(
-        "{n} pair{s} dropped: the template writes both answers alike",
-        "take them out of the data, or use a template that writes what they differ in",
+        "{n} pair{s} dropped: the template renders both answers to the same text",
+        "remove them from the data, or use a template that renders their difference",
     ),
     "no_end": Kind(
         "{n} assistant turn{s} whose end is not supervised: the model does not learn to stop",
@@ -48,23 +48,24 @@ KINDS = {
     ),
     "two_bos": Kind(
         "{n} sample{s} with two bos tokens at the beginning",
-        "take the bos out of the data: the template writes its own",
+        "remove the bos from the data: the template adds one",
     ),
     "special_in_text": Kind(
         "{n} conversation{s} or document{s} with special tokens in their own text, which become "
         "control tokens",
-        "take them out of the data; if a template was laid over it before, undo that: give "
+        "remove them from the data; if a template was already applied to it, undo that: give "
         "turns, not rendered text",
     ),
     "empty_think": Kind(
-        "{n} assistant turn{s} learnt with an empty <think> block: the model learns not to think",
-        "if that is not meant: give the turns reasoning_content, or take a template that writes "
-        "no empty block, as  data.template=chatml",
+        "{n} supervised assistant turn{s} with an empty <think> block: the model learns not to "
+        "think",
+        "if this is not intended: give the turns reasoning_content, or use a template that writes "
+        "no empty block, such as  data.template=chatml",
     ),
     "shared_token": Kind(
-        "{n} answer{s} whose first word shares a token with the prompt before it: that word is "
-        "not learnt, and generation begins after a token that training never had",
-        "let the template's generation prompt end without a space, or in a special token:  "
+        "{n} answer{s} whose first word shares a token with the prompt: that word is "
+        "not supervised, and generation begins after a token that training never saw",
+        "use a template whose generation prompt ends without a space, or in a special token:  "
         "data.template=FILE.jinja",
     ),
     "prompt_differs": Kind(
@@ -83,7 +84,7 @@ KINDS = {
     ),
     "duplicate": Kind(
         "{n} duplicate{s} of other samples",
-        "remove them, or mean it: each is learnt as often as it is there",
+        "remove them, unless they are intended: each copy is trained on",
         warns_from=0.01,
     ),
     "unreadable": Kind(
@@ -97,16 +98,16 @@ KINDS = {
     ),
     "reasoning_left_out": Kind(
         "{n} conversation{s} with reasoning, which the template leaves out",
-        "a template that shows it, as  data.template=qwen3",
+        "a template that shows it, such as  data.template=qwen3",
     ),
     "calls_left_out": Kind(
         "{n} conversation{s} with a tool call that the template leaves out of its text",
-        "a template that shows every call, also beside text or another call, as  "
+        "a template that shows every call, also next to text or another call, such as  "
         "data.template=qwen3",
     ),
     "text_left_out": Kind(
         "{n} conversation{s} with the text of a turn that the template leaves out",
-        "a template that shows it, also beside a tool call, as  data.template=chatml",
+        "a template that shows it, also next to a tool call, such as  data.template=chatml",
     ),
     "split": Kind(
         "{n} document{s} longer than batch.seq_len={seq_len}, cut into pieces: no token is lost",
@@ -123,22 +124,22 @@ KINDS = {
         warns_from=None,
     ),
     "calls_as_text": Kind(
-        "{n} conversation{s} with tool calls, which the template does not know: they are written "
-        "as JSON text",
+        "{n} conversation{s} with tool calls, which the template does not support: they are "
+        "written as JSON text",
         warns_from=None,
     ),
     "results_as_user": Kind(
-        "{n} conversation{s} with tool results, which the template does not know: they are user "
-        "turns",
+        "{n} conversation{s} with tool results, which the template does not support: they become "
+        "user turns",
         warns_from=None,
     ),
     "system_in_user": Kind(
-        "{n} conversation{s} with system turns, which the template does not know: they stand "
+        "{n} conversation{s} with system turns, which the template does not support: they are put "
         "before the user's",
         warns_from=None,
     ),
     "reasoning_as_text": Kind(
-        "{n} conversation{s} with reasoning, which the template does not know: it stands in "
+        "{n} conversation{s} with reasoning, which the template does not support: it is put in "
         "<think> … </think> before the answer",
         warns_from=None,
     ),

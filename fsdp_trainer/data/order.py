@@ -167,8 +167,8 @@ class RowOrder:
         if self.shared is None or self.shared.problem is None:
             return None
         return (
-            "the order of the rows cannot be kept beside the data, so every rank makes its own"
-            f" and holds it: {self.shared.problem}"
+            "the order of the rows cannot be stored next to the data, so every rank makes its own"
+            f" and keeps it in memory: {self.shared.problem}"
         )
 
     def row(self, index: int) -> list[tuple[int, int, int]]:

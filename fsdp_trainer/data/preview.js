@@ -13,7 +13,7 @@ function tell(event) {
   for (let before = token.previousElementSibling; before; before = before.previousElementSibling) at += Number(before.dataset.n || 1);
   const next = n > 1 ? token : token.nextElementSibling;
   const label = !token.nextElementSibling ? text.dataset.next : next.tagName === "B" ? ids[at + 1] : "-100";
-  const weight = token.tagName === "B" ? "learnt with weight " + (token.dataset.w || "1") : "context";
+  const weight = token.tagName === "B" ? "supervised with weight " + (token.dataset.w || "1") : "context";
   about.textContent = "token " + at + (n > 1 ? "–" + (at + n - 1) : "") + ", id " + ids.slice(at, at + n).join(" ") + ", " + weight + "; label here " + label + "; " + text.dataset.where;
 }
 document.addEventListener("pointerover", tell);

@@ -12,7 +12,7 @@ from fsdp_trainer.data.preview_page import SOURCE_COLUMNS, Page, ShownDocument, 
 from fsdp_trainer.observe.terminal import Terminal
 
 BAR = 30  # characters of the longest bar
-PLAIN_LEGEND = "what is learnt stands in [[ ]]; behind it the weight, where that is not 1"
+PLAIN_LEGEND = "supervised text is in [[ ]], followed by its weight if that is not 1"
 
 
 def show_rows(page: Page, console: Console, colour: bool) -> None:
@@ -95,11 +95,11 @@ def bars(histogram: list[tuple[str, int]]) -> Table:
 def legend() -> Text:
     """Return a line that explains the colours."""
     parts = [
-        ("learnt", style(1, False)),
-        ("learnt with another weight", style(0.5, False)),
+        ("supervised", style(1, False)),
+        ("supervised with another weight", style(0.5, False)),
         ("context", style(0, False)),
         ("special", style(0, True)),
-        ("special, learnt", style(1, True)),
+        ("special, supervised", style(1, True)),
     ]
     return Text("  ").join(Text(*part) for part in parts)
 

@@ -512,7 +512,7 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
     content, parts = message.get("context_parts", ("", []))
     begin = text.find(content, start)
     if parts and begin < 0:
-        raise RowError("train_detail: the chat template does not write the turn's text as it is")
+        raise RowError("train_detail: the chat template changes the turn's text")
     return [(begin + first, begin + stop, 0.0) for first, stop in parts]
 
 

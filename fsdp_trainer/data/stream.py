@@ -485,7 +485,7 @@ def _inspect(streamed: StreamedData, size: int) -> dict[str, Any]:
         f"streamed: {files:,} file{'s' * (files != 1)} of {size / 2**20:,.1f} MiB in"
         f" {len(streamed.units):,} units, by {streamed.streams:,} streams",
         f"the first {len(samples):,} samples: {tokens:,} tokens,"
-        f" {100 * supervised / tokens:.1f}% learnt, longest {max(lengths):,}",
+        f" {100 * supervised / tokens:.1f}% supervised, longest {max(lengths):,}",
     ]
     for one in findings:
         line = f"warning: {one.text}. {one.fix}".rstrip(". ") if one.is_warning else one.text

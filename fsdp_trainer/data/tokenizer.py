@@ -371,7 +371,7 @@ def _tokenizer_file(path: Path) -> Path:
             path, "this is neither a .model of SentencePiece or tiktoken nor a tokenizer.json"
         )
     if path.name == VOCABULARY and not (path.parent / MERGES).is_file():
-        raise _bad(path, "there is no merges.txt beside it, which belongs to it")
+        raise _bad(path, "its merges.txt is missing from the same folder")
     return path
 
 

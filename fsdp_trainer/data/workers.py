@@ -120,7 +120,7 @@ class WorkerPool:
                 f"  data.workers={fewer}  needs less{self.note}"
             )
         return RunFailed(
-            f"a process that tokenises ended with code {code}; what it said stands above{self.note}"
+            f"a process that tokenises ended with code {code}; its output is above{self.note}"
         )
 
 

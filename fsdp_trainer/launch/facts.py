@@ -49,8 +49,8 @@ MAX_NAMED = 8  # slow devices or links reported for one measurement
 MAX_HOSTS = 4  # hosts named in a message
 SAME = {
     "versions": "Ranks run the same code in the same environment",
-    "environment": "Set it alike on all nodes",
-    "machine": "Set it alike on all nodes",
+    "environment": "Use the same value on all nodes",
+    "machine": "Use the same value on all nodes",
 }
 SHARED_ROOT = (
     "Every rank writes its part of a checkpoint there:"
@@ -330,7 +330,7 @@ def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
     if free >= more * checkpoint:
         return [Check("ok", "room", text)]
     text += (
-        f"; {more} more are to lie there at once: checkpoint.keep={cfg.checkpoint.keep},"
+        f"; {more} more must fit there at the same time: checkpoint.keep={cfg.checkpoint.keep},"
         " and the one that is being written"
     )
     advice = "Make room, or  run.root=FOLDER"

@@ -97,11 +97,11 @@ def checked(cfg: LaunchFilesConfig) -> str:
         report.add("launch.hosts", cfg.launch.hosts, reason)
     if cfg.launch.nodes > 1:
         count = cfg.launch.nodes
-        reason = f"the files say where nodes meet. How many there are is  nodes={count}"
+        reason = f"the files contain the rendezvous. Set the number of nodes with  nodes={count}"
         report.add("launch.nodes", count, reason)
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
         reason = (
-            "the job is started again after a fault, and is to go on then. Leave it out; weights"
+            "the job is started again after a fault, and must resume then. Leave it out; weights"
             " to begin with are  model.init_from=…"
         )
         report.add("checkpoint.resume", cfg.checkpoint.resume, reason)

@@ -277,7 +277,7 @@ def judge(
     if outside and not devices_wait:
         behind = min((status.place.step, status.place.collectives) for status in outside)
         at_fault = [s for s in outside if (s.place.step, s.place.collectives) == behind]
-        return Verdict("stuck", at_fault, "does not go on, outside any collective")
+        return Verdict("stuck", at_fault, "makes no progress, outside any collective")
     difference = first_difference(at_work)
     if difference:
         return _skipped(at_work, *difference)
@@ -290,7 +290,7 @@ def judge(
     return Verdict(
         "waiting",
         at_work,
-        "waits for others, as all of this node do: look at the other nodes",
+        "waits for others, as all of this node do: check the other nodes",
         kill=late,
     )
 

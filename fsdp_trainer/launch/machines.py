@@ -216,7 +216,7 @@ def ambiguous_interfaces(facts: HostFacts) -> Iterator[Check]:
         )
         advice = (
             f"GLOO_SOCKET_IFNAME={real[0] if real else 'INTERFACE'} NCCL_SOCKET_IFNAME=… ,"
-            " or mend /etc/hosts"
+            " or fix /etc/hosts"
         )
         yield Check("problem", "host name", text, advice)
     elif len(real) > 1:

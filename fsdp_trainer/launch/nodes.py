@@ -386,7 +386,7 @@ def unreachable(address: str, port: int, error: OSError | None = None) -> str:
         except OSError as raised:
             error = raised
     if isinstance(error, socket.gaierror):
-        return f"{address} resolves to no address here: use one, or mend DNS or /etc/hosts"
+        return f"{address} resolves to no address here: use one, or fix DNS or /etc/hosts"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens on {address}:{port}: rank 0 is not there, or another host is meant"
     return (

@@ -82,7 +82,7 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
             if node:
                 node.leave(code)
     except Stopped as stopped:
-        print(f"stopped by {stopped.args[0]} before all nodes had come", file=sys.stderr)
+        print(f"stopped by {stopped.args[0]} before all nodes had joined", file=sys.stderr)
         return STOPPED
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -99,8 +99,8 @@ def how_to_go_on(cfg: TrainConfig, step: int | None = None) -> str:
     """Return advice on how to resume the run. step: of its newest checkpoint, to be mentioned."""
     after = "" if step is None else f" after step {step:,}"
     if cfg.checkpoint.resume == "auto":
-        return f"the same command goes on{after}"
-    return f"go on{after} with  checkpoint.resume=auto"
+        return f"the same command resumes{after}"
+    return f"resume{after} with  checkpoint.resume=auto"
 
 
 def advice_after_kill(cfg: TrainConfig, verb: str) -> str:

@@ -260,5 +260,5 @@ def digest_of(files: Sequence[str]) -> str:
             digest.update(f.read(EDGE))
         total += size
     if not real:
-        return "made here, alike everywhere"
+        return "generated here, the same on all nodes"
     return f"{counted(len(real), 'file')}, {total:,} bytes, {digest.hexdigest()}"

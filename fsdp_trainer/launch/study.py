@@ -72,7 +72,7 @@ class Study:
                 f"cannot be read: {error}. Move it away to search from the start; jobs that have"
                 " finished count again"
             )
-            raise UserError("the sweep cannot go on", [Problem(str(journal), reason)]) from None
+            raise UserError("the sweep cannot continue", [Problem(str(journal), reason)]) from None
         for trial in self.study.get_trials(states=[TrialState.RUNNING]):
             if trial.params.keys() == self.distributions.keys():
                 self._again.append(Trial(self.study, trial._trial_id))

@@ -74,7 +74,7 @@ def sweep(words: list[str], config_dir: str | None) -> int:
     print("\n" + table(every, line.best))
     unfinished = {job.state for job in jobs.jobs.values()} - DONE - {"pruned", "does not fit"}
     if unfinished and (jobs.received or unfinished == {"stopped"}):
-        print("stopped: the same command goes on")
+        print("stopped: the same command resumes")
         return STOPPED
     return 1 if unfinished or not any(job.state in DONE for job in every) else 0
 

@@ -142,7 +142,7 @@ def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterS
         now = shapes.get(module)
         if now != shape:
             has = f"the model's is {list(now)}" if now else "the model has none"
-            problems.append(Problem(module, f"is {list(shape)} beside the adapter; {has}"))
+            problems.append(Problem(module, f"is {list(shape)} in the adapter; {has}"))
     if problems:
         raise UserError(f"the adapter of {checkpoint} does not fit the model", problems)
     return replace(spec, base=base)

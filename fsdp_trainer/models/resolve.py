@@ -88,7 +88,7 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
     file = f"config.json of {model.init_from}"
     if is_named and different:
         lines = [f"{name} is {value}, not {keys[name]}" for name, value in different.items()]
-        reason = f"{file} is another model's: use  model=auto  to take it as it is"
+        reason = f"{file} is another model's: use  model=auto  to use it"
         return [Problem(f"model={model.name}", "\n".join([reason, *lines]))]
     problems = [
         Problem(f"model.{name}={keys[name]}", f"{file} has {value}: drop it")

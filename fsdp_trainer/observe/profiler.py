@@ -193,4 +193,4 @@ class Profiler:
         return file
 
     def _report_failure(self, error: Exception) -> None:
-        self.observer.console.say(f"profile: {type(error).__name__}: {error}. Training goes on.")
+        self.observer.console.say(f"profile: {type(error).__name__}: {error}. Training continues.")

@@ -53,7 +53,7 @@ class LineFile:
             self._write(durable)
         except OSError as error:
             if not self._failing:
-                consequence = "Its lines are kept until it can be; training goes on"
+                consequence = "Its lines are kept until it can be; training continues"
                 self._say(f"{self.path} cannot be written: {error}. {consequence}")
             self._failing = True
             return not self.unwritten

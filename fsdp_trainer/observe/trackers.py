@@ -76,7 +76,7 @@ class TrackerThread:
             while work := self._queue.get():
                 work(tracker)
         except Exception as error:  # any error of an external service
-            ends = "It gets no more metrics of this run; metrics.jsonl goes on."
+            ends = "It gets no more metrics of this run; metrics.jsonl continues."
             self.say(f"{self.name}: {error}. {ends}")
 
 

@@ -50,10 +50,7 @@ def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | Non
             "Use  activation_checkpoint=selective"
         )
         raise UserError("there is no compiler", [Problem("activation_checkpoint=budget", reason)])
-    note = (
-        f"compile: {missing[0]}; the run goes on without, all ranks alike "
-        "(compile=disabled: the same, unasked)"
-    )
+    note = f"compile: {missing[0]}; all ranks run without it (compile=disabled: the same, unasked)"
     return False, note
 
 

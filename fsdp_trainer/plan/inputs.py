@@ -96,7 +96,7 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
         return int(published[1].replace(",", "")), f"as many as {size} was published with"
     if cfg.model.depth:
         return VOCABULARY_OF_DEPTH, "as the rules of model.depth assume: or  model.vocab_size=N"
-    return VOCABULARY, "which nothing says: write  model.vocab_size=N  or  tokenizer.path=…"
+    return VOCABULARY, "an assumption: set  model.vocab_size=N  or  tokenizer.path=…"
 
 
 def world_sizes(cfg: PlanConfig) -> list[int]:

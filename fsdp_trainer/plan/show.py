@@ -23,7 +23,7 @@ BAR = 32  # characters that represent the memory of the device
 NARROW = 110  # characters; a narrower terminal shows reasons below the overrides
 GATHERING = ("shard", "eshard", "tensor")
 """Dimensions of the mesh along which tensors are gathered; along others they are exchanged."""
-UNTIMED = "its speed is not in the table: plan.tflops=N tells it"
+UNTIMED = "its speed is not in the table: set it with  plan.tflops=N"
 COMPARED = "; GPU time below is compared as on an H100"
 
 
@@ -170,7 +170,7 @@ def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
     elif not plan.fits:
         console.print(
             "Nothing that a configuration can change makes it fit: a smaller model, or a device "
-            "with more memory, is what is left."
+            "with more memory, is needed."
         )
     if smallest := answer.least_memory[answer.chosen]:
         with_changes = f" with  {smallest.override}" if smallest.override else ""
@@ -311,9 +311,9 @@ def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
     size, tokens = list_bytes(cfg), cfg.plan.tokens
     if not size:
         return []
-    text = f"{size:,} bytes of disk for each learnt token"
+    text = f"{size:,} bytes of disk for each supervised token"
     if tokens:
-        text += f", {gib(size * tokens)} if all {short(tokens)} are learnt"
+        text += f", {gib(size * tokens)} if all {short(tokens)} are supervised"
     return [("lists", f"{text}; the teacher reads them once, before step 1, and is not in memory")]
 
 
@@ -324,7 +324,7 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
         f"{gib(rollouts.weights)} of weights and {gib(rollouts.cache)} of cache while they are made"
     )
     if plan.step_seconds:
-        text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s besides the step below"
+        text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s, plus the step below"
     return f"{text} (all of {cfg.objective.max_new_tokens:,} tokens; then {plan.rows:,} rows)"
 
 
@@ -363,7 +363,7 @@ def length(cfg: PlanConfig, plan: RunPlan) -> str:
     """Return the duration of the run, its steps and tokens."""
     steps = steps_of(cfg, plan)
     if steps is None or plan.step_seconds is None:
-        return "as long as the data is: plan.tokens=N or train.steps=N says"
+        return "depends on the data: set  plan.tokens=N  or  train.steps=N"
     days = [steps * seconds / 86400 for seconds in plan.step_seconds]
     fast, slow = (f"{day:,.1f} days" if days[0] >= 2 else duration(day * 86400) for day in days)
     return f"{fast} – {slow} for {steps:,} steps, {short(steps * plan.tokens)} tokens"

@@ -15,7 +15,7 @@ PARTS = {
     "training": "steps that count",
     "data": "waiting for data",
     "validation": "validation, samples and tasks",
-    "checkpoint": "training stands still for a checkpoint",
+    "checkpoint": "training waits for a checkpoint",
     "compile": "compiling",
     "startup": "the first start, until the first step",
     "restart": "later starts and rewinds, until their first step",

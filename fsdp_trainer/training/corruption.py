@@ -175,6 +175,6 @@ class Corruption:
         dist.barrier()  # the event is written before any rank ends the run
         raise RunFailed(
             f"{fault}.\nA processor, memory or link gave wrong bits without an error. No "
-            "checkpoint was written of it; leave that machine out, and the same command goes on "
+            "checkpoint was written of it; leave that machine out, and the same command resumes "
             "from the checkpoint before"
         )

@@ -103,7 +103,7 @@ def explain(error: BaseException, trainer: Trainer, world: World) -> tuple[str, 
         held = measure(trainer, world.device)
         traceback.clear_frames(error.__traceback__)
     except Exception as failure:
-        return f"{title}\nwhat it held cannot be told: {describe(failure)}", figures
+        return f"{title}\nits contents could not be listed: {describe(failure)}", figures
     figures |= held
     try:
         planned = plan(trainer, world, held["total"])
@@ -226,7 +226,7 @@ def advice(
     if device.type == "cuda":
         lines.append(SNAPSHOT)
     if newest >= 0:
-        lines.append(f"The checkpoint of step {newest:,} stands: the same command goes on from it")
+        lines.append(f"The checkpoint of step {newest:,} is safe: the same command resumes from it")
         if any("batch.micro_rows" in override for override, _ in suggestions):
             lines[-1] += (
                 ", with another batch.micro_rows only by  "

@@ -87,7 +87,7 @@ def named_checkpoint(path: str) -> Path:
     checkpoint = find_checkpoint(path)
     if checkpoint is None:
         problem = Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")
-        raise UserError("there is no checkpoint to go on from", [problem])
+        raise UserError("there is no checkpoint to resume from", [problem])
     return checkpoint
 
 
@@ -136,7 +136,7 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
             lines += describe_data_change(order, stored.get("segments"))
         problems.append(Problem(f"{key}={as_text(changes[key][1])}", "\n".join(lines)))
     problems[-1].reason += (
-        "\nStart another run with  run.name=NEW  or go on all the same with  "
+        "\nStart another run with  run.name=NEW  or resume anyway with  "
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"
     )
     raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
@@ -225,7 +225,7 @@ def continued(component: Component, source: dict[str, Any]) -> Match:
         change = f"was asked for {source['asked']:g}, is for {component.requested:g}"
     rows_per_epoch = component.order.rows_per_epoch
     epoch, row = divmod(source["rows"], rows_per_epoch)
-    where = f"goes on at epoch {epoch + 1}, row {row:,} of {rows_per_epoch:,}"
+    where = f"continues at epoch {epoch + 1}, row {row:,} of {rows_per_epoch:,}"
     return Match(component.name, change, where, (source["rows"], source["tokens"]))
 
 

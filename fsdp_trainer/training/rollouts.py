@@ -247,7 +247,7 @@ class RolloutSource:
         self.context.observer.event("equal_rewards", step=step, share=round(share, 3))
         self.context.observer.say(
             f"warning: up to step {step} {share:.0%} of the prompts had answers with equal rewards,"
-            " of which nothing is learnt.\n"
+            " which contribute nothing to the update.\n"
             "  Prompts that are neither too easy nor too hard, a larger objective.samples or a"
             " reward with more values tell answers apart"
         )

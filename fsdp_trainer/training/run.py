@@ -185,7 +185,7 @@ class Rank:
         own = find_checkpoint(self.run_folder) if cfg.checkpoint.resume == "auto" else None
         if gone and own:
             self.console.say(
-                f"model  {wanted} is not there; the run goes on with configuration and tokenizer "
+                f"model  {wanted} does not exist; the run resumes with configuration and tokenizer "
                 f"of its own {own}"
             )
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
@@ -228,7 +228,7 @@ class Rank:
         if ended := self.signals.wait_for_ended_ranks():
             names = " and ".join(f"rank {rank}" for rank in ended)
             return RunFailed(
-                f"{names} ended before its time, and the others cannot go on without it"
+                f"{names} ended before its time, and the others cannot continue without it"
             )
         return None
 
@@ -371,7 +371,7 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
         observer.event("start", **event)
         return
     observer.event("resume", **event, changes=start.changes, reached=before)
-    observer.say(f"goes on after step {progress.step:,}")
+    observer.say(f"resumes after step {progress.step:,}")
     for key, (then, now) in sorted(start.changes.items()):
         observer.say(f"       {key} was {as_text(then)}, is {as_text(now)}")
 
@@ -392,7 +392,7 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     try:
         file.write_text(dump_yaml(resolved))
     except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
-        observer.say(f"{file} cannot be written: {error}; training goes on")
+        observer.say(f"{file} cannot be written: {error}; training continues")
     observer.open_trackers(cfg.logging, store.run, resolved, step)
     return {name: last.get(name) for name in ("step", "time")}
 

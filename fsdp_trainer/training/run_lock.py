@@ -155,7 +155,7 @@ def empty_folder(cfg: TrainConfig, run: Path) -> None:
     if used and not cfg.run.overwrite:
         reason = (
             "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  "
-            "or  checkpoint.resume=auto  to go on"
+            "or  checkpoint.resume=auto  to resume"
         )
         raise UserError("the run's folder is in use", [Problem(str(run), reason)])
     for path in used:

@@ -138,7 +138,7 @@ class CheckpointManager:
         self._failure = error.args[0]
         goes_on = ""
         if next_due is not None:
-            goes_on = f"\n       Training goes on; the next is written after step {next_due:,}"
+            goes_on = f"\n       Training continues; the next is written after step {next_due:,}"
         self.observer.event("checkpoint_failed", step=step, error=self._failure)
         if not self._tries_again:
             self.observer.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")

@@ -91,7 +91,7 @@ class ServerSampler:
     def _lost(self, reason: str) -> str:
         return (
             f"the server {self.server.url} answers no more prompts: {reason}\n"
-            "Start it again, then the same command goes on from the newest checkpoint"
+            "Start it again, then the same command resumes from the newest checkpoint"
         )
 
 

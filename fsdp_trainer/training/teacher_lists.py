@@ -183,8 +183,8 @@ class ListPass:
         tokens = sum(supervised_tokens(order) for order, _ in self.orders)
         size = f"{tokens * bytes_per_token(count, known) / MIB:,.1f} MiB"
         self.say(
-            f"teach  the teacher reads {tokens:,} learnt tokens once, before the first step: the "
-            f"{count} likeliest of each take {size} of disk"
+            f"teach  the teacher reads {tokens:,} supervised tokens once, before the first step: "
+            f"the {count} likeliest of each take {size} of disk"
         )
         teacher = share_teacher(cfg, self.source, config, student, self.dims, compiled=False)
         allocate(teacher.model, self.device, self.computing)
@@ -245,7 +245,7 @@ class ListPass:
             nonlocal writer
             writer = work() if condition else writer
 
-        what = "keep the teacher's lists beside the data (data.cache)"
+        what = "store the teacher's lists next to the data (data.cache)"
         first = dist.get_rank() == 0
         run_on_all_ranks(what, lambda: on_rank(first))
         aside = gather(str(writer.aside) if writer else "")[0]

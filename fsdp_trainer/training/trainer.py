@@ -409,7 +409,7 @@ class Trainer:
         raise RunFailed(
             f"the loss or gradient was not finite for {skipped} steps in a row, "
             f"up to step {self.progress.step}.\n"
-            f"Nothing was learnt from them. The last good checkpoint: {good}. "
+            f"None of them changed the weights. The last good checkpoint: {good}. "
             "Try a lower optim.lr, more schedule.warmup_steps, or look at the data with  "
             "fsdp-trainer preview"
         )

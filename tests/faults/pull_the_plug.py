@@ -96,7 +96,7 @@ def main() -> int:
 
     again = train("broken")
     went_on = next(
-        line for line in again.stdout.splitlines() if "goes on after step" in line
+        line for line in again.stdout.splitlines() if "resumes after step" in line
     ).strip()
     tell(f"        the same command again: leaves {left[-1].name} aside, {went_on}")
     digest = weights_digest(committed_checkpoints(ROOT / "broken")[-1])

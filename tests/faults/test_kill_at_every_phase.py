@@ -1,4 +1,4 @@
-"""A rank, or all of them, killed hard as a phase begins: the same command goes on, and ends with
+"""A rank, or all of them, killed hard as a phase begins: the same command resumes, and ends with
 the weights of an undisturbed run."""
 
 import pytest

@@ -91,7 +91,7 @@ MI300: dict[str, Any] = {
     "reach": 0.55,
     "remark": "one source has speeds of MI300X, all of 8,192 tokens a micro-batch",
 }
-VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is taken"}
+VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is used"}
 
 # From NVIDIA's and AMD's data sheets; memory as torch's out-of-memory messages report it.
 DEVICES = {
@@ -189,7 +189,7 @@ def with_flops(device: Device, flops: float) -> Device:
         memory_rate=flops / 300,
         link=32e9,
         network=12.5e9,
-        remark="of this GPU only TFLOP/s are known: its memory's rate is taken to be "
+        remark="of this GPU only TFLOP/s are known: its memory bandwidth is assumed to be "
         f"{flops / 300 / 1e9:,.0f} GB/s, its links 32 GB/s, its network 100 Gbit/s",
     )
 

@@ -100,8 +100,10 @@ def register(kind: str, name: str, what: Any = None) -> Any:
     if what is None:
         return lambda decorated: register(kind, name, decorated)
     if name in KINDS[kind] or name in BUILT_IN.get(kind, ()):
-        text = "is registered already: take another name"
-        raise UserError("a name is taken", [Problem(f"register({kind!r}, {name!r})", text)])
+        problem = Problem(
+            f"register({kind!r}, {name!r})", "is registered already: use another name"
+        )
+        raise UserError("the name is already in use", [problem])
     is_class = isinstance(what, type)
     KINDS[kind][name] = what() if kind == "callback" and is_class else what
     return what

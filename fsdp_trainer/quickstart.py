@@ -16,7 +16,7 @@ from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.quickstart_rl import quickstart_rl
 
 NEXT = """
-Where everything lies
+Where the files are
   {run}/metrics.jsonl, events.jsonl, config.yaml     what happened, step by step
   {run}/checkpoints/                                 the same command resumes from the newest
   {run}/hf/                                          \

@@ -26,9 +26,9 @@ REWARDED = (
 )  # fmt: skip
 """Overrides of the second run: the first run's model answers sums; right answers are rewarded."""
 NEXT = """
-Where everything lies
+Where the files are
   {run}/metrics.jsonl                reward, answer_tokens, equal_groups … of every step
-  {run}/samples.jsonl                answers with their rewards, as the model learnt
+  {run}/samples.jsonl                answers with their rewards, during training
 
 What to type next (your own prompts, first looked at, then answered and rewarded)
   fsdp-trainer preview objective=grpo 'objective.rewards=[number]' data.path=questions.jsonl \
@@ -45,7 +45,7 @@ def quickstart_rl(cfg: QuickstartConfig) -> int:
     The increase is from the first third of the steps to the last third.
     """
     steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
-    print("first a model that adds badly: half of the sums that it learns from are wrong\n")
+    print("first a model that adds badly: half of the sums that it is trained on are wrong\n")
     if code := start([*MODEL, *WRONG, f"run.root={cfg.root}", *steps]):
         return code
     weak = Path(cfg.root) / "sums-half-wrong"

@@ -423,7 +423,7 @@ def test_settings_of_a_folder_that_training_does_not_follow_are_named(train, tmp
     start = [*RUN[:-1], f"adapter.init_from={tmp_path / 'adapter'}", "train.steps=0"]
     out = train("run", *start, base=HF).out
     assert "lora_dropout=0.05 is not applied" in out
-    assert "invented_later=3 is not known here" in out
+    assert "invented_later=3 is unknown" in out
     assert out.count("no effect") == 1
     assert "(trained weights float32)" in out
     edit_config(tmp_path / "adapter", bias="all")

@@ -341,7 +341,7 @@ def test_what_cannot_be_is_refused_with_what_to_type(layout, kernel, context, sa
 def test_a_kernel_that_is_asked_for_is_taken():
     for kernel in ("cudnn", "efficient", "math"):
         assert choose("auto", kernel, CUDA) == replace(
-            choose("documents", kernel, CUDA), reason=f"{kernel} was asked for"
+            choose("documents", kernel, CUDA), reason=f"{kernel} is requested"
         )
     assert (
         choose("auto", "fa3", replace(CUDA, share=0.9, installed=frozenset({"fa3"}))).kernel
@@ -393,7 +393,8 @@ def test_a_run_that_cannot_attend_as_asked_does_not_begin(train, how, says):
 def test_the_start_tells_how_attention_is_computed_and_why(train):
     assert "attend by documents: cost by Σ length²" in train("run", "train.steps=1").out
     assert (
-        "attend by mask: as asked" in train("masked", "train.steps=1", "model.attention=mask").out
+        "attend by mask: as requested"
+        in train("masked", "train.steps=1", "model.attention=mask").out
     )
 
 

@@ -404,7 +404,7 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
     assert {os.path.realpath(file) for file in found} == {str(tmp_path / "elsewhere" / "a.jsonl")}
     assert len(found) < 9
     (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
-    with pytest.raises(UserError, match=r"b\.jsonl is a link that leads nowhere"):
+    with pytest.raises(UserError, match=r"b\.jsonl is a broken or circular link"):
         find_sources(str(tmp_path / "data"), "data.path")
 
 

@@ -203,7 +203,7 @@ def test_what_a_resume_makes_of_changed_data_is_told():
     )
     other, progress, told = go_on(other, begun, 10)
     assert told == [
-        "data   a was asked for 0.5, is for 0.6: continues at epoch 2, row 1 of 4",
+        "data   a was requested with 0.5, now with 0.6: continues at epoch 2, row 1 of 4",
         (
             "data   b has other content: begins at the first row of what it is now; what was "
             "seen of it may come again"
@@ -412,7 +412,7 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
     assert a["rows"] + b["rows"] == 42
     assert "mixed by weights; an epoch is as many rows as all have" in runs[0].out
     assert "b: 4" in runs[0].out
-    assert f"asked for 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
+    assert f"requested 40.00%; {b['tokens']:,} tokens, {b['epochs']:.2f} epochs" in runs[0].out
 
 
 @pytest.mark.slow
@@ -462,7 +462,7 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
     refused = train("run", by("repeat", sources, 1, 2, 1), *how, "train.steps=5", code=2)
     for text in (
         "data.fingerprint=",
-        "b was asked for 1, is for 2\n",
+        "b was requested with 1, now with 2\n",
         "c is new\n",
         "'checkpoint.allow_changes=[data.fingerprint]'",
     ):

@@ -264,7 +264,7 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
     [
         ("/plain/nothing.jsonl", "no such file"),
         ("/secret/a.jsonl?Signature=abc", r"(?s)may not be read \(403.*Credentials"),
-        ("/plain/page", "is no kind of file"),
+        ("/plain/page", "has an unknown type"),
     ],
 )
 def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(

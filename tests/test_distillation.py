@@ -197,7 +197,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(kl):
 
 REFUSED = [
     {
-        "objective=distil": "is required: say which model to learn from",
+        "objective=distil": "is required: name the model to learn from",
         "sharding.pipeline=2": "sharding.pipeline=1",
         "sharding.expert=2": "sharding.expert=1",
         "loss.z_loss=0.1": "objective=sft",

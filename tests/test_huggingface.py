@@ -509,7 +509,7 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
     assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
     asked = world.command("generate", f"source={copy}", "prompt=hi", code=2)[0]
     assert "checksum" in asked.err
-    assert "No other checkpoint of this run is whole" in asked.err
+    assert "No other checkpoint of this run is intact" in asked.err
     damaged = data.parent
     whole = next((run.folder / "checkpoints").iterdir())
     shutil.copytree(whole, damaged.with_name("step-00000009"))

@@ -138,7 +138,7 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=run"]
     cfg = compose("train", [*words, f"run.root={tmp_path}"])
     assert advice_after_kill(cfg, "doctor") == ""
-    assert "begins anew" in advice_after_kill(cfg, "train")
+    assert "starts from the beginning" in advice_after_kill(cfg, "train")
     for step in (4, 10):
         folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
@@ -161,7 +161,7 @@ def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_
     run = Run(tmp_path / "cwd" / "runs" / "run")
     wait_until((tmp_path / "cwd" / "in the step").exists, process)
     process.send_signal(signal.SIGTERM)
-    while "stops in order" not in process.stdout.readline():
+    while "stops after saving" not in process.stdout.readline():
         assert process.poll() is None
     time.sleep(0.5)  # two at once would count as one
     process.send_signal(signal.SIGTERM)

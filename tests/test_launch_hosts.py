@@ -255,7 +255,7 @@ def test_two_hosts_train_as_one_world_stop_in_order_go_on_and_end_with_their_sta
     assert endless.returncode == 75, out
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGTERM"
-    assert out.count("SIGTERM: stops in order") == 1
+    assert out.count("SIGTERM: stops after saving") == 1
     assert not processes_of(run.folder)
     steps = len(run.metrics)
     again = start("train.steps=100000", "launch.watchdog=true")

@@ -558,7 +558,7 @@ def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
     assert main(["plan", *words, "plan.tflops=150", "plan.format=json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["step_seconds"][0] > 0
-    assert any("its memory's rate is taken to be 500 GB/s" in line for line in plan["assumed"])
+    assert any("its memory bandwidth is assumed to be 500 GB/s" in line for line in plan["assumed"])
     slower = planned("plan.tflops=75", *words, "plan.gpu=h100").slow.compute
     assert slower > planned(*words, "plan.gpu=h100").slow.compute
 

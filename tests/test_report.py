@@ -366,7 +366,7 @@ def test_a_run_says_in_which_state_it_is(tmp_path):
     )  # files that were just copied say nothing
     assert (read_run(silent, "a").state, read_run(silent, "a").explanation) == (
         "failed",
-        "ended without a word",
+        "ended without a message",
     )
     alive = write_run(
         tmp_path / "alive",

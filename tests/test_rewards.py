@@ -162,7 +162,7 @@ def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(regi
     assert reward_of({"name": "says", "word": "yes", "weight": 2}, "yes!") == 1
     with pytest.raises(UserError, match="Did you mean  word"):
         make_rewards([{"name": "says", "words": "yes"}])
-    with pytest.raises(UserError, match="a name is taken"):
+    with pytest.raises(UserError, match="the name is already in use"):
         register("number", len)
 
 

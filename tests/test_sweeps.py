@@ -720,7 +720,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
     assert process.returncode == 1, out + err
     assert sorted(states(lines.values())) == ["failed", "finished", "refused"], out + err
     killed = next(line for line in lines.values() if line["state"] == "failed")
-    assert killed["reason"] == "ended without a word"
+    assert killed["reason"] == "ended without a message"
     assert f"job {killed['job']} was killed by SIGKILL" in err
     assert "100%" not in out
     whole = next(line for line in lines.values() if line["state"] == "finished")

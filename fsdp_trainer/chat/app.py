@@ -79,7 +79,8 @@ class AccessGuard:
         origin = request.headers.get("origin")
         origin_host = urlsplit(origin).hostname if origin else host
         if host not in LOCAL_ADDRESSES or origin_host not in LOCAL_ADDRESSES:
-            return error_response(403, "only this machine may ask: start with  token=…")
+            text = "only requests from this machine are accepted: start with  token=…"
+            return error_response(403, text)
         return None
 
 

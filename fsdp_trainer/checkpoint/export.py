@@ -103,7 +103,7 @@ def exportable(source: str, form: str) -> Path:
         raise UserError("there is nothing to export", [Problem(f"source={source}", text)])
     checkpoint = require_checkpoint(source)
     if form == "adapter" and not read_base(checkpoint).adapters:
-        text = f"of {checkpoint} there is none: all of its weights were trained.\nUse  form=merged"
+        text = f"{checkpoint} has no adapter: all of its weights were trained.\nUse  form=merged"
         raise UserError("there is no adapter", [Problem("form=adapter", text)])
     return checkpoint
 

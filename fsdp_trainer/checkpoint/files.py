@@ -118,7 +118,7 @@ def newest_undamaged(damaged: Path) -> str:
     others = [path for path in committed_checkpoints(damaged.parent.parent) if path != damaged]
     whole = next((path for path in reversed(others) if not damage(path)), None)
     if whole is None:
-        return "No other checkpoint of this run is whole"
+        return "No other checkpoint of this run is intact"
     return f"The newest whole one is  source={whole}"
 
 

@@ -46,7 +46,7 @@ def verify(cfg: VerifyConfig) -> int:
             return 3
         files = read_manifest(source)["files"].values()
         size = sum(file["bytes"] for file in files)
-        print(f"{source} is whole: {len(files)} files, {size:,} bytes, all checksums right")
+        print(f"{source} is complete: {len(files)} files, {size:,} bytes, all checksums correct")
     print(f"weights digest {weights_digest(source)}")
     code = compare(source, Path(cfg.hf).expanduser()) if cfg.hf else 0
     if cfg.data:

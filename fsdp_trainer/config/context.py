@@ -42,7 +42,7 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
     softcap: whether scores have a soft limit. `context_problems` reports impossible settings.
     """
     if sharding.context_method != "auto":
-        return ContextChoice(sharding.context_method, "as asked")
+        return ContextChoice(sharding.context_method, "as requested")
     shared = f"{heads} heads over {sharding.context} ranks"
     if heads % sharding.context == 0:
         return ContextChoice("ulysses", f"{shared} in two messages a block")

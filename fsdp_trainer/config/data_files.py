@@ -146,8 +146,7 @@ def data_files(path: str) -> list[str]:
     for file in files:
         if not os.path.exists(file):
             raise ValueError(
-                f"{file} is a link that leads nowhere, or in a circle. Remove it, or name the"
-                " files to read"
+                f"{file} is a broken or circular link. Remove it, or name the files to read"
             )
         if not os.access(file, os.R_OK):
             raise ValueError(f"{file} may not be read by this user:  chmod +r '{file}'")
@@ -164,7 +163,7 @@ def _files_of_folder(path: str) -> list[str]:
         content = json.loads(splits.read_text()) if splits.is_file() else {}
     except ValueError as error:
         raise ValueError(
-            f"{splits} is not JSON: {error}. Mend it, or name the files to read"
+            f"{splits} is not JSON: {error}. Fix it, or name the files to read"
         ) from None
     names = content.get("splits", []) if isinstance(content, dict) else []
     if len(names) > 1:
@@ -205,7 +204,7 @@ def check_data_files(files: list[str], path: str) -> list[str]:
     for file in files:
         if kind(file)[0] not in KINDS:
             raise ValueError(
-                f"{Path(file).name} is no kind of file that is read. Convert it to one of"
+                f"{Path(file).name} has an unknown file type. Convert it to one of"
                 f"  {' '.join(KINDS)}, also with {' or '.join(COMPRESSED)}"
             )
     return files

@@ -49,9 +49,9 @@ NAME_DATA = (
     "  or, to try it out,  data.path=demo:backwards"
 )
 NAME_TEXT = "say what to learn from, e.g.  data.path=text/  or  data.path=chats.jsonl"
-NAME_QUESTIONS = "say which prompts were answered, e.g.  data.path=questions.jsonl"
+NAME_QUESTIONS = "name the prompts that were answered, e.g.  data.path=questions.jsonl"
 NAME_TOKENIZER = (
-    "say which tokenizer, e.g.  tokenizer.path=tokenizer.json  or  tokenizer.path=demo:bytes ;"
+    "name a tokenizer, e.g.  tokenizer.path=tokenizer.json  or  tokenizer.path=demo:bytes ;"
     " with model.init_from it is the model's"
 )
 NOT_INSTALLED = {
@@ -308,7 +308,7 @@ def _check_exists(key: str, value: str | list[str] | None, report: Report) -> No
 
 def _missing(path: str) -> str:
     if Path(path).is_symlink():
-        return "is a link that leads nowhere, or in a circle"
+        return "is a broken or circular link"
     looked = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
     return f"there is no such file or folder{looked}{_near(path)}"
 

@@ -213,8 +213,8 @@ def compilation(cfg: TrainConfig, report: Report) -> Violations:
     if cfg.compile.mode in WITHOUT_GRAPHS:
         yield (
             "compile.mode",
-            "records CUDA graphs, which replay with weights where they lay; fully_shard gathers "
-            "them anew, and all blocks share one graph.\n"
+            "records CUDA graphs, which replay with weights at fixed addresses; fully_shard "
+            "gathers them anew, and all blocks share one graph.\n"
             f"Use  compile.mode={WITHOUT_GRAPHS[cfg.compile.mode]}",
         )
     for name in ("mode", "cache"):

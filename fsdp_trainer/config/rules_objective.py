@@ -122,7 +122,7 @@ def teacher(cfg: TrainConfig, report: Report) -> Violations:
     if choice.teacher is None and "objective.teacher" not in report.settled:
         yield (
             "objective.teacher",
-            "is required: say which model to learn from, e.g.  objective.teacher=runs/large",
+            "is required: name the model to learn from, e.g.  objective.teacher=runs/large",
         )
     if choice.top_k is not None:
         yield from stored_lists(cfg)

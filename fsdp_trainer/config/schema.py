@@ -85,7 +85,7 @@ class Batch:
 class Train:
     """The length of training, and the work between its steps."""
 
-    steps: int | None = key(None, "optimizer steps in all; null: train.epochs decides", minimum=0)
+    steps: int | None = key(None, "total optimizer steps; null: train.epochs decides", minimum=0)
     epochs: int | None = key(
         None,
         "passes over the data, the last partial step included; null: train.steps decides"
@@ -171,7 +171,7 @@ class Train:
     )
     spike_window: int = key(
         128,
-        "steps before that a step is judged by; nothing is judged until half of them have been",
+        "previous steps that a step is compared with; none is judged until half of them exist",
         minimum=4,
     )
     rewind_margin: int = key(
@@ -570,7 +570,7 @@ class Tokenizer:
 
 @dataclass
 class Adapter:
-    """Small matrices that are trained beside the model's frozen weights.
+    """Small matrices that are trained in addition to the model's frozen weights.
 
     LoRA, DoRA; QLoRA: on weights of 4 bits.
     """

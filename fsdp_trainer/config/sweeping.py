@@ -34,13 +34,13 @@ class Optuna:
 
     n_trials: int = key(
         20,
-        "jobs in all, those of earlier commands with the same values to choose from included",
+        "total number of jobs, including those of earlier commands with the same search space",
         minimum=1,
     )
     metric: str | None = key(
         None,
-        "what of metrics.jsonl a job is judged by, at the last step that has it; null: the"
-        " validation loss, without validation the loss",
+        "the figure of metrics.jsonl by which jobs are compared, at the last step that has it;"
+        " null: the validation loss, without validation the loss",
     )
     direction: str = key(
         "minimize", "whether less of it is better, or more", choices=("minimize", "maximize")
@@ -88,12 +88,12 @@ class Slurm:
     mem_gb: float | None = key(None, "memory of a node in GiB; null: as Slurm has it", above=0)
     timeout_min: int = key(1440, "minutes until a job is stopped, and queued again", minimum=1)
     partition: str | None = key(None, "where to queue")
-    account: str | None = key(None, "who pays")
+    account: str | None = key(None, "Slurm account")
     qos: str | None = key(None, "quality of service")
     constraint: str | None = key(None, "features that nodes must have, e.g. h100")
     jobs: int = key(64, "jobs in the queue or running at once", minimum=1)
     requeue: bool = key(
-        True, "queue a job again that stopped in order before its time was up (exit code 75)"
+        True, "queue a job again that stopped early with a checkpoint (exit code 75)"
     )
     signal_seconds: int = key(
         600, "how long before its time limit a job is told to stop", minimum=0

@@ -92,7 +92,7 @@ class Plan:
 
 @dataclass
 class PlanConfig(TrainConfig):
-    """Says whether a run fits, how fast it would be, and what would make it fit.
+    """Estimates whether a run fits, how fast it would be, and what would make it fit.
 
     Needs no GPU, data, tokenizer or weights.
     """
@@ -113,7 +113,7 @@ class Prepare:
 
 @dataclass
 class PrepareConfig(TrainConfig):
-    """Tokenises ahead of training, into the folder where `train` with the same keys looks."""
+    """Tokenises ahead of training, into the cache that `train` with the same keys uses."""
 
     prepare: Prepare = field(default_factory=Prepare)
 
@@ -143,7 +143,7 @@ class Doctor:
 
 @dataclass
 class DoctorConfig(TrainConfig):
-    """Looks machine and cluster over, and names the odd one out."""
+    """Checks the machine or the cluster, and names nodes that differ from the others."""
 
     doctor: Doctor = field(default_factory=Doctor)
 
@@ -165,7 +165,7 @@ class LaunchFiles:
     cpus_per_gpu: int = key(CORES_A_GPU, "slurm: cores", minimum=1)
     time: str = key("24h", "slurm: until the job is requeued, as `30m` or `24h`")
     partition: str | None = key(None, "slurm: where to queue")
-    account: str | None = key(None, "slurm: who pays")
+    account: str | None = key(None, "slurm: the account")
     setup: list[str] = key(
         [], "slurm, skypilot: lines of bash before the run, e.g. ['source venv/bin/activate']"
     )
@@ -221,7 +221,7 @@ class ExportConfig:
 
 @dataclass
 class VerifyConfig:
-    """Says whether a checkpoint is whole; with hf, whether both give the same logits."""
+    """Checks that a checkpoint is complete; with hf, that both give the same logits."""
 
     source: str | None = key(None, "a run, a checkpoint or a PEFT folder")
     hf: str | None = key(
@@ -317,7 +317,7 @@ class Evaluate(Evaluation):
 
 @dataclass
 class EvaluateConfig(TrainConfig, Evaluate):
-    """Says how good a model is at tasks of lm-evaluation-harness, on any number of ranks."""
+    """Evaluates a model on tasks of lm-evaluation-harness, on any number of ranks."""
 
 
 @dataclass
@@ -377,7 +377,7 @@ class TokenizerConfig(TrainConfig, NewTokenizer):
 
 @dataclass
 class ReportConfig:
-    """Shows what happened in one run or many: a page without network, a summary in text."""
+    """Reports on one run or many: a web page that needs no network, a summary in text."""
 
     source: str | list[str] | None = key(
         None, "a run, a sweep, a folder of runs, or a list of them, e.g. [runs/a,runs/b]"
@@ -407,7 +407,7 @@ class RecipesConfig:
 
 @dataclass
 class ChainConfig:
-    """Makes a model that answers out of text, in stages: tokenizer to report card.
+    """Makes a chat model from text in stages, from tokenizer to report card.
 
     Further words set keys of a stage, as pretrain.train.steps=100, or of all trainings, as
     all.launch.nproc_per_node=8.
@@ -449,7 +449,7 @@ class ChainConfig:
 
 @dataclass
 class QuickstartConfig:
-    """Trains a small model on a generated task and shows that it learnt it."""
+    """Trains a small model on a generated task and tests it on held-out questions."""
 
     task: str = key(
         "words",

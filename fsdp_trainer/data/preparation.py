@@ -176,11 +176,11 @@ class Preparation:
             nonlocal waiting
             if not waiting:
                 self.reporter.say(
-                    f"data   another process prepares the same in {self.root}: this one waits"
-                    " for it"
+                    f"data   another process is preparing the same data in {self.root}: this one"
+                    " waits for it"
                 )
             waiting = True
-            self.reporter.progress("data   waiting for another process, which prepares the same")
+            self.reporter.progress("data   waiting for another process that prepares the same data")
 
         try:
             with locked_folder(self.parts, shared, waits) as alone:
@@ -441,7 +441,7 @@ def read_complete(folder: Path, say: Callable[[str], None] = nothing) -> dict[st
     try:
         return read_meta(folder)
     except Damaged as error:
-        say(f"data   the cache is damaged, and is made anew: {error}")
+        say(f"data   the cache is damaged and will be rebuilt: {error}")
         return None
 
 

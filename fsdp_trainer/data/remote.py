@@ -152,7 +152,7 @@ def fetch(
         if not (copies := _last_copies(listing)):
             raise
         say(
-            f"data   {shown(url)} is not asked for changes, its copy is used:"
+            f"data   {shown(url)} could not be checked for changes, its copy is used:"
             f" {error.problems[0].reason.splitlines()[0]}"
         )
         return copies
@@ -170,8 +170,7 @@ def fetch(
             raise _unusable(
                 url,
                 key,
-                f"{Path(copy).name} is no kind of file that is read: its name and its first"
-                " bytes tell none",
+                f"{Path(copy).name} has an unknown type: its name and its first bytes tell none",
             )
     return copies
 
@@ -384,7 +383,7 @@ CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or the machine's role; none:"
     " FSSPEC_S3_ANON=1; another endpoint: AWS_ENDPOINT_URL",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or  gcloud auth application-default login",
-    "hf": "HF_TOKEN, or  hf auth login ; a gated data set is asked for on its page",
+    "hf": "HF_TOKEN, or  hf auth login ; access to a gated data set is requested on its page",
     "http": "those in the URL itself, or in ~/.netrc",
     "https": "those in the URL itself, as in a signed one, or in ~/.netrc",
 }

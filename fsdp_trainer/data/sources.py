@@ -85,8 +85,7 @@ class Problems:
         """Raise a UserError with the collected rows, unless bad rows are to be skipped."""
         if self.will_raise:
             raise UserError(
-                "rows of the data cannot be read. Mend them, or leave them out with"
-                "  data.on_error=skip",
+                "rows of the data cannot be read. Fix them, or skip them with  data.on_error=skip",
                 self.first,
             )
 

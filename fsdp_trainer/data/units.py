@@ -176,7 +176,7 @@ def _lost(unit: Unit, line: int, reason: str) -> UserError:
             place = f"{unit.file}, from byte {unit.start:,} on"
     return UserError(
         "the data cannot be used",
-        [Problem(place, f"{reason}.\nStart again once it can be read whole")],
+        [Problem(place, f"{reason}.\nStart again once it can be read completely")],
     )
 
 

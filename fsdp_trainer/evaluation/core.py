@@ -127,7 +127,7 @@ class Core:
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             reason = f"cannot be read: {type(error).__name__}: {error}"
             problem = Problem(f"core_data={folder}", reason)
-            raise UserError("the data of CORE are not whole", [problem]) from None
+            raise UserError("the data of CORE is incomplete", [problem]) from None
         self.tokenizer = tokenizer
 
     def run(self, scorer: Scorer) -> Metrics:

@@ -29,9 +29,7 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
     """
     problems = []
     if not cfg.tasks:
-        reason = (
-            f"say which: names of lm-evaluation-harness's or YAML files, as  {node}tasks=[arc_easy]"
-        )
+        reason = f"name tasks of lm-evaluation-harness or YAML files, e.g.  {node}tasks=[arc_easy]"
         problems.append(Problem(f"{node}tasks=[]", reason))
     for name in cfg.tasks:
         if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):

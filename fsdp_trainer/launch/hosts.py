@@ -349,13 +349,13 @@ class SshNode(NodeOfHost):
             output.thread.join(END_SECONDS)
         lines = [line for output in self.outputs for line in output.before]
         said = b"".join(lines).decode(errors="replace").strip()
-        last = said.splitlines()[-1] if said else f"exit code {code}, without a word"
+        last = said.splitlines()[-1] if said else f"exit code {code}, without a message"
         if code in NO_SUCH_COMMAND:
             return f"has no {sys.executable}: the same environment must be at the same place there"
         if code != SSH_FAILED:
             return "\n".join(said.splitlines()[-LINES:]) or last
         if "Host key verification failed" in said or "HOST IDENTIFICATION HAS CHANGED" in said:
-            return f"has a key that is not known here. Look at it and accept it:  {self._trial()}"
+            return f"has an unknown host key. Check it and accept it:  {self._trial()}"
         if "Permission denied" in said:
             copy = shlex.join(["ssh-copy-id", *destination(self.host)])
             return f"lets nobody in without a password ({last}). Copy a key:  {copy}"

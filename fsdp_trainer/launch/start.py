@@ -109,7 +109,7 @@ def advice_after_kill(cfg: TrainConfig, verb: str) -> str:
         return ""
     committed = committed_checkpoints(run_folder(cfg))
     if not committed:
-        return "No checkpoint was committed: the same command begins anew"
+        return "No checkpoint was committed: the same command starts from the beginning"
     line = how_to_go_on(cfg, step_of(committed[-1]))
     return line[0].upper() + line[1:]
 

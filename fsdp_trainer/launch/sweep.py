@@ -426,7 +426,7 @@ class Jobs:
         job.state = "stopped" if self.received and code else STATES.get(code, "failed")
         last = Records(Path(job.folder)).last_event()
         in_order = last.get("event") == "end" and last["time"] >= started.began
-        job.reason = last["reason"] if in_order else "ended without a word"
+        job.reason = last["reason"] if in_order else "ended without a message"
         if started.pruned and job.state == "stopped" and not self.received:
             pruner = self.line.sweeper_settings.pruner
             job.state = "pruned"

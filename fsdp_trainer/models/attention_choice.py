@@ -75,7 +75,7 @@ LAYOUT_RULES: dict[str, tuple[Rule, ...]] = {
     "documents": (
         (
             lambda c, *_: c.compiled,
-            "has other shapes every step, and compiled blocks want fixed ones.\n"
+            "changes shapes every step, and compiled blocks need fixed ones.\n"
             "Use  model.attention=auto",
         ),
     ),
@@ -160,7 +160,7 @@ def choose(layout: str, kernel: str, context: AttentionContext) -> AttentionChoi
 
     Raises UserError if they cannot be computed here.
     """
-    chosen, reason = _best_layout(kernel, context) if layout == "auto" else (layout, "as asked")
+    chosen, reason = _best_layout(kernel, context) if layout == "auto" else (layout, "as requested")
     if problems := attention_problems(chosen, kernel, context):
         raise UserError("attention cannot be computed like this", problems)
     first = _first_kernel(chosen, context) if kernel == "auto" else kernel
@@ -193,7 +193,7 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
     """Return the best layout for this context, and the reason."""
     fallback = "mask" if context.compiled else "documents"
     if context.device != "cuda":
-        reasons = {"mask": "compiled blocks want fixed shapes", "documents": "cost by Σ length²"}
+        reasons = {"mask": "compiled blocks need fixed shapes", "documents": "cost by Σ length²"}
         return fallback, reasons[fallback]
     if context.softcap or context.sinks:
         special = "the soft limit on scores" if context.softcap else "attention sinks"
@@ -203,7 +203,7 @@ def _best_layout(kernel: str, context: AttentionContext) -> tuple[str, str]:
     if reason := _first_broken(LAYOUT_RULES["varlen"], context, "varlen"):
         return fallback, f"varlen {reason.splitlines()[0]}"
     if kernel in SDPA_ONLY:
-        return fallback, f"{kernel} was asked for"
+        return fallback, f"{kernel} is requested"
     share = f"{context.share:.0%}"
     if kernel == "auto" and _cudnn_is_fastest(context):
         reason = f"nearly whole rows ({share} of their cost), which cuDNN is fastest at on Hopper"

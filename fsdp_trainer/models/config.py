@@ -628,7 +628,7 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     activation = _read_values(raw, spec)["hidden_act"]
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
-        yield Problem(f"{name}={activation}", f"computed are {', '.join(ACTIVATIONS)}")
+        yield Problem(f"{name}={activation}", f"supported are {', '.join(ACTIVATIONS)}")
     types = raw.get("layer_types") or []
     layers = raw["num_hidden_layers"]
     if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
@@ -661,7 +661,7 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     where = f"{where}: rope_type={kind}"
     if kind not in ROPE_TYPES:
-        return [Problem(where, f"computed are {', '.join(ROPE_TYPES)}")]
+        return [Problem(where, f"supported are {', '.join(ROPE_TYPES)}")]
     missing = []
     for name in ROPE_TYPES[kind]:
         needed = list if name in ("short_factor", "long_factor") else int | float

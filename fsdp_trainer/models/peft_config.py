@@ -210,7 +210,7 @@ def without_effect(config: dict[str, Any]) -> list[str]:
         )
     known = {*COMPUTED, *READ, *WITHOUT_EFFECT, "lora_dropout"}
     lines += [
-        f"{key}={json.dumps(value)} is not known here and has no effect"
+        f"{key}={json.dumps(value)} is unknown and has no effect"
         for key, value in config.items()
         if value and key not in known
     ]

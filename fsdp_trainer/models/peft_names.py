@@ -305,7 +305,7 @@ def adopt_stacked(
 def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Problem]:
     """Return the problems of layers that the configuration targets but the file lacks."""
     there = set(modules)
-    text = f"is missing, though target_modules in {ADAPTER_CONFIG} means it"
+    text = f"is missing, though target_modules in {ADAPTER_CONFIG} includes it"
     lacking = [name for name in layout.linears if name not in there and peft.targets(name)]
     return [Problem(name, text) for name in lacking] + unknown_parameters(peft, layout)
 
@@ -383,7 +383,7 @@ def _trained_apart(name: str) -> Problem:
     """Return the problem of an adapter that has only one of two tied matrices."""
     other = "head" if name == EMBEDDING else "embedding"
     text = (
-        f"was trained apart from the {other}, which this model has tied to it"
+        f"was trained separately from the {other}, which is tied to it in this model"
         " (tie_word_embeddings).\nSave both in the adapter, or untie them in the base model"
     )
     return Problem(name, text)

@@ -35,7 +35,7 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
     if model.init_from is not None:
         stored = ModelConfig.from_hf(model_folder(model.init_from))
         if problems := _differences(model, keys, stored):
-            raise UserError("the model asked for is not the one in model.init_from", problems)
+            raise UserError("the requested model is not the one in model.init_from", problems)
         free = (*CONTEXT_KEYS, *OURS, "vocab_size")
         return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
     keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys

@@ -62,7 +62,7 @@ def table(measured: list[Measured]) -> list[str]:
     With more than one source there is a column for each.
     """
     sources = list(measured[0].by_source) if len(measured[0].by_source) > 1 else []
-    head = ["tokenizer", "vocabulary", "tokens", "bytes/token", *sources, "text comes back"]
+    head = ["tokenizer", "vocabulary", "tokens", "bytes/token", *sources, "lossless"]
     rows = [head]
     for one in measured:
         row = [one.name, f"{one.vocab_size:,}", f"{one.tokens:,}", f"{one.bytes_per_token:.3f}"]

@@ -64,7 +64,7 @@ def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> No
     if not float8_layers(model):
         reason = "no matrix of this model is large enough to gain by float8, or divisible by 16"
         problem = Problem(f"precision.float8={recipe}", f"{reason}.\n{INSTEAD}")
-        raise UserError("there is nothing for float8 to do", [problem])
+        raise UserError("no layer gains from float8", [problem])
 
 
 def share_of(name: str, ranks: int) -> tuple[int, int]:

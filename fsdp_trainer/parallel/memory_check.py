@@ -221,7 +221,7 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
     enough = bisect_left(worlds, True, key=lambda ranks: fits(sharded._replace(ranks=ranks)))
     if enough < len(worlds):
         also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
-        overrides.append(f"{worlds[enough]} ranks with as much memory each{also}")
+        overrides.append(f"{worlds[enough]} ranks with the same memory each{also}")
     if fits(setup._replace(precision=bfloat16)):
         overrides.append("precision=pure_bf16")
     return overrides

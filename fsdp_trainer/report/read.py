@@ -22,7 +22,7 @@ from fsdp_trainer.observe.records import parse
 READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
 EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run
 SILENT_SECONDS = 900  # without a new line or event, after which a run is considered dead
-GONE = "ended without a word"
+GONE = "ended without a message"
 HOLDS_NO_RUN = (
     "holds no run: a run has metrics.jsonl, events.jsonl or config.yaml, a sweep sweep.jsonl"
 )

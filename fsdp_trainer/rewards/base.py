@@ -124,7 +124,7 @@ def _checked(reward: Reward, attempts: Sequence[Attempt]) -> list[float]:
     scores = reward.score(attempts)
     if len(scores) != len(attempts):
         counts = f"{len(scores):,} scores for {len(attempts):,} answers"
-        raise RunFailed(f"the reward {reward.title} gave {counts}")
+        raise RunFailed(f"the reward {reward.title} returned {counts}")
     return [_number(reward, value) for value in scores]
 
 
@@ -135,5 +135,5 @@ def _number(reward: Reward, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RunFailed(f"the reward {reward.title} gave {value!r}, which is no finite number")
+        raise RunFailed(f"the reward {reward.title} returned {value!r}, not a finite number")
     return number

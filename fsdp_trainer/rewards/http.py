@@ -57,7 +57,7 @@ class Http(Reward):
             return retried(ask, self.retries)
         except RequestFailed as error:
             reason = error.args[0]
-            text = f"the reward {self.title} gets no scores of {self.url}: {reason}"
+            text = f"the reward {self.title} gets no scores from {self.url}: {reason}"
             raise RunFailed(text) from None
 
 

@@ -18,7 +18,7 @@ def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
         return prepare_ahead(cfg)
     if cfg.prepare.shard:
         code = prepare_ahead(cfg)
-        print("teach  the teacher reads the data when it is whole: prepare without prepare.shard")
+        print("teach  the teacher reads the complete data: prepare without prepare.shard")
         return code
     if starts_ranks(cfg.launch, os.environ):
         return start_ranks(cfg, overrides, verb="prepare")

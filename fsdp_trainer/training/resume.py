@@ -48,7 +48,7 @@ its weights."""
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (
-    "another list of files, other content, or another tokenizer: a stream begins anew with them"
+    "another list of files, other content, or another tokenizer: a stream starts again with them"
 )
 STREAMS_BEGIN_ANEW = "the streams begin anew: samples may be seen a second time"
 OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
@@ -71,7 +71,7 @@ def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> 
             return named
     good = store.newest_good(partial(report_damaged, observer))
     if good is None and store.listed(checkpoint_folders):
-        observer.say("no checkpoint of this run is whole: it begins anew")
+        observer.say("no checkpoint of this run is intact: it starts from the beginning")
     return good
 
 
@@ -79,7 +79,7 @@ def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]
     """Record and print that a checkpoint is damaged and not used."""
     texts = [f"{problem.what} {problem.reason}" for problem in problems]
     observer.event("damaged", path=str(checkpoint), problems=texts)
-    observer.say(f"{checkpoint} is damaged and left aside: {texts[0]}")
+    observer.say(f"{checkpoint} is damaged and not used: {texts[0]}")
 
 
 def named_checkpoint(path: str) -> Path:
@@ -222,7 +222,7 @@ def continued(component: Component, source: dict[str, Any]) -> Match:
     """Return the match of a component that has the same rows as a source in the checkpoint."""
     change = ""
     if source["asked"] != component.requested:
-        change = f"was asked for {source['asked']:g}, is for {component.requested:g}"
+        change = f"was requested with {source['asked']:g}, now with {component.requested:g}"
     rows_per_epoch = component.order.rows_per_epoch
     epoch, row = divmod(source["rows"], rows_per_epoch)
     where = f"continues at epoch {epoch + 1}, row {row:,} of {rows_per_epoch:,}"

@@ -228,7 +228,7 @@ class Rank:
         if ended := self.signals.wait_for_ended_ranks():
             names = " and ".join(f"rank {rank}" for rank in ended)
             return RunFailed(
-                f"{names} ended before its time, and the others cannot continue without it"
+                f"{names} ended unexpectedly, and the others cannot continue without it"
             )
         return None
 
@@ -442,8 +442,8 @@ def report_end(trainer: Trainer, reason: str) -> None:
     for source in trainer.data.shares(progress):
         say(
             f"data   {source['name']}: {source['share']:.2%} of the tokens{since}, "
-            f"asked for {source['share_asked']:.2%}; {source['tokens']:,} tokens, "
-            f"{source['epochs']:.2f} epochs in all"
+            f"requested {source['share_asked']:.2%}; {source['tokens']:,} tokens, "
+            f"{source['epochs']:.2f} epochs in total"
         )
     if reason == "early_stop":
         say(f"stopped early: {progress.stale} validations in a row without a lower loss")

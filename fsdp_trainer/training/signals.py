@@ -131,7 +131,7 @@ class SignalListener:
         if self.first_at is None:
             self.first_at = time.monotonic()
             self.received = self.received or number
-            then = "stops in order, with a checkpoint of what was trained"
+            then = "stops after saving a checkpoint"
             run_with_timeout(self.say, f"{name}: {then}; a second signal ends at once")
         elif self._later_than_echo() and not (number == signal.SIGINT and is_interactive()):
             self.exit_now(f"second signal ({name})", 128 + number)

@@ -130,12 +130,11 @@ def markdown(options: dict[str, list[str]]) -> str:
     parts = [
         "# Configuration\n\n"
         "This page lists every key with its default and its meaning.\n\n"
-        "Set a key with `key=value`, choose an option of a group with `group=option`, lay a"
-        " recipe\n"
-        "over everything with `+recipe=NAME`. `fsdp-trainer --cfg job …` prints what comes of it\n"
-        "([the command line](command-line.md)). The page is written from\n"
-        "`fsdp_trainer/config/schema.py` and `verbs.py` by `python -m"
-        " fsdp_trainer.config.document`.\n"
+        "Set a key with `key=value`, choose an option of a group with `group=option`, apply a\n"
+        "recipe with `+recipe=NAME`. `fsdp-trainer --cfg job …` prints the composed configuration\n"
+        "([the command line](command-line.md)). This page is generated from\n"
+        "`fsdp_trainer/config/schema.py` and `verbs.py` by\n"
+        "`python -m fsdp_trainer.config.document`.\n"
     ]
     for f in [*fields(TrainConfig), *(node_of(verb, verb) for verb in OWN_NODES)]:
         chosen = (

@@ -63,18 +63,24 @@ async function answer() {
   update();
   tell("");
   const turn = show("assistant busy", ""), began = performance.now();
-  let said = "", finish = "stopped", usage = null;
+  let said = "", finish = "stopped", usage = null, drawing = false;
+  // Once a frame: drawing each piece of a long answer would keep the page too busy to stop it.
+  const draw = () => {
+    drawing = false;
+    const follows = turns.scrollTop + turns.clientHeight > turns.scrollHeight - 40;
+    turn.textContent = said;
+    if (follows) turns.scrollTop = turns.scrollHeight;
+  };
   try {
     for await (const event of events(await request())) {
       if (event.error) throw new Error(event.error.message);
       usage = event.usage || usage;
       for (const choice of event.choices) {
-        const follows = turns.scrollTop + turns.clientHeight > turns.scrollHeight - 40;
         said += choice.delta.content || "";
         finish = choice.finish_reason || finish;
-        turn.textContent = said;
-        if (follows) turns.scrollTop = turns.scrollHeight;
       }
+      if (!drawing) requestAnimationFrame(draw);
+      drawing = true;
     }
     const seconds = (performance.now() - began) / 1000;
     const ended = finish === "length" ? ", cut at its longest" : "";
@@ -83,6 +89,7 @@ async function answer() {
     if (error.name === "AbortError") tell("stopped");
     else tell(error.message, true);
   }
+  draw();
   turn.classList.remove("busy");
   if (said) messages.push({ role: "assistant", content: said });
   else turn.remove();

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import inject
 import pytest
 
-from benchmarks import beside_trl, gpu, harness, ladder, train_step
+from benchmarks import gpu, harness, ladder, train_step, trl_common
 
 
 def finish(compared, check):
@@ -79,7 +79,7 @@ def in_the_pool(world, monkeypatch):
         return subprocess.CompletedProcess(line, 0, *world.call(1, answered, module, file), "")
 
     monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=train))
-    monkeypatch.setattr(beside_trl, "subprocess", SimpleNamespace(run=answer))
+    monkeypatch.setattr(trl_common, "subprocess", SimpleNamespace(run=answer))
 
 
 def answered(module, file):
@@ -88,7 +88,7 @@ def answered(module, file):
         os.environ.pop(name)
     said = io.StringIO()
     with patch.object(os, "_exit"), contextlib.redirect_stdout(said):
-        beside_trl.answer_task(file, importlib.import_module(module).PROGRAMS)
+        trl_common.answer_task(file, importlib.import_module(module).PROGRAMS)
     return said.getvalue()
 
 
@@ -132,7 +132,7 @@ def rates_of_links():
     """What a rank prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        gpu.tell_links(small=True)
+        gpu.print_link_speeds(small=True)
     return said.getvalue()
 
 

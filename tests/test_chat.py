@@ -19,7 +19,7 @@ from zoo import make_folder
 from fsdp_trainer.chat.engine import Engine, first_stop, settled_text
 from fsdp_trainer.chat.requests import BadRequest, ChatDefaults, read_request
 from fsdp_trainer.cli import main
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.tokenizer import TextTokenizer, load_tokenizer
 
 DEFAULTS = ChatDefaults(temperature=0.0, top_p=1.0, max_tokens=8, rows=4)
 HI = [{"role": "user", "content": "Hi"}]
@@ -126,11 +126,12 @@ def served(folder, token=None):
 def folder(tmp_path_factory):
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("chat") / "model"
-    make_folder(folder, max_position_embeddings=16384, vocab_size=320)
+    make_folder(folder, max_position_embeddings=16384, vocab_size=320, eos_token_id=None)
     for file in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
         file.unlink()
     # one without a token that ends an answer: a long one lasts until the test ends it
     TextTokenizer(make_tokenizer(("<|x|>",)), {}, set(), TEMPLATE).save(folder)
+    assert not load_tokenizer(folder).stop_ids
     return folder
 
 
@@ -264,7 +265,7 @@ def test_the_page_streams_stops_and_answers_again(server):
         page.locator("#again").click()
         settle(lambda: done() == 0 and answers.inner_text() != first, page)
         assert answers.count() == 1
-        page.locator("#max_tokens").fill("10000")
+        page.locator("#max_tokens").fill("16000")
         page.locator("#text").fill("and now?")
         page.keyboard.press("Enter")
         settle(lambda: answers.count() == 2 and len(answers.last.inner_text()) > 3, page)

@@ -59,7 +59,7 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(train, text):
     shutil.rmtree(pretrain.folder)
     run = train("chats", *how, "train.steps=5", base=[], ranks=2)
     assert run.column("step") == [1, 2, 3, 4, 5]
-    assert f"{pretrain.folder} is not there" in run.out
+    assert f"{pretrain.folder} does not exist" in run.out
     assert "no such folder" in train("other", *how, base=[], code=2).err
 
 

@@ -145,7 +145,7 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
         (folder / "MANIFEST.json").touch()
     assert advice_after_kill(cfg, "train") == "The same command resumes after step 10"
     cfg.checkpoint.resume = "never"
-    advice = "Go on after step 10 with  checkpoint.resume=auto"
+    advice = "Resume after step 10 with  checkpoint.resume=auto"
     assert advice_after_kill(cfg, "train") == advice
 
 

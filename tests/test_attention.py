@@ -376,7 +376,7 @@ def test_a_kernel_stays_preferred_until_the_next_run():
     [
         (["model.attention=varlen", "launch.device=cpu", "precision=bf16"], "GPUs only"),
         (["model.attention=flex"], "no gradient on a CPU"),
-        (["model.attention=documents", "compile=enabled"], "other shapes every step"),
+        (["model.attention=documents", "compile=enabled"], "changes shapes every step"),
         (["model.attention_kernel=cudnn"], "a CPU has one kernel only"),
         (["model.attention=mask", "model.attention_kernel=fa3"], "takes no mask"),
     ],

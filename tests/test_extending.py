@@ -128,9 +128,9 @@ def test_what_cannot_be_is_refused(words, typed, said, capsys):
 
 def test_a_name_is_registered_once():
     fsdp_trainer.register("metric", "mine", object)
-    with pytest.raises(UserError, match="taken"):
+    with pytest.raises(UserError, match="already in use"):
         fsdp_trainer.register("metric", "mine", object)
-    with pytest.raises(UserError, match="taken"):
+    with pytest.raises(UserError, match="already in use"):
         fsdp_trainer.register("objective", "sft", object)
     with pytest.raises(UserError, match="kind"):
         fsdp_trainer.register("optimizer", "mine", object)

@@ -194,7 +194,7 @@ def test_what_was_trained_computes_the_same_everywhere(train, export, tmp_path):
         assert (
             transformers.AutoModelForCausalLM.from_pretrained(folder).eval()(tokens).logits - ours
         ).abs().max() > 1e-2, "it was trained"
-    assert "whole" in verify(f"source={run.folder}", f"hf={out}")
+    assert "is complete" in verify(f"source={run.folder}", f"hf={out}")
     assert "DIFFER" in verify(f"source={run.folder}", f"hf={folder}", code=3)
 
 
@@ -521,7 +521,7 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
         said = world.command(verb, f"source={damaged}", *more, code=code)[0]
         instead = f"source={damaged.with_name('step-00000009')}"
         assert f"The newest whole one is  {instead}" in said.out + said.err, verb
-    assert world.command("verify", f"source={run.folder}")[0].out.count("checksums right") == 1
+    assert world.command("verify", f"source={run.folder}")[0].out.count("checksums correct") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -169,7 +169,7 @@ def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(regi
 @pytest.mark.parametrize("value", [[1.0, 2.0], [], [float("nan")], ["good"], [None]])
 def test_a_reward_gives_one_finite_number_for_each_answer(register, value):
     register("wrong", lambda attempts: value)
-    with pytest.raises(RunFailed, match="the reward wrong gave"):
+    with pytest.raises(RunFailed, match="the reward wrong returned"):
         reward_of("wrong", "a")
 
 

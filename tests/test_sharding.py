@@ -225,7 +225,7 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
             memory_check.check_memory(
                 model, Setup(Sharding(strategy="ddp"), Precision(), Optim(), 2), cpu
             )
-        ranks = int(re.search(r"(\d+) ranks with as much", str(refused.value))[1])
+        ranks = int(re.search(r"(\d+) ranks with the same", str(refused.value))[1])
         memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), ranks), cpu)
         with pytest.raises(memory_check.UserError):
             memory_check.check_memory(
@@ -324,7 +324,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_w
     assert "68.5 G × 8 B ÷ 2 ranks" in run.err
     assert "255.0 GiB" in run.err
     assert "16.0 GiB for each rank" in run.err
-    assert "ranks with as much memory each" in run.err
+    assert "ranks with the same memory each" in run.err
     assert not run.folder.exists(), "a refused start leaves no folder"
     assert not (tmp_path / "cache").exists(), "nothing was tokenised"
     assert (

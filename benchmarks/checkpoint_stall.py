@@ -157,13 +157,7 @@ def main() -> None:
             for name in figures["sync"]
         },
         "lost_of_dcp_save": {
-            way: spread(
-                [
-                    a / b
-                    for a, b in zip(figures[way]["lost"], figures["dcp.save"]["lost"], strict=True)
-                ]
-            )
-            for way in WAYS[1:]
+            way: ratio(figures[way]["lost"], figures["dcp.save"]["lost"]) for way in WAYS[1:]
         },
     }
     finish(

@@ -171,11 +171,19 @@ def peak_of_stages(cfg, config):
     pipeline.train([batch] * count, objectives)
     optimizer.step()
     optimizer.zero_grad()
+    return peak_of_step(model, dims, optimizer, lambda: pipeline.train([batch] * count, objectives))
+
+
+def peak_of_step(model, dims, optimizer, compute):
+    """Return the most bytes alive while `compute` fills the gradients and they are clipped.
+
+    Parameters and the optimizer's state count from the start.
+    """
     with LiveBytes() as measure:
         for parameter in model.parameters():
             for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
                 measure.add(tensor)
-        pipeline.train([batch] * count, objectives)
+        compute()
         clip_gradients(model, dims, 1.0, None)
     return measure.peak
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from memory_of_a_step import LiveBytes, batch_of_rank, micro_step, route_evenly, whole_batch
+from memory_of_a_step import batch_of_rank, micro_step, peak_of_step, route_evenly, whole_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,7 @@ from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
-from fsdp_trainer.training.gradients import GradientSync, clip_gradients
+from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
 
@@ -176,13 +176,11 @@ def _steps_of_experts(cfg, config):
     sent = _sent_in_a_step(model, dims, cfg)
     optimizer.step()
     optimizer.zero_grad()
-    with LiveBytes() as measure:
-        for parameter in model.parameters():
-            for tensor in (parameter.detach(), *optimizer.state[parameter].values()):
-                measure.add(tensor)
+
+    def compute():
         micro_step(model, cfg, batch_of_rank(cfg, config, dims))
-        clip_gradients(model, dims, 1.0, None)
-    return OfExperts(*sent, measure.peak)
+
+    return OfExperts(*sent, peak_of_step(model, dims, optimizer, compute))
 
 
 def _sent_in_a_step(model, dims, cfg):

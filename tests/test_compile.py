@@ -29,10 +29,7 @@ def unoptimized():
         yield
 
 
-WINDOWS = [
-    "model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30",
-    "activation_checkpoint=full",
-]  # fmt: skip
+WINDOWS = ["model.family=gemma2", "model.sliding_window=16", "model.attn_logit_softcapping=30"]
 
 
 @pytest.mark.slow
@@ -51,7 +48,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
         "train.validate_first=false",
         *WINDOWS,
     ]
-    run = train("run", *how, "model.num_hidden_layers=4", "train.steps=6", seam=unoptimized)
+    run = train("run", *how, "train.steps=6", seam=unoptimized)
     # a block, the head's scores and their derivatives; without gradients a block is another graph,
     # scores are not
     assert compilations(run) == [(1, "training", 3, 0), (3, "validation", 1, 0)]
@@ -61,7 +58,6 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again_and_outlives_the_
     resumed = train(
         "run",
         *how,
-        "model.num_hidden_layers=4",
         "train.steps=8",
         "schedule=constant",
         "checkpoint.allow_changes=[schedule]",
@@ -183,7 +179,14 @@ def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_re
 @pytest.mark.slow
 def test_kernels_can_be_tuned(train, compiled):
     how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
-    run = train("run", *how, *compiled, "compile.mode=max-autotune-no-cudagraphs", timeout=300)
+    run = train(
+        "run",
+        *how,
+        *compiled,
+        "compile.mode=max-autotune-no-cudagraphs",
+        timeout=300,
+        seam=unoptimized,
+    )
     assert run.column("loss") == pytest.approx(train("eager", *how).column("loss"), rel=1e-5)
     assert len(compilations(run)) == 1
 

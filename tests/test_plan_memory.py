@@ -163,6 +163,7 @@ LIVE = {
     "ddp": {"ranks": 2, "sharding.strategy": "ddp", **FULL},
     "tied, uneven, 2 micro-batches": {"ranks": 7, "tied": True, "micro_batches": 2, **FULL},
     "gemma, units of 2 blocks, 8 bits": {
+        "blocks": 4,
         "family": "gemma3_text",
         "sharding.blocks_per_unit": 2,
         "sharding.prefetch": 2,
@@ -196,6 +197,7 @@ LIVE = {
         "precision.param_dtype": "float32",
     },
     "lora on upper blocks, head and norms trained, units of 2 blocks": {
+        "blocks": 4,
         **LORA,
         "adapter.targets": ["model.layers.[2-3].*"],
         "adapter.also": ["head", "norms"],
@@ -212,6 +214,7 @@ LIVE = {
         "ranks": 3,
     },
     "frozen blocks below trained ones": {
+        "blocks": 4,
         "train.freeze": ["model.embed_tokens.*", "model.layers.[0-1].*"],
         "ranks": 2,
     },
@@ -219,7 +222,7 @@ LIVE = {
 TRACKED = ("bf16", "hsdp, selective")
 
 
-def case(ranks=8, blocks=4, tied=False, family="llama", vocabulary=8000, **keys):
+def case(ranks=8, blocks=2, tied=False, family="llama", vocabulary=8000, **keys):
     config = replace(
         MODEL,
         num_hidden_layers=blocks,

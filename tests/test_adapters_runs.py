@@ -34,6 +34,7 @@ def adapt(train, folder):
     return start
 
 
+@pytest.mark.slow
 def test_adapters_begin_as_pefts_and_alike_on_every_number_of_ranks(adapt, folder):
     how = [*DORA, "train.steps=1", "optim.lr=0"]
     alone, on_three = adapt("alone", *how), adapt("three", *how, ranks=3)

@@ -40,6 +40,7 @@ def falling(steps):
     return [2 + 6 * math.exp(-i / 50) + noise.gauss(0, 0.05) for i in range(steps)]
 
 
+@pytest.mark.slow
 def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_usual_training_has_none():
     losses = falling(400)
     assert judged(losses)[0] == []
@@ -118,7 +119,7 @@ def sums_that_differ():
     return bad
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_is_given_the_same_sums_to_the_last_bit_and_so_judges_alike(world, ranks):
     assert world.call(ranks, sums_that_differ) == [0] * ranks
 

@@ -63,6 +63,7 @@ def test_a_run_goes_on_when_what_it_began_with_is_gone(train, text):
     assert "no such folder" in train("other", *how, base=[], code=2).err
 
 
+@pytest.mark.slow
 def test_a_run_without_a_committed_checkpoint_is_no_beginning(train, tmp_path):
     (tmp_path / "young" / "checkpoints").mkdir(parents=True)
     (tmp_path / "young" / "events.jsonl").touch()

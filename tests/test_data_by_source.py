@@ -51,6 +51,7 @@ def test_the_loss_of_each_source_is_that_of_a_run_on_it_alone(train, sources):
     assert line["loss"] == pytest.approx(mean, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
     run = train(
         "run",
@@ -87,6 +88,7 @@ def test_validation_tells_its_files_apart(train, sources):
     assert "losses" not in alone[0]
 
 
+@pytest.mark.slow
 def test_the_preview_tells_what_each_source_has(world, sources):
     arguments = [
         f"data.path={sources[0].parent}",
@@ -106,6 +108,7 @@ def test_the_preview_tells_what_each_source_has(world, sources):
     ]
 
 
+@pytest.mark.slow
 def test_trackers_get_a_curve_for_each_source(train, sources):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -82,6 +82,7 @@ def test_groups_take_as_few_rows_as_documents_of_their_lengths(groups):
     assert sorted(samples.tolist()) == list(range(len(lengths)))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(GROUPS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
 def test_every_supervised_token_knows_its_document_and_group(

@@ -29,6 +29,7 @@ from fsdp_trainer.training.resume import describe_data_change, resume_data
 # --- whose turn it is ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.floats(-4, 0), min_size=1, max_size=20),
@@ -269,6 +270,7 @@ def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
     assert last_row(3, mixture.rows_per_epoch, progress.segments) == 30
 
 
+@pytest.mark.slow
 def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
     """At a start: a small source with a large weight has thousands."""
     small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)

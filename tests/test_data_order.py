@@ -83,6 +83,7 @@ def test_an_epoch_has_every_sample_once_and_no_row_is_too_long(lengths, shuffle,
     assert np.allclose(total, np.sum(parts, axis=0) if parts else (0, 0, 0, 0))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.integers(2, 70), min_size=1, max_size=30),

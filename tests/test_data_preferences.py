@@ -126,6 +126,7 @@ def test_preview_shows_what_is_learnt_of_pairs(world, pairs, tmp_path):
     assert "1 row skipped" in skipped.out
 
 
+@pytest.mark.slow
 def test_train_says_what_learns_from_pairs(world, pairs, tmp_path):
     given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}"]
     cached = [*given, "run.name=r", "train.steps=1", "batch.seq_len=128"]

@@ -101,6 +101,7 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, data, many_part
     assert "q199" in TOKENIZER.decode(several.train[0].read(line)[0].tolist())
 
 
+@pytest.mark.slow
 def test_files_beside_the_user_are_no_modules_of_the_processes(
     tmp_path, data, many_parts, monkeypatch
 ):

@@ -101,7 +101,14 @@ def test_what_is_saved_gives_the_same_tokens_in_transformers(sentencepiece_file,
     )
 
 
-@pytest.mark.parametrize("name", ["llama2_tokenizer.model", "bpe4k", "demo:bytes"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("llama2_tokenizer.model", marks=pytest.mark.slow),
+        "bpe4k",
+        "demo:bytes",
+    ],
+)
 def test_real_tokenizers_are_saved_for_transformers(name, tmp_path):
     if name != "demo:bytes" and not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")
@@ -342,6 +349,7 @@ PIECES = [*"ax'19é²_-.!/\n\t\r\x00\x0b\x1c\x85\u0301\u00a0\u2003\u3000\u200b�
 "\n\n", "\r\n", "'s", "'LL", "Hello", "foo", "123456", "...", "<|end|>", "<|"]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=16).map("".join), max_size=3),

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import inject
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +57,7 @@ def write_files(folder, contents):
     return files
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.lists(LINES.filter(any), min_size=1, max_size=4),

@@ -63,6 +63,7 @@ def described(sharding):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_rank_reads_its_own_rows_and_the_mesh_has_no_dimension_to_spare(world, strategy):
     sharding, sizes, names = STRATEGIES[strategy]
@@ -88,6 +89,7 @@ def placed(sharding):
     return batch, members, shape, rows.item(), tokens.item(), timeouts
 
 
+@pytest.mark.slow
 def test_ranks_of_a_tensor_and_a_context_group_read_the_same_rows(world):
     layout = Sharding(strategy="hsdp", replicas=2, context=2, tensor=2)
     ranks = world.call(8, placed, layout)
@@ -104,6 +106,7 @@ def groups(sharding):
     return dims.groups_along("replicate"), dims.groups_along("shard")
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_the_same_part_are_known(world):
     assert world.call(4, groups, STRATEGIES["hsdp"][0])[0] == ([[0, 2], [1, 3]], [[0, 1], [2, 3]])
 
@@ -170,6 +173,7 @@ def clipped(max_norm, max_value):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_value", [None, 0.5], ids=["norm", "norm and value"])
 def test_the_norm_is_that_of_one_process_however_parameters_are_placed(world, max_value):
     whole = torch.cat([g.flatten() for g in gradients().values()])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import GROUPED, assert_same, take_steps, whole
+from layouts import GROUPED, assert_same, compiled_quickly, take_steps, whole
 from stored import assert_bitwise_equal, newest, stored, tensors
 
 from fsdp_trainer.config.schema import (
@@ -200,7 +200,8 @@ def shared(sizes, settings):
     with torch.device("meta"):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
-    model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+    with compiled_quickly():
+        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
     allocate(model, CPU)
     start(model)
     first = whole(dict(model.named_parameters()))

@@ -151,6 +151,7 @@ def test_a_program_gets_every_line_and_a_recipe_cannot_name_one(words, tmp_path,
     assert "type it on the command line" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
     assert main([*words, "logging.command=cat /no/such/file"]) == 0
     assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2

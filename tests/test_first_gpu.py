@@ -62,6 +62,7 @@ def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
     assert run_steps(table[4:], tmp_path, {}, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_steps_take_25_minutes_at_most_and_their_configurations_compose(device, tmp_path):
     table = steps(device, tmp_path)

@@ -260,6 +260,7 @@ def test_a_pattern_that_fits_nothing_stops_a_run_before_it_reads_data(train):
     assert not run.event("start")
 
 
+@pytest.mark.slow
 def test_memory_has_no_gradient_moments_or_master_copy_of_a_frozen_parameter():
     cfg = TrainConfig()
     cfg.precision = Precision(param_dtype="bfloat16", master_dtype="float32")

@@ -58,7 +58,7 @@ FAMILIES = (
 FORMATS |= {name: (2, {"family": name, "dtype": torch.bfloat16}) for name in FAMILIES}
 SMALL_PIECES = inject.setting("tensor_piece_bytes", 72)
 """Not a divisor of anything, and less than a row of some tensors."""
-QUICK = ("bf16 untied sharded", "phi3")
+QUICK = ("phi3",)
 
 
 @pytest.mark.parametrize(

@@ -382,16 +382,18 @@ def test_torchrun_does_not_train_again_what_stopped_in_order(world, inputs, tmp_
     assert run.events[-1]["event"] == "end"
     assert run.events[-1]["exit_code"] == 2
     assert not run.event("resume")
+    (other,) = world.call(1, attempt_under_torchrun, words, 0, "another")
+    assert "broken.jsonl:2" in other.err, "another launch tries again"
 
 
-def attempt_under_torchrun(words, number):
-    """One rank that torchrun has started so often."""
+def attempt_under_torchrun(words, number, launch="first"):
+    """One rank that torchrun has started so often in this launch."""
     import world
 
     os.environ |= {
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_RESTART_COUNT": str(number),
-        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/a/attempt_{number}/0/error.json",
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/{launch}/attempt_{number}/0/error.json",
     }
     return world.command(["train", *words], None)
 

@@ -67,6 +67,7 @@ def test_what_a_sentence_says_to_type_exists():
             assert key in KEYS or value in GROUPS.get(key, ()), (key, sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["true", "1", "0.5", "steps", "[a,b]"])
 def test_a_suggestion_is_never_refused_in_turn(value):
     names = [n for names in OPTIONS.values() for n in names if n not in KEYS and n not in GROUPS]

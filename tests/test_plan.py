@@ -154,6 +154,7 @@ def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
     assert sent["shard"] == pytest.approx(2 * expected, rel=0.03)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_share_activations_and_states():
     words = (
         "model=llama3_8b", "plan.gpu=h100", "batch.seq_len=65536", "batch.rows=8",
@@ -242,6 +243,7 @@ def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
     assert "compared as on" not in out, "nothing is compared"
 
 
+@pytest.mark.slow
 def test_an_efficiency_that_nobody_reaches_is_told(capsys):
     words = ["plan", "model=smollm2_135m", "plan.gpu=h100", "plan.world_size=1"]
     assert main([*words, "plan.efficiency=0.99"]) == 0
@@ -435,6 +437,7 @@ def test_a_mistake_is_told_with_what_to_type(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_without_a_gpu_one_must_be_named(capsys, enter, monkeypatch):
     enter(inject.around("device_files", lambda *_: []))
     with monkeypatch.context() as without:

@@ -42,6 +42,7 @@ def test_owners_are_sent_the_bytes_that_the_plan_counts(world):
             assert mean == pytest.approx(counted), layout
 
 
+@pytest.mark.slow
 def test_newton_schulz_takes_its_share_of_a_step():
     """docs/optimizers.md: 2.8% of the arithmetic of Llama 8B with half a million tokens."""
     words = ("+recipe=llama8b_pretrain", "plan.gpu=h100", "plan.world_size=8", "batch.rows=64",

@@ -503,6 +503,7 @@ def test_without_a_terminal_tables_keep_to_80_columns_whatever_the_names(preview
     assert "[[" + "猫" * 20 in out  # three tokens a character
 
 
+@pytest.mark.slow
 def test_pieces_join_to_the_text_for_tokenizers_that_strip_spaces(tmp_path):
     """SentencePiece's decoder drops the space at the beginning, and falls back to bytes."""
     path = SHARED / "llama2_tokenizer.model"

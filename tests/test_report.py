@@ -534,6 +534,7 @@ def test_the_load_of_every_expert_is_a_picture(tmp_path, load, cells):
         assert "step 3" in html
 
 
+@pytest.mark.slow
 def test_lines_of_sources_have_a_legend(tmp_path):
     lines = steps(1, 4, 10.0, loss_by_source={"maths": 2.0, "code": 1.0})
     report(write_run(tmp_path / "run", lines), out=tmp_path / "page.html")

@@ -103,22 +103,20 @@ def peak(cfg, config, ranks, by):
             sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
             for parameter in filter(lambda p: p.requires_grad, model.parameters()):
                 optimizer.state[parameter] = optimizer.empty_state(parameter)
-            measure = LiveBytes() if by == "live" else FSDPMemTracker(model, optimizer)
-            with measure:
-                if by == "live":
-                    for parameter in model.parameters():
-                        states = optimizer.state[parameter].values()
-                        for tensor in (parameter.detach(), *states):
-                            measure.add(tensor)
-                count = cfg.batch.rows // (cfg.batch.micro_rows * ranks)
+            count = cfg.batch.rows // (cfg.batch.micro_rows * ranks)
+
+            def compute():
                 for i in range(count):
                     sync.before(last=i == count - 1)
                     micro_step(model, cfg)
                     probe.pop()
+
+            if by == "live":
+                return peak_of_step(model, dims, optimizer, compute)
+            with FSDPMemTracker(model, optimizer) as tracker:
+                compute()
                 clip_gradients(model, dims, 1.0, None)
-            return (
-                measure.peak if by == "live" else measure.get_tracker_snapshot("peak")[cpu]["Total"]
-            )
+            return tracker.get_tracker_snapshot("peak")[cpu]["Total"]
     finally:
         dist.destroy_process_group()
 

@@ -17,8 +17,8 @@ from fsdp_trainer.plan.time import wire
 
 MIXTURE = (
     "model=tiny", "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
-    "model.hidden_size=128", "model.moe_intermediate_size=256", "model.tie_word_embeddings=false",
-    "model.vocab_size=512", "model.num_hidden_layers=2", "plan.world_size=4", "batch.seq_len=256",
+    "model.hidden_size=256", "model.moe_intermediate_size=512", "model.tie_word_embeddings=false",
+    "model.vocab_size=512", "model.num_hidden_layers=2", "plan.world_size=4", "batch.seq_len=512",
     "batch.micro_rows=1", "batch.rows=4", "precision=fp32",
 )  # fmt: skip
 LAYOUTS = (
@@ -44,10 +44,6 @@ QLORA = (
     "adapter.targets=[all,experts]",
     "activation_checkpoint=full",
 )
-SMALL_MIXTURE = (
-    "model=tiny", "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
-    "plan.gpu=h100", "plan.world_size=4", "batch.rows=4", "plan.format=json",
-)  # fmt: skip
 MIXTRAL = ("model=mixtral_8x7b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 QWEN = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=4096")
 
@@ -143,10 +139,11 @@ def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
 
 @pytest.mark.slow
 def test_layouts_of_mixtures_divide_experts(capsys):
-    assert main(["plan", *SMALL_MIXTURE, "plan.search=true"]) == 0
+    cluster = [*MIXTURE, "plan.gpu=h100", "plan.format=json"]
+    assert main(["plan", *cluster, "plan.search=true"]) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     with_experts = [one for one in layouts if "sharding.expert=" in " ".join(one["overrides"])]
-    typed = [*with_experts[0]["overrides"], *SMALL_MIXTURE]
+    typed = [*cluster, *with_experts[0]["overrides"]]
     assert main(["plan", *typed]) == 0
     told = json.loads(capsys.readouterr().out)
     for name in ("tokens_per_second", "peak_gib"):

@@ -230,7 +230,7 @@ def load_weights(
     clear_padding(model)
     if not base.digests:
         return
-    sources = base_weights(model, base)
+    sources = base_weights(model.config, base)
     if alone:
         read_parameters(model, sources)
     else:
@@ -286,10 +286,10 @@ def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorO
     base = read_base(checkpoint)
     model = adapted_model(config, base.adapters)
     stored = StoredTensors(checkpoint)
-    from_base = base_weights(model, base)
+    from_base = base_weights(config, base)
     return from_base | {
-        name: stored.tensor(WEIGHTS + name, _known_rows(model, name))
-        for name in model.named_weights()
+        name: stored.tensor(WEIGHTS + name, _known_rows(config, name, weight))
+        for name, weight in model.named_weights().items()
         if name not in from_base
     }
 
@@ -364,20 +364,22 @@ def base_folder(adapter: Path) -> Path:
     raise UserError("the adapter's base model is not there", [Problem(str(adapter), text)])
 
 
-def base_weights(model: Decoder, base: Base) -> dict[str, TensorOnDisk]:
+def base_weights(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk]:
     """Return the frozen weights, by name, before any is encoded in 4 bits.
 
     Raises UserError if their folder is gone.
     """
-    of_adapter = frozen_in_adapter(model.config, base)
+    if not base.digests:
+        return {}
+    of_adapter = frozen_in_adapter(config, base)
     drawn = [name for name in base.digests if not base.source or ".lora_" in name]
     drawn = [name for name in drawn if name not in of_adapter]
     encoded_later = [name for name in drawn if is_of_codes(base.digests[name])]
-    dense = adapted_model(model.config, base.adapters)
+    dense = adapted_model(config, base.adapters)
     weights = random_weights(dense, drawn, base.seed, getattr(torch, base.dtype))
     weights |= random_weights(dense, encoded_later, base.seed) | of_adapter
     if base.source:
-        everything = weights_on_disk(model.config, _locate(base))
+        everything = weights_on_disk(config, _locate(base))
         weights |= {name: everything[name] for name in base.digests if name not in weights}
     return weights
 
@@ -430,7 +432,7 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
         if base.adapters and base.source:
             refuse_merging_twice(source, Path(base.source))
         expected = base.digests
-        tensors = base_weights(adapted_model(config, base.adapters), base)
+        tensors = base_weights(config, base)
     dtype = getattr(torch, base.dtype)
     actual = {}
     for name in expected:
@@ -491,9 +493,9 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
     raise UserError("the frozen weights have changed", [Problem(what, text)])
 
 
-def _known_rows(model: Decoder, name: str) -> int:
-    """Return the number of rows of a parameter, without the padding of a vocabulary."""
-    return model.config.vocab_size if name in VOCABULARY else len(model.named_weights()[name])
+def _known_rows(config: ModelConfig, name: str, weight: Tensor) -> int:
+    """Return the number of rows of a weight, without the padding of a vocabulary."""
+    return config.vocab_size if name in VOCABULARY else len(weight)
 
 
 @torch.no_grad()
@@ -565,7 +567,7 @@ def _parameter_digest(model: Decoder, name: str, dtype: torch.dtype) -> Tensor:
         replicas = zip(coordinates, parameter.placements, strict=True)
         if any(i and placement.is_replicate() for i, placement in replicas):
             return total
-    rows = max(0, min(part[0].stop, _known_rows(model, name)) - part[0].start)
+    rows = max(0, min(part[0].stop, _known_rows(model.config, name, parameter)) - part[0].start)
     for first, last in row_ranges(part[0].start, part[0].start + rows, max(1, local[:1].nbytes)):
         numbers = local[first - part[0].start : last - part[0].start]
         total += _digest(numbers, (slice(first, last), *part[1:]), parameter.shape, dtype)

@@ -49,11 +49,15 @@ class Numbered:
         return {"learnt": self.tokens[self.weights > 0][numbers]}
 
 
-# A text is learnt whole and may be longer than a row; a chat has any weights, not all of them 0,
-# and fits.
+# A text is supervised whole and may be longer than a row; a chat has any weights, not all of them
+# 0, and fits.
 TEXTS = st.tuples(
     st.integers(0, 2), st.sampled_from([2, 3, 15, 16, 17, 31, 32, 33, 70]) | st.integers(2, 40)
 ).map(lambda text: (text[0], np.array([0.0, *[1.0] * (text[1] - 1)])))
+# Tokens with a mask may be longer than a row, too.
+MASKED = st.tuples(
+    st.integers(0, 2), st.lists(st.sampled_from([0, 1]), min_size=1, max_size=70).filter(any)
+).map(lambda tokens: (tokens[0], np.array([0.0, *tokens[1]])))
 CHATS = st.tuples(
     st.integers(0, 2),
     st.lists(st.sampled_from([0, 0.25, 1]), min_size=1, max_size=SEQ_LEN - 1).filter(any),
@@ -94,7 +98,11 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
     stores: list[Numbered] = []
     for _ in range(1 if by == "nothing" else draw(st.integers(2, 4))):
         samples = draw(
-            st.lists(TEXTS if packing == "stream" else TEXTS | CHATS, min_size=1, max_size=20)
+            st.lists(
+                TEXTS | MASKED if packing == "stream" else TEXTS | MASKED | CHATS,
+                min_size=1,
+                max_size=20,
+            )
         )
         stores.append(
             Numbered(

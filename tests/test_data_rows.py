@@ -271,4 +271,4 @@ def test_tokens_may_be_cut_and_segments_are_not(world, tmp_path):
     rows = [json.loads(line) for line in shown.out.splitlines()]
     assert sorted(token for row in rows for token in row["tokens"]) == [*range(40, 100)]
     (refused,) = world.command("preview", f"data.path={tmp_path}/s.jsonl", *keys, code=2)
-    assert "only text can be cut into pieces" in refused.err
+    assert "only text and tokens can be cut into pieces" in refused.err

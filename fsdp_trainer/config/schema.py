@@ -496,7 +496,7 @@ class Data:
     too_long: str = key(
         "drop",
         "samples longer than batch.seq_len: leave out, cut at the end, or split into pieces,"
-        " no token lost (text)",
+        " no token lost (text, tokens)",
         choices=("drop", "truncate", "split"),
     )
     max_lost: float = key(

@@ -18,6 +18,9 @@ from fsdp_trainer.data.shared_arrays import SHARED_FROM, Arrays, SharedArrays
 from fsdp_trainer.data.store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
 
+PIECES_AT_A_TIME = 1024
+"""Number of pieces whose weights are read at a time, to bound the memory."""
+
 
 @dataclass
 class RowData:
@@ -248,8 +251,9 @@ class RowOrder:
         lengths: of the documents.
         """
         assert self.supervised_values is not None
-        # only texts are cut, and all their tokens but the first are supervised
-        firsts = self._first_supervised[samples] + starts
+        # of the tokens before a piece, the first one predicts nothing and has no weight
+        earlier, _ = self._supervised(samples, np.ones_like(starts), starts)
+        firsts = self._first_supervised[samples] + earlier
         before = np.cumsum(is_supervised) - is_supervised
         of_documents = np.cumsum(lengths) - lengths
         numbers = np.repeat(firsts - before[of_documents], lengths) + before
@@ -259,6 +263,28 @@ class RowOrder:
             column[places[is_supervised]] = values
             columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
         return columns
+
+    def _supervised(
+        self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many of some tokens of samples are supervised, and the sum of their weights.
+
+        The i-th piece has `counts[i]` tokens of a sample, from number `starts[i]` on. The weights
+        are only read for samples of tokens with a mask: in a text all tokens but the first are
+        supervised.
+        """
+        supervised, sums = counts.astype(np.int64), counts.astype(np.float64)
+        unmasked = np.asarray(self.store.lengths)[samples] - 1
+        masked = (np.asarray(self.store.supervised)[samples] < unmasked) & (counts > 0)
+        pieces = np.flatnonzero(masked)
+        for first in range(0, len(pieces), PIECES_AT_A_TIME):
+            some = pieces[first : first + PIECES_AT_A_TIME]
+            firsts = self.store.offsets[samples[some]] + starts[some]
+            weights = np.asarray(self.store.weights[ranges(firsts, counts[some])], np.float64)
+            begins = np.cumsum(counts[some]) - counts[some]
+            supervised[some] = np.add.reduceat(weights > 0, begins, dtype=np.int64)
+            sums[some] = np.add.reduceat(weights, begins)
+        return supervised, sums
 
     @cached_property
     def _first_supervised(self) -> np.ndarray:
@@ -379,18 +405,20 @@ class RowOrder:
             part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths)
         )
         of_sample = np.asarray(self.store.lengths)[samples]
-        # only texts are cut, and all their tokens but the first are supervised, also the one after
-        # a cut
-        whole = lengths == of_sample
-        supervised = np.minimum(starts + lengths, of_sample - 1) - starts
+        supervised = np.asarray(self.store.supervised)[samples]
+        weights = np.asarray(self.store.weight_sums)[samples]
+        cut = np.flatnonzero(lengths < of_sample)
+        # the last token of a piece predicts the one after the cut
+        targets = np.minimum(starts + lengths, of_sample - 1)[cut] - starts[cut]
+        supervised[cut], weights[cut] = self._supervised(samples[cut], starts[cut] + 1, targets)
 
         def before(values: np.ndarray) -> np.ndarray:
             return np.cumsum(np.add.reduceat(values, offsets[:-1], dtype=np.float64))
 
         sums = [
-            before(np.where(whole, np.asarray(self.store.weight_sums)[samples], supervised)),
+            before(weights),
             before(lengths),
-            before(np.where(whole, np.asarray(self.store.supervised)[samples], supervised)),
+            before(supervised),
             # rounded to integers: sums are exact, and equal rows have equal costs
             before(np.rint(self.attention_cost(lengths))),
         ]

@@ -117,8 +117,9 @@ def choose_reader(
     if data.too_long == "split" and reader.format not in CAN_BE_CUT:
         # packing=stream needs too_long=split
         packing = "data.packing=best_fit " if data.packing == "stream" else ""
+        kind = "segments" if reader.format == "segments" else "conversations"
         use = f"Use  {packing}data.too_long=drop  or  {packing}data.too_long=truncate"
-        reason = f"only text can be cut into pieces, and {file} holds conversations.\n{use}"
+        reason = f"only text and tokens can be cut into pieces, and {file} holds {kind}.\n{use}"
         raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
     return reader
 

@@ -48,6 +48,13 @@ def test_value_scores_and_gradients_are_the_textbooks(model, soft):
     assert_textbook(*make(**model), **soft)
 
 
+@pytest.mark.parametrize("model", [{}, {"final_logit_softcapping": 5.0}], ids=["plain", "softcap"])
+def test_logits_are_divided_by_the_temperature_after_the_softcap_as_in_sampling(model):
+    head, *inputs = make(**model)
+    head.temperature = 0.7
+    assert_textbook(head, *inputs)
+
+
 @pytest.mark.parametrize("chunk_mib", [1, 2, 64])
 def test_bfloat16_is_rounded_only_where_it_must_be(chunk_mib):
     """Its logits are rounded, as any matrix product's: the textbook is given the rounded ones'

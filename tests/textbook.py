@@ -34,6 +34,7 @@ def textbook(head, hidden, targets, weights, label_smoothing=0.0, z_loss=0.0):
     logits = hidden @ weight[:VOCABULARY].T
     if head.softcap:
         logits = torch.tanh(logits / head.softcap) * head.softcap
+    logits = logits / head.temperature
     nll = F.cross_entropy(logits, targets, reduction="none", label_smoothing=label_smoothing)
     value = (weights * (nll + z_loss * logits.logsumexp(-1).square())).sum()
     value.backward()

@@ -131,6 +131,14 @@ class Head(nn.Module):
         """Return the concatenated columns of all processes. own: [rows, count], count is equal."""
         return own
 
+    @property
+    def scored_softcap(self) -> float | None:
+        """The softcap for logits that are divided by the temperature already.
+
+        Sampling divides capped logits: cap(z) / temperature is z / temperature with this softcap.
+        """
+        return None if self.softcap is None else self.softcap / self.temperature
+
     def rows(self) -> Tensor:
         """Return the rows of the weight that this process computes with."""
         return self.weight
@@ -144,7 +152,7 @@ class Head(nn.Module):
         self, product: Tensor, logits: Tensor, targets: Tensor, with_mean: bool
     ) -> tuple[Scores, Tensor, Tensor | None]:
         """Return a chunk's scores and two inputs of `write_gradient`: see score_chunk."""
-        return self.score(product, logits, targets, self.softcap, with_mean)
+        return self.score(product, logits, targets, self.scored_softcap, with_mean)
 
     def write_gradient(
         self,

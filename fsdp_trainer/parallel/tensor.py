@@ -459,7 +459,7 @@ class TensorHead(Head):
         if self.columns:
             own, is_own = own_columns(self, targets, self.columns)
             columns, softcap_grad = self.score(
-                product, logits, own, is_own, self.softcap, with_mean
+                product, logits, own, is_own, self.scored_softcap, with_mean
             )
         else:  # this rank has only padding
             columns = logits.new_zeros(3 + with_mean, len(targets))

@@ -14,7 +14,7 @@ from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.optim.optimizers import build_optimizer
 
-SHAPES = {"matrix": (7, 64), "stack": (3, 5, 8), "vector": (9,)}
+SHAPES = {"matrix": (7, 64), "stack": (3, 5, 8), "vector": (9,), "experts_bias": (4, 8)}
 LR, DECAY, BETAS, EPS = 0.02, 0.1, (0.9, 0.99), 1e-6
 OPTIONS = {"lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS, "momentum": 0.9}
 NAMES = {
@@ -83,7 +83,7 @@ def by_hand(name, count):
     weights = {}
     for i, (key, shape) in enumerate(SHAPES.items()):
         weight = gradient_of(i, 99, shape).double()
-        decay, state = DECAY if weight.ndim > 1 else 0.0, {}
+        decay, state = DECAY if weight.ndim > 1 and not key.endswith("bias") else 0.0, {}
         plain = nn.Parameter(weight.clone())
         nesterov = NAMES[name].get("nesterov", True)
         sgd = torch.optim.SGD([plain], lr=LR, momentum=0.9, nesterov=nesterov)
@@ -93,7 +93,8 @@ def by_hand(name, count):
                 weight = weight * (1 - LR * decay) - LR * lion(weight, gradient, state, step)
             elif name == "lamb":
                 update = lamb(weight, gradient, state, step + 1) + decay * weight
-                ratio = weight.norm() / update.norm() if weight.ndim > 1 else 1.0
+                is_matrix = weight.ndim > 1 and not key.endswith("bias")
+                ratio = weight.norm() / update.norm() if is_matrix else 1.0
                 weight = weight - LR * ratio * update
             else:
                 plain.data.mul_(1 - LR * decay)

@@ -30,16 +30,21 @@ class Lamb(CompactOptimizer):
 
     def update(self, count: Tensor, skip: Tensor) -> None:
         """Update all moments, then the weights by them. Collective."""
-        named = [(p, group) for group in self.param_groups for p in group["params"]]
-        squares = torch.stack([self.update_moments(p, group, count, skip) for p, group in named])
+        named = [
+            (name, parameter, group)
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        ]
+        squares = torch.stack([self.update_moments(p, group, count, skip) for _, p, group in named])
         ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
         # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
         squares = sum_in_order(squares, self.ranks)
-        for (parameter, group), sums in zip(named, squares, strict=True):
+        for (name, parameter, group), sums in zip(named, squares, strict=True):
+            is_matrix = parameter.ndim > 1 and not name.endswith("bias")  # of experts: [experts, n]
             ratio = trust_ratio(sums / replication_factor(parameter, ranks))
             for chunk in self.chunks(parameter, count, skip):
                 update = direction(chunk, group, count)
-                if parameter.ndim > 1:
+                if is_matrix:
                     update *= ratio
                 chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
 

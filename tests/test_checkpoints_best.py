@@ -1,13 +1,20 @@
 """What validation decides: the best checkpoint is kept, training stops early; and what happens at
 the end of a run."""
 
+import contextlib
 import json
 import shutil
+from pathlib import Path
 
 import inject
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from stored import checkpoint, end_of, newest, stored
+
+from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.config.paths import MANIFEST
+from fsdp_trainer.config.schema import Checkpoint
 
 HOW = ["schedule=constant", "data.validation=0.1", "train.validate_every=2", "checkpoint.keep=1"]
 BEST = 6
@@ -19,6 +26,25 @@ def up_the_hill_after_the_best(_real, _cfg, lr, step, _total):
 
 TURNS_BAD = inject.around("learning_rate", up_the_hill_after_the_best)
 """After six steps the optimizer goes up the hill."""
+
+
+def first_to_make_room(folder, best):
+    """Return the checkpoint that checkpoint.make_room would delete, of three in a relative run."""
+    dist.init_process_group("gloo")
+    checkpoints = folder / "run/checkpoints"
+    for step in (2, 4, 6):
+        (checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        (checkpoints / f"step-{step:08d}" / MANIFEST).touch()
+    (checkpoints / "best").symlink_to(f"step-{best:08d}")
+    with contextlib.chdir(folder):
+        store = CheckpointStore(Path("run"), Checkpoint(), 60, lambda *_: None, lambda _: None)
+        return store.droppable()
+
+
+def test_the_best_checkpoint_is_never_deleted_to_make_room(world, tmp_path):
+    for best, first in ((2, 4), (4, 2)):
+        (oldest,) = world.call(1, first_to_make_room, tmp_path / str(best), best)
+        assert oldest.name == f"step-{first:08d}"
 
 
 def losses(run):

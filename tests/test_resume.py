@@ -277,6 +277,8 @@ def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     assert "run.overwrite=true" in told.err
     assert told.column("step") == [1, 2, 3]
     assert told.checkpoints == ["step-00000003"]
+    (told.folder / "checkpoints").rename(told.folder.parent / "elsewhere")
+    (told.folder / "checkpoints").symlink_to(told.folder.parent / "elsewhere")
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2]
     assert anew.checkpoints == ["step-00000002"]

@@ -227,7 +227,7 @@ class CheckpointStore:
 
         def oldest() -> Path | None:
             best = (self.folder / BEST).resolve()
-            older = [path for path in committed_checkpoints(self.run)[:-1] if path != best]
+            older = [p for p in committed_checkpoints(self.run)[:-1] if p.resolve() != best]
             return older[0] if older else None
 
         return run_on_rank_0("list the checkpoints", oldest)

@@ -159,7 +159,8 @@ def empty_folder(cfg: TrainConfig, run: Path) -> None:
         )
         raise UserError("the run's folder is in use", [Problem(str(run), reason)])
     for path in used:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        is_folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path) if is_folder else path.unlink()
 
 
 def restore_replaced_checkpoints(run: Path) -> None:

@@ -45,7 +45,7 @@ class CheckpointManager:
     """Step of the newest checkpoint, committed or in progress; -1: there is none."""
     complete: bool
     """True if no work is pending after the step of the newest checkpoint."""
-    _before: int = -1
+    _before: tuple[int, bool] = (-1, False)
     _tries_again: bool = False
     _failure: str = ""
 
@@ -68,7 +68,8 @@ class CheckpointManager:
         except RunFailed as error:
             self._record_failure(step, error, next_due)
             return step
-        self._before, self.newest, self.complete = self.newest, step, not state["pending"]
+        self._before = self.newest, self.complete
+        self.newest, self.complete = step, not state["pending"]
         return -1
 
     def has(self, step: int, complete: bool) -> bool:
@@ -85,7 +86,8 @@ class CheckpointManager:
             with self.clock.excluded():
                 waited = self.store.wait()
         except RunFailed as error:
-            failed, self.newest = self.newest, self._before
+            failed = self.newest
+            self.newest, self.complete = self._before
             self._record_failure(failed, error, next_due)
             return failed
         if waited and report_wait:
@@ -96,15 +98,18 @@ class CheckpointManager:
             )
         return -1
 
-    def save_until_committed(self, step: int, save_and_settle: Callable[[], None]) -> None:
+    def save_until_committed(
+        self, step: int, complete: bool, save_and_settle: Callable[[], None]
+    ) -> None:
         """Save the last checkpoint, with new attempts after failures.
 
+        complete: no work is pending, so that a checkpoint of `step` with pending work is replaced.
         Tries again for checkpoint.patience; with checkpoint.make_room, deletes the oldest
         checkpoint first. Raises RunFailed if all attempts fail.
         """
         save_and_settle()
         for pause in pauses(parse_duration(self.store.cfg.patience)):
-            if self.newest == step:
+            if self.has(step, complete):
                 return
             if not self._tries_again:
                 self._tries_again = True
@@ -112,7 +117,7 @@ class CheckpointManager:
             phases.enter("staging")  # the watchdog measures each attempt separately
             time.sleep(pause)
             save_and_settle()
-        if self.newest == step:
+        if self.has(step, complete):
             return
         stands = "There is no checkpoint"
         if self.newest >= 0:

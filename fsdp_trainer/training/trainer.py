@@ -450,7 +450,9 @@ class Trainer:
             self.settle_save()
 
         phases.enter("staging")  # allows as much time as a save
-        self.checkpoints.save_until_committed(self.progress.step, save_and_settle)
+        progress = self.progress
+        complete = not progress.pending
+        self.checkpoints.save_until_committed(progress.step, complete, save_and_settle)
         self.signals.leaving = True
 
     @property

@@ -123,6 +123,21 @@ def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_but_for_rounding(a
 
 
 @pytest.mark.slow
+def test_an_adapter_is_read_and_exported_although_its_base_was_moved(adapt, folder, world):
+    first = adapt("first", *LORA, "train.steps=2")
+    moved = folder.rename(folder.with_name("moved"))
+    how = [f"adapter.init_from={first.folder}", f"model.init_from={moved}", "train.steps=0"]
+    again = adapt("again", *how)
+    trained = {name: t for name, t in stored(newest(first)).items() if name.startswith("weights/")}
+    read = stored(newest(again))
+    assert trained
+    assert all(torch.equal(tensor, read[name]) for name, tensor in trained.items())
+    out = folder.with_name("exported")
+    world.command("export", f"source={first.folder}", f"out={out}", "form=adapter")
+    assert (out / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
 def test_another_base_is_refused(adapt, folder, tmp_path):
     adapt("run", *LORA, "train.steps=1")
     another = make_folder(tmp_path / "another")

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,8 @@ def peft_files(
     spec = base.adapters
     assert spec
     layout = model_layout(config)
-    weights = unmerged_weights(config, checkpoint)
+    # DoRA's norms of a fused matrix's parts without an adapter are those of the base
+    weights = unmerged_weights(config, checkpoint, only_adapter=spec.kind != "dora")
     saved = saved_parameters(spec, layout)
     tensors: dict[str, TensorOnDisk] = {}
     ranks: dict[str, tuple[int, float]] = {}
@@ -375,11 +376,12 @@ def module_names(adapted: list[str], linears: list[str]) -> list[str]:
 
     The last part stands for all modules that end in it; it is used if all of them are adapted.
     """
+    all_of = Counter(map(last_name, set(linears)))
+    adapted_of = Counter(map(last_name, set(linears) & set(adapted)))
     names: dict[str, None] = {}
     for module in adapted:
         leaf = last_name(module)
-        same = {name for name in linears if name.endswith(f".{leaf}")}
-        names[leaf if same <= set(adapted) else module] = None
+        names[leaf if adapted_of[leaf] == all_of[leaf] else module] = None
     return list(names)
 
 
@@ -395,12 +397,11 @@ def by_name(values: dict[str, Any], adapted: list[str]) -> dict[str, Any]:
     An entry is keyed by the last part of a name if all adapted modules that end in it have the
     same value, else by the full name.
     """
+    values_of = defaultdict(set)
+    for name in adapted:
+        values_of[last_name(name)].add(values.get(name))
     pattern: dict[str, Any] = {}
     for module, value in values.items():
         leaf = last_name(module)
-        same = [name for name in adapted if name.endswith(f".{leaf}")]
-        if all(values.get(name) == value for name in same):
-            pattern[leaf] = value
-        else:
-            pattern[module] = value
+        pattern[leaf if values_of[leaf] <= {value} else module] = value
     return pattern

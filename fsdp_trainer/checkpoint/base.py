@@ -281,15 +281,24 @@ def kept_in_four_bits(source: Path) -> bool:
     return any(is_of_codes(digest) for digest in base.digests.values())
 
 
-def unmerged_weights(config: ModelConfig, checkpoint: Path) -> dict[str, TensorOnDisk]:
-    """Return every weight of a checkpoint and its base by name, adapters not merged."""
+def unmerged_weights(
+    config: ModelConfig, checkpoint: Path, only_adapter: bool = False
+) -> dict[str, TensorOnDisk]:
+    """Return every weight of a checkpoint and its base by name, adapters not merged.
+
+    only_adapter: only what an adapter's folder holds; the base may be gone then.
+    """
     base = read_base(checkpoint)
     model = adapted_model(config, base.adapters)
+    weights = model.named_weights()
+    if only_adapter:
+        weights = {name: w for name, w in weights.items() if is_of_adapter(name, base.adapters)}
+    frozen = {name: digest for name, digest in base.digests.items() if name in weights}
+    from_base = base_weights(config, replace(base, digests=frozen))
     stored = StoredTensors(checkpoint)
-    from_base = base_weights(config, base)
     return from_base | {
         name: stored.tensor(WEIGHTS + name, _known_rows(config, name, weight))
-        for name, weight in model.named_weights().items()
+        for name, weight in weights.items()
         if name not in from_base
     }
 
@@ -307,9 +316,7 @@ def adapter_on_disk(
         return peft_adapter(config, source, base)
     spec = read_base(checkpoint).adapters
     assert spec
-    weights = unmerged_weights(config, checkpoint)
-    trained = {name: tensor for name, tensor in weights.items() if is_of_adapter(name, spec)}
-    return replace(spec, base=base), trained
+    return replace(spec, base=base), unmerged_weights(config, checkpoint, only_adapter=True)
 
 
 def is_of_adapter(name: str, spec: AdapterSpec | None) -> bool:
@@ -378,9 +385,10 @@ def base_weights(config: ModelConfig, base: Base) -> dict[str, TensorOnDisk]:
     dense = adapted_model(config, base.adapters)
     weights = random_weights(dense, drawn, base.seed, getattr(torch, base.dtype))
     weights |= random_weights(dense, encoded_later, base.seed) | of_adapter
-    if base.source:
+    of_source = [name for name in base.digests if name not in weights]
+    if of_source:
         everything = weights_on_disk(config, _locate(base))
-        weights |= {name: everything[name] for name in base.digests if name not in weights}
+        weights |= {name: everything[name] for name in of_source}
     return weights
 
 

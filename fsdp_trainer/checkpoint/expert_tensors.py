@@ -32,10 +32,14 @@ class OurB(TensorOnDisk):
         rank = self.shape[1]
         rows = self.shape[0] // self.experts
         out = self.source.shape[0]
-        whole = self.cache.rows(self.source, 0, out)
-        by_expert = whole.view(out, self.whole, self.experts).permute(2, 0, 1)
-        own = by_expert[:, self.row : self.row + rows, self.first : self.first + rank].flatten(0, 1)
-        return as_tensor(buffer, self.dtype, (last - first, rank)).copy_(own[first:last])
+        whole = self.cache.rows(self.source, 0, out).view(out, self.whole, self.experts)
+        own = whole[self.row : self.row + rows, self.first : self.first + rank]
+        into = as_tensor(buffer, self.dtype, (last - first, rank))
+        for expert in range(first // rows, -(-last // rows)):
+            start = expert * rows
+            begin, end = max(first, start), min(last, start + rows)
+            into[begin - first : end - first] = own[begin - start : end - start, :, expert]
+        return into
 
 
 @dataclass

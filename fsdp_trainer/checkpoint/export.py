@@ -71,6 +71,9 @@ def export(cfg: ExportConfig) -> int:
         raise UserError("a merged model has no adapters", [problem])
     source = exportable(str(cfg.source), cfg.form)
     out = Path(str(cfg.out)).expanduser()
+    if not out.name:
+        problem = Problem(f"out={cfg.out}", "is no name of a new folder; choose another one")
+        raise UserError("an export writes a new folder", [problem])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         problem = Problem(f"out={cfg.out}", "exists; choose another folder or delete it")
         raise UserError("the export would overwrite something", [problem])

@@ -73,7 +73,8 @@ def draw_weights(model: Decoder, seed: int) -> None:
     """Draw random weights; those stored in 4 bits are encoded a few rows at a time."""
     parameters = dict(model.named_parameters())
     encoded = [name for name, p in parameters.items() if is_encoded(p)]
-    read_parameters(model, random_weights(meta_decoder(model.config), encoded, seed))
+    if encoded:
+        read_parameters(model, random_weights(meta_decoder(model.config), encoded, seed))
     others = {name: p for name, p in parameters.items() if name not in encoded}
     initialize_weights(model, seed, others)
 

@@ -3,6 +3,7 @@
 import pytest
 from recipe import planned
 
+from fsdp_trainer.cli import main
 from fsdp_trainer.config.compose import compose
 from fsdp_trainer.errors import UserError
 
@@ -69,6 +70,12 @@ def test_tokens_follow_their_ratio_to_the_parameters():
 )
 def test_what_contradicts_it_is_refused(word, reason):
     assert reason in refused(word)
+
+
+def test_a_plan_with_a_typed_learning_rate_has_layouts(capsys):
+    words = ["model.depth=12", "optim=lion", "optim.lr=1e-4", "data=pretrain", "plan.gpu=h100"]
+    assert main(["plan", *words, "plan.world_size=8", "plan.search=true"]) == 0
+    assert "0 of 0" not in capsys.readouterr().out
 
 
 def test_a_plan_has_its_sizes():

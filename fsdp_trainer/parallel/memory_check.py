@@ -217,7 +217,9 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
         offloaded = replace(shards, cpu_offload=True)
         others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
     overrides = [override for override, other in others.items() if fits(other)]
-    worlds = range(ranks, ranks * MAX_TIMES_RANKS + 1)
+    inner = sharding.pipeline * sharding.context * sharding.tensor
+    multiple = math.lcm(inner, sharding.expert)  # other numbers of ranks are refused
+    worlds = range(ranks, ranks * MAX_TIMES_RANKS + 1, multiple)
     enough = bisect_left(worlds, True, key=lambda ranks: fits(sharded._replace(ranks=ranks)))
     if enough < len(worlds):
         also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"

@@ -95,8 +95,9 @@ class Candidate(NamedTuple):
         """Return True if training would refuse the run because keys contradict each other."""
         if layout_problem(self.cfg.sharding, self.world) or pipeline_problem(self.cfg, self.world):
             return True
-        report = Report({}, [], set())
-        check_rules(deepcopy(self.cfg), report)
+        report, cfg = Report({}, [], set()), deepcopy(self.cfg)
+        cfg.model.depth = None  # everything that follows from it is set already
+        check_rules(cfg, report)
         return bool(report.problems) or any(shared_problems(self.cfg, self.config))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
+from fsdp_trainer.config.pipeline import pipeline_problem
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.devices import Device
 from fsdp_trainer.errors import UserError
@@ -159,7 +160,8 @@ def smallest_world(run: Candidate) -> int | None:
     node = math.lcm(run.device.per_node, group)
 
     def fits(world: int) -> bool:
-        return run._replace(world=world).plan().fits
+        # fewer ranks have more micro-batches each, so that a bisection is possible
+        return not pipeline_problem(run.cfg, world) and run._replace(world=world).plan().fits
 
     for world in (2**i for i in range(10)):
         if run.world < world < node and world % group == 0 and fits(world):

@@ -19,6 +19,7 @@ from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.generate import generate_tokens, stream_tokens
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.text_files import text_lines
 
 
 @dataclass
@@ -120,7 +121,7 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
         return list(given)
     file = Path(cfg.prompts)
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = text_lines(file)
         as_json = file.suffix in (".jsonl", ".json")
         read = [json.loads(line)["prompt"] if as_json else line for line in lines if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -209,6 +209,29 @@ def test_a_row_that_cannot_be_scored_is_named_or_skipped(questions):
 
 
 @pytest.mark.slow
+def test_an_answer_by_number_belongs_to_the_row_of_that_number_even_if_rows_are_skipped(tmp_path):
+    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.txt"
+    rows.write_text(
+        '{"question": "1+1?", "answer": "2"}\n{"question": "why?", "answer": "who knows"}\n'
+        '{"question": "2+2?", "answer": "4"}\n'
+    )
+    answers.write_text("2\nno idea\u2028really\n4\n")
+    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]", "format=json"]
+    done = json.loads(command(*words, f"answers={answers}", "data.on_error=skip").out)
+    assert {one["row"]: one["reward"] for one in done["scores"]} == {f"{rows}:1": 1, f"{rows}:3": 1}
+
+
+@pytest.mark.slow
+def test_an_answer_to_a_prompt_of_two_rows_with_different_references_is_refused(tmp_path):
+    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.jsonl"
+    rows.write_text('{"question": "next?", "answer": "2"}\n{"question": "next?", "answer": "3"}\n')
+    answers.write_text('{"prompt": "next?", "text": "2"}\n')
+    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]"]
+    refused = command(*words, f"answers={answers}", code=2).err
+    assert f"{rows}:1 and {rows}:2, whose references differ" in refused
+
+
+@pytest.mark.slow
 def test_tokens_are_counted_by_the_tokenizer_that_is_named(questions):
     words = ["rewards", f"data.path={questions}", "objective.rewards=[{name: length, max: 12}]"]
     assert "there is no tokenizer" in command(*words, code=2).err

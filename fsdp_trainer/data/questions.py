@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.conversations import Reader
@@ -16,22 +17,35 @@ RowCheck = Callable[[DataQuestion], str | None]
 
 def read_questions(
     data: Data, sources: list[Source], problems: Problems, check: RowCheck = lambda _: None
-) -> Iterator[DataQuestion]:
-    """Yield the questions of all files in order.
+) -> Iterator[tuple[int, DataQuestion]]:
+    """Yield the questions of all files in order, each with the number of its row among all rows.
 
-    Rows that cannot be read or that `check` refuses are added to `problems`.
+    Rows that cannot be read or that `check` refuses are counted, and added to `problems`.
     """
+    numbers = count()
     # requirements of training do not matter here
     data = replace(data, too_long="drop", packing="best_fit")
     for source in sources:
         for file in source.files:
-            yield from _of_file(data, source, file, problems, check)
+            yield from _of_file(data, source, file, problems, check, numbers)
 
 
 def _of_file(
-    data: Data, source: Source, file: str, problems: Problems, check: RowCheck
-) -> Iterator[DataQuestion]:
+    data: Data,
+    source: Source,
+    file: str,
+    problems: Problems,
+    check: RowCheck,
+    numbers: Iterator[int],
+) -> Iterator[tuple[int, DataQuestion]]:
     format, fields = source.columns(data)
+    number = -1
+
+    def numbered() -> Iterator[Row]:
+        nonlocal number
+        for row in read_rows(file):
+            number = next(numbers)
+            yield row
 
     def choose(row: Row) -> Reader:
         return choose_reader(data, row.columns, file, format, fields)
@@ -39,7 +53,7 @@ def _of_file(
     def refuse(row: Row, reason: str) -> None:
         problems.add(row.where, reason)
 
-    for _, row, readable in read_texts(read_rows(file), choose, lambda one: one, refuse):
+    for _, row, readable in read_texts(numbered(), choose, lambda one: one, refuse):
         try:
             question = question_of(readable, row.columns)
             reason = check(question)
@@ -48,7 +62,7 @@ def _of_file(
         if reason:
             problems.add(row.where, reason)
         else:
-            yield question
+            yield number, question
         if problems.is_enough:
             break
     problems.raise_if_failing()

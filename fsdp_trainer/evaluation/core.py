@@ -21,6 +21,7 @@ from fsdp_trainer.config.schema import CORE_FILES
 from fsdp_trainer.data.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
+from fsdp_trainer.text_files import text_lines
 
 CORE = "core"
 """The name of these tasks in tasks=[…]."""
@@ -79,8 +80,9 @@ class CoreTask:
     def texts(self, number: int) -> list[str]:
         """Return an item's texts, after examples that depend only on the item's number."""
         kind, item = KINDS[self.kind], self.items[number]
-        others = [i for i in range(len(self.items)) if i != number]
-        chosen = random.Random(EXAMPLE_SEED + number).sample(others, self.shots)
+        others = range(len(self.items) - 1)
+        drawn = random.Random(EXAMPLE_SEED + number).sample(others, self.shots)
+        chosen = [i + (i >= number) for i in drawn]  # without the item itself
         before = ""
         for example in (self.items[i] for i in chosen):
             before += kind.texts(example, self.delimiter)[kind.answer(example)] + "\n\n"
@@ -181,7 +183,7 @@ def read_tasks(folder: Path, limit: int | None) -> list[CoreTask]:
 
 def read_items(file: Path, limit: int | None) -> list[Item]:
     """Return the items of a file, shuffled: many files are sorted. limit: None: all items."""
-    items = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    items = [json.loads(line) for line in text_lines(file)]
     random.Random(ORDER_SEED).shuffle(items)
     return items[:limit]
 

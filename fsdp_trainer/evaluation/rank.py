@@ -42,8 +42,8 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     if world.main:
+        show(cfg, metrics)  # first, because a file may not be writable
         record(cfg, metrics)
-        show(cfg, metrics)
     return 0
 
 
@@ -59,7 +59,7 @@ def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
     source = Path(str(cfg.source))
     checkpoint = find_checkpoint(source)
     if cfg.out:
-        Path(cfg.out).write_text(json.dumps(metrics, indent=1) + "\n")
+        Path(cfg.out).expanduser().write_text(json.dumps(metrics, indent=1) + "\n")
     if checkpoint is None:
         return
     run = checkpoint.parent.parent

@@ -46,7 +46,8 @@ class Tasks:
 def preserved_randomness() -> Iterator[None]:
     """Restore the process's random number generators at the end: the harness seeds them."""
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
         try:
             yield
         finally:

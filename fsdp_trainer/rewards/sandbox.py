@@ -3,8 +3,8 @@
 It imports nothing from the package. It reads a job as JSON from standard input and writes the
 verdict to standard output. Before it runs the answer's code, it irrevocably gives up all
 privileges, all system calls except those in SYSCALLS (so it cannot start a process, send a signal,
-connect to the network or write a file), reading outside the system's and Python's folders and its
-working folder, and time and memory above its limits.
+connect to the network or write a file), time and memory above its limits and, if the kernel has
+Landlock, reading outside the system's and Python's folders and its working folder.
 """
 
 import ctypes

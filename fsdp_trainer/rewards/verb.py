@@ -18,6 +18,7 @@ from fsdp_trainer.observe.console import Console
 from fsdp_trainer.rewards.base import Attempt, Reward, score, totals
 from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.text_files import text_lines
 
 SHOWN_ANSWER = 60
 """Maximum number of characters of an answer in a table."""
@@ -40,7 +41,7 @@ def rewards(cfg: RewardsConfig) -> int:
     console = Console(quiet=False, stream=sys.stderr if cfg.format == "json" else None)
     chosen = with_models(make_rewards(cfg.objective.rewards), cfg)
     problems = Problems(cfg.data.on_error)
-    questions = list(islice(questions_of(cfg, chosen, problems, console), cfg.limit))
+    questions = dict(islice(questions_of(cfg, chosen, problems, console), cfg.limit))
     if not questions:
         reason = "there is no prompt in it"
         raise UserError("nothing can be scored", [Problem(f"data.path={cfg.data.path}", reason)])
@@ -76,8 +77,8 @@ def with_models(chosen: list[Reward], cfg: RewardsConfig) -> list[Reward]:
 
 def questions_of(
     cfg: RewardsConfig, chosen: list[Reward], problems: Problems, console: Console
-) -> Iterator[DataQuestion]:
-    """Yield the rows of data.path for which the rewards can score answers."""
+) -> Iterator[tuple[int, DataQuestion]]:
+    """Yield the rows of data.path for which the rewards can score answers, and their numbers."""
 
     def check(question: DataQuestion) -> str | None:
         reasons = (reward.row_problem(question.columns, question.reference) for reward in chosen)
@@ -89,25 +90,28 @@ def questions_of(
     return read_questions(cfg.data, sources, problems, check)
 
 
-def answered(questions: list[DataQuestion], answers: str | None) -> list[tuple[str, Attempt]]:
+def answered(questions: dict[int, DataQuestion], answers: str | None) -> list[tuple[str, Attempt]]:
     """Return for each answer the FILE:LINE of its row and the attempt.
 
-    answers: a file of answers; None: use the references of the rows. Raises UserError if no answer
-    in the file belongs to a row.
+    questions: by the number of the row. answers: a file of answers; None: use the references of
+    the rows. Raises UserError if no answer in the file belongs to a row, or one to several.
     """
     if answers is None:
-        own = [question for question in questions if question.reference is not None]
+        own = [question for question in questions.values() if question.reference is not None]
         return [_attempt(question, str(question.reference)) for question in own]
     lines = read_answers(Path(answers).expanduser())
-    by_prompt = {question.prompt.strip(): question for question in questions}
+    by_prompt: dict[str, list[DataQuestion]] = {}
+    for question in questions.values():
+        by_prompt.setdefault(question.prompt.strip(), []).append(question)
     pairs = []
     for number, (prompt, answer) in enumerate(lines):
         if prompt is not None:
-            question = by_prompt.get(prompt.strip())
+            same = by_prompt.get(prompt.strip(), [])
+            require_one_reference(same, answers)
         else:
-            question = questions[number] if number < len(questions) else None
-        if question is not None:
-            pairs.append(_attempt(question, answer))
+            same = [questions[number]] if number in questions else []
+        if same:
+            pairs.append(_attempt(same[-1], answer))
     if not pairs:
         reason = (
             f"has {len(lines):,} answers, and none is to a prompt of data.path.\n"
@@ -118,6 +122,20 @@ def answered(questions: list[DataQuestion], answers: str | None) -> list[tuple[s
     return pairs
 
 
+def require_one_reference(questions: list[DataQuestion], answers: str) -> None:
+    """Raise UserError if rows with the same prompt have different references."""
+    if len({question.reference for question in questions}) < 2:
+        return
+    places = " and ".join(f"{file}:{line}" for file, line in (q.where for q in questions[:2]))
+    reason = (
+        f"has an answer to the prompt of {places}, whose references differ.\n"
+        "Write the answers without `prompt`, in the order of the rows"
+    )
+    raise UserError(
+        "it is not known which row is answered", [Problem(f"answers={answers}", reason)]
+    )
+
+
 def read_answers(path: Path) -> list[tuple[str | None, str]]:
     """Return (prompt, answer) for each line of a file.
 
@@ -125,7 +143,7 @@ def read_answers(path: Path) -> list[tuple[str | None, str]]:
     for a file that is not text, and for a line without an answer.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = text_lines(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("nothing can be scored", [Problem(f"answers={path}", str(error))]) from None
     if path.suffix not in (".jsonl", ".json", ".ndjson"):

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import subprocess
+import threading
 import time
 from functools import partial
 from unittest.mock import patch
@@ -343,6 +344,28 @@ def test_a_tracker_that_lags_behind_loses_lines_and_says_so_once(tmp_path):
         assert time.monotonic() - started < 60
         assert len(said) == 1
         assert "does not keep up" in said[0]
+
+
+def test_a_tracker_with_a_full_queue_is_closed_at_the_end(tmp_path):
+    from fsdp_trainer.config.schema import Logging
+    from fsdp_trainer.observe.trackers import Tracker
+
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def log(values, step):
+        begun.set()
+        go_on.wait(60)
+
+    slow = Tracker("wandb", log, lambda code: closed.set())
+    with inject.around("wandb", lambda *_: slow), inject.setting("tracker_waiting", 2):
+        trackers = Trackers(Logging(wandb="online"), tmp_path, {}, lambda line: None)
+        trackers.log({"step": 0, "loss": 1.0})
+        assert begun.wait(60)
+        for step in range(1, 9):
+            trackers.log({"step": step, "loss": 1.0})
+        threading.Timer(0.2, go_on.set).start()
+        trackers.close(0)
+    assert closed.is_set()
 
 
 @pytest.mark.slow

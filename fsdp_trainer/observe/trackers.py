@@ -8,7 +8,9 @@ import os
 import secrets
 import shlex
 import subprocess
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.config.schema import Logging
 
-WAITING = 1000  # lines that a tracker may lag behind; further lines are dropped
+WAITING = 20_000  # lines that a tracker may lag behind; further lines are dropped
 CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
 MLFLOW_TEXT = 500  # characters of a parameter that every MLflow server accepts
 STOP_SECONDS = 10.0  # for sending the remaining lines of any other run: a launcher may wait for it
@@ -45,23 +47,26 @@ class TrackerThread:
         self._thread = Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def put(self, work: Callable[[Tracker], Any] | None) -> None:
-        """Queue work for the thread without waiting; None ends the thread."""
+    def put(self, work: Callable[[Tracker], Any]) -> None:
+        """Queue work for the thread without waiting; drop it if too much is queued."""
         if not self._thread.is_alive():
             return
         try:
             self._queue.put_nowait(work)
         except Full:
             if not self.missed:
-                lacks = "does not keep up and lacks metrics from here on"
+                lacks = "does not keep up and lacks some metrics"
                 self.say(f"{self.name} {lacks}; metrics.jsonl has everything.")
             self.missed += 1
 
     def close(self, exit_code: int, seconds: float) -> None:
         """Let the tracker send the remaining lines, waiting at most `seconds`."""
-        self.put(lambda tracker: tracker.close(exit_code))
-        self.put(None)
-        self._thread.join(seconds)
+        deadline = time.monotonic() + seconds
+        for work in (lambda tracker: tracker.close(exit_code), None):  # None ends the thread
+            if self._thread.is_alive():
+                with suppress(Full):
+                    self._queue.put(work, timeout=max(0.0, deadline - time.monotonic()))
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             late = f"did not close within {seconds:.0f} s"
             self.say(f"{self.name} {late}; metrics.jsonl has everything.")
@@ -117,9 +122,13 @@ class Trackers:
                 flat[name] = value
         numbers = (bool, int, float)  # not lists and texts, such as the load of every expert
         values = {name: value for name, value in flat.items() if isinstance(value, numbers)}
+
+        def send(tracker: Tracker) -> None:
+            tracker.log(values, line["step"])
+            tracker.line(line)
+
         for thread in self.threads:
-            thread.put(lambda tracker: tracker.log(values, line["step"]))
-        self.event(line)
+            thread.put(send)
 
     def event(self, line: dict[str, Any]) -> None:
         """Pass a line of events.jsonl or metrics.jsonl to the trackers unchanged."""
@@ -203,7 +212,11 @@ def _mlflow(cfg: Logging, run: Path, config: dict[str, Any]) -> Tracker:
 def _command(command: str, run: Path) -> Tracker:
     """Start the program of logging.command, which reads lines of JSON until its input is closed."""
     process = subprocess.Popen(
-        shlex.split(command), stdin=subprocess.PIPE, text=True, env={**os.environ, "RUN": str(run)}
+        shlex.split(command),
+        stdin=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RUN": str(run)},
+        start_new_session=True,  # Ctrl-C is for the run, which still has lines to send
     )
     assert process.stdin
     stdin = process.stdin

@@ -345,7 +345,10 @@ def _checked(own: Path, config_dir: str | None) -> Path:
             "a problem in the configuration",
             [Problem(f"--config-dir {config_dir}", "there is no such folder")],
         )
-    twins = [f for f in sorted(own.rglob("*.yaml")) if (CONF / f.relative_to(own)).exists()]
+    groups = [folder for folder in CONF.iterdir() if folder.is_dir()]
+    packaged = {f"{group.name}/{name}.yaml" for group in groups for name in _names_in(group)}
+    packaged |= {file.name for file in CONF.glob("*.yaml")}
+    twins = [own / name for name in sorted(packaged) if (own / name).exists()]
     if twins:
         reason = "exists twice, and Hydra would silently take the packaged one: rename yours."
         raise UserError(

@@ -139,7 +139,8 @@ class Preparation:
             return []
         tasks = self._tasks()
         with self._locked_parts(shared=True):
-            self._tokenise(tasks, range(index, len(tasks), count))
+            if not read_complete(self.folder):  # while this one waited, another may have made it
+                self._tokenise(tasks, range(index, len(tasks), count))
         done = [read_result(self._part(i), task) for i, task in enumerate(tasks)]
         missing = sorted({i % count for i, result in enumerate(done) if result is None})
         if not missing or read_complete(self.folder):

@@ -4,6 +4,7 @@ Data is tokenised once, into a folder named by a hash of everything that decides
 runs find it there.
 """
 
+import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -198,6 +199,8 @@ def _merge_held_out(
             write_meta(
                 whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}}
             )
+            if not read_complete(folder):  # it is damaged; or another rank has made it
+                shutil.rmtree(folder, ignore_errors=True)
             commit(whole, folder)
     files = [file for one in preparing for file in one.component.files]
     about = read_meta(folder)["stores"][VALIDATION]

@@ -240,6 +240,7 @@ def _copy(file: RemoteFile, target: Path, stopping: _StopDownloads) -> None:
         # a file system without locks: two processes may fetch the same file, one copy is kept
         with contextlib.suppress(OSError):
             fcntl.flock(out, fcntl.LOCK_EX)
+        out.seek(0, os.SEEK_END)  # another process may have written while this one waited
         if target.exists():
             return
         system, path = _system_of(file.url)

@@ -101,6 +101,7 @@ def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
     return edges
 
 
+@lru_cache(maxsize=4096)
 def lines_before(unit: Unit) -> int:
     """Return the number of lines (rows of a table) before the unit, to add to `row.where`."""
     return Lines().before(unit)

@@ -212,7 +212,7 @@ class NodeOfHost:
         self.process: subprocess.Popen | None = None
         self.outputs: list[Output] = []
         self._hung_up_at: float | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may send a line during hang_up
 
     def waits(self) -> bool:
         """Return True if the host may still become ready."""

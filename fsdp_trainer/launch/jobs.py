@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.observe.console import duration
 from fsdp_trainer.observe.records import Records, parse, whole_lines
 
@@ -127,7 +126,7 @@ def finished(folder: Path, cfg: TrainConfig) -> bool:
         last.get("event") == "end"
         and last["exit_code"] == 0
         and stored.exists()
-        and yaml.safe_load(stored.read_text()) == asdict(cfg)
+        and load_yaml(stored.read_text()) == asdict(cfg)
     )
 
 

@@ -159,6 +159,7 @@ class Jobs:
         self._words: dict[str, list[str]] = {}  # the arguments of each accepted job
         self._configurations: dict[str, TrainConfig] = {}
         self._refused: dict[str, UserError] = {}
+        self._finished: dict[str, bool] = {}  # whether a job's folder held its finished run
         self._running: dict[str, RunningJob] = {}
         self._board = Board()
         self._place: Place | None = None  # known with the first configuration
@@ -244,8 +245,9 @@ class Jobs:
                 search.tell(self.jobs[id])
                 self.write()
         if self._place and self._place.at_once > 1:
+            titles = self._titles()
             running = self._running.items()
-            self._board.show({self._title(id): (job.cfg, job.progress) for id, job in running})
+            self._board.show({titles[id]: (job.cfg, job.progress) for id, job in running})
 
     def _read_metrics(self, job: Job, started: RunningJob, search: JobSearch, ended: bool) -> None:
         """Read new lines of a job's metrics each second and at its end, and stop it if pruned."""
@@ -381,9 +383,9 @@ class Jobs:
         job, cfg = self.jobs[id], self._configurations.get(id)
         if cfg is None or job.state == "does not fit":
             return job.state
-        if not cfg.run.overwrite and finished(Path(job.folder), cfg):
-            return "finished before"
-        return ""
+        if id not in self._finished:
+            self._finished[id] = not cfg.run.overwrite and finished(Path(job.folder), cfg)
+        return "finished before" if self._finished[id] else ""
 
     def _begin(self, id: str) -> None:
         """Print a job's title, and start the job unless there is nothing to do."""
@@ -392,7 +394,7 @@ class Jobs:
         number = [job.job for job in self.all()].index(id) + 1
         total = self.study.settings.n_trials if self.study else len(self.jobs)
         shown = f"  {state}" if state else ""
-        print(f"\njob {number}/{total}  {self._title(id)}{shown}", flush=True)
+        print(f"\njob {number}/{total}  {self._titles()[id]}{shown}", flush=True)
         if state == "finished before":
             job.state, job.exit_code = "skipped", 0
             job.objective = objective(Path(job.folder), self.line.metric)
@@ -416,8 +418,10 @@ class Jobs:
         for signum in self.received:  # arrived while the job was being started
             handle.signal(signum)
 
-    def _title(self, id: str) -> str:
-        return f"{id}  {shlex.join(varying(list(self.jobs.values()))[id])}"
+    def _titles(self) -> dict[str, str]:
+        """Return the jobs' titles, by job."""
+        words = varying(list(self.jobs.values()))
+        return {id: f"{id}  {shlex.join(own)}" for id, own in words.items()}
 
     def _end(self, job: Job, code: int, started: RunningJob) -> None:
         """Record how a job ended, and print it."""
@@ -444,7 +448,7 @@ class Jobs:
         if not self._place or self._place.at_once == 1:
             return
         value = "" if job.objective is None else f"  objective {job.objective:.4f}"
-        print(f"{self._title(job.job)}  {job.state}{value}  {duration(job.seconds)}", flush=True)
+        print(f"{self._titles()[job.job]}  {job.state}{value}  {duration(job.seconds)}", flush=True)
         if job.state in ("failed", "refused"):
             print(f"{job.reason}: see {job.folder}/output.log", file=sys.stderr, flush=True)
 

@@ -77,13 +77,12 @@ class PackedAttention:
         lengths = np.stack([np.repeat(row, row) for row in self.sizes(1)])
         return to_device(lengths, positions.device)
 
-    def document_numbers(self, padding: int) -> Tensor:
+    def document_numbers(self, padding: int) -> np.ndarray:
         """Return the index of each position's document within its row: [rows, row] int64.
 
         padding: largest number of tokens in a document of padding.
         """
-        numbers = [np.repeat(np.arange(len(row)), row) for row in self.sizes(padding)]
-        return to_device(np.stack(numbers), self.device)
+        return np.stack([np.repeat(np.arange(len(row)), row) for row in self.sizes(padding)])
 
     def sizes(self, padding: int) -> list[np.ndarray]:
         """Return for each row the lengths of its documents, followed by documents of padding.
@@ -166,7 +165,7 @@ class MaskedAttention(PackedAttention):
 
     def prepare(self) -> None:
         """See PackedAttention."""
-        document = self.document_numbers(1)
+        document = to_device(self.document_numbers(1), self.device)
         self.mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
 
     def with_window(self, window: int | None) -> Self:
@@ -218,7 +217,7 @@ class FlexAttention(PackedAttention):
 
     def prepare(self) -> None:
         """See PackedAttention."""
-        self.documents = self.document_numbers(PADDING_DOCUMENT)
+        self.documents = to_device(self.document_numbers(PADDING_DOCUMENT), self.device)
         self.blocks: Any = None
         self.flex, self.compiled_flex, self.make_blocks, self.sums = _flex(self.device.type)
 

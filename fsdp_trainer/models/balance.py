@@ -106,8 +106,9 @@ class Balance:
         values = self.zeros() | {name: value.detach() for name, value in auxiliary.items()}
         if LOAD in auxiliary:
             own = [self.numbers.index(block) for block in blocks if block in self.numbers]
-            values[LOAD] = self.zeros()[LOAD]
-            values[LOAD][own] = auxiliary[LOAD]
+            load = torch.zeros_like(self.load, dtype=torch.int64)
+            load[own[0] : own[-1] + 1] = auxiliary[LOAD]  # a stage's blocks are consecutive
+            values[LOAD] = load
         return values
 
     def of_block(self, number: int, token_share: Tensor) -> Balancing | None:

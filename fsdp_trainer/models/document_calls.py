@@ -1,5 +1,6 @@
 """Documents of similar length, grouped into shared kernel calls."""
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -89,9 +90,9 @@ def plan_calls(lengths: Lengths, row: int, window: int | None, device: torch.dev
 def _documents(lengths: Lengths, row: int) -> list[tuple[int, int]]:
     """Return the start of each document in the flattened micro-batch, and its length."""
     return [
-        (i * row + sum(sizes[:j]), size)
+        (start, size)
         for i, sizes in enumerate(lengths)
-        for j, size in enumerate(sizes)
+        for start, size in zip(accumulate(sizes, initial=i * row), sizes, strict=False)
     ]
 
 

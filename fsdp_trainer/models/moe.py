@@ -182,7 +182,7 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def own(self, parameter: Tensor) -> Tensor:
-        """Return this process's part of a parameter; parallel.experts and .tensor override it."""
+        """Return this process's part of a parameter; parallel.experts overrides it."""
         return parameter
 
     def matrix(self, name: str) -> Tensor:

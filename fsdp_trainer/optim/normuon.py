@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.distributed import local_part
+from fsdp_trainer.distributed import local_part, to_device
 from fsdp_trainer.optim.owners import OwnMatrix, Round, round_of_rows, stacked
 from fsdp_trainer.torch_private import row_dtensor
 
@@ -62,7 +62,8 @@ class RowNorms:
         rows: [count, rows, 2]; the first number is the old running mean square.
         """
         means = torch.stack([self.mean_squares[matrix] for matrix in own])
-        columns = means.new_tensor([self.columns[parameter] for parameter, _ in own])[:, None]
+        widths = torch.tensor([self.columns[parameter] for parameter, _ in own], dtype=means.dtype)
+        columns = to_device(widths, means.device)[:, None]
         running = torch.lerp(rows[..., 0], means, 1 - self.beta)
         inverse = 1 / (running.sqrt() + EPSILON)
         # the squared norm of an orthogonal matrix is the smaller of rows and columns

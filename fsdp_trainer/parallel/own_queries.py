@@ -52,7 +52,7 @@ class OwnMask(MaskedAttention):
 
     def prepare(self) -> None:
         """See PackedAttention."""
-        keys = self.document_numbers(1)
+        keys = to_device(self.document_numbers(1), self.device)
         own = to_device(self.own, self.device)
         same = keys.gather(1, own)[:, :, None] == keys[:, None, :]
         distance = own[:, :, None] - torch.arange(self.row, device=self.device)

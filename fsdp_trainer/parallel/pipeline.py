@@ -246,8 +246,10 @@ def require_training(whole: Decoder, sharding: Sharding, parts: list[list[int]])
     for rank in range(sharding.pipeline):
         numbers = stages_of_rank(sharding, rank)
         prefixes = [f"model.layers.{i}." for number in numbers for i in parts[number]]
-        prefixes += ["model.embed_tokens."] if 0 in numbers else []
-        prefixes += ["model.norm.", "lm_head."] if len(parts) - 1 in numbers else []
+        is_last = len(parts) - 1 in numbers
+        if 0 in numbers or (is_last and whole.config.tie_word_embeddings):
+            prefixes.append("model.embed_tokens.")
+        prefixes += ["model.norm.", "lm_head."] if is_last else []
         if not any(name.startswith(tuple(prefixes)) for name in trained):
             blocks = f"{parts[numbers[0]][0]} to {parts[numbers[0]][-1]}"
             reason = (

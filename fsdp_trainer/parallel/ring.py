@@ -28,7 +28,7 @@ class Ring(DealtByCost):
         """See PackedAttention."""
         parts, rank = self.parts, self.ranks.rank
         if self.attention == "mask":
-            documents = self.document_numbers(1).cpu().numpy()
+            documents = self.document_numbers(1)
             self.steps = whole_calls(parts, rank, documents, self.window, self.device)
         else:
             self.steps = piece_calls(parts, rank, self.lengths, self.row, self.window, self.device)

@@ -5,6 +5,7 @@ import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -162,13 +163,13 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
 def decode_rollouts(text: str) -> list[Rollout]:
     """Decode the rollouts that `encode_rollouts` encoded."""
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
-    tokens, sampled = stored["tokens"].tolist(), stored["sampled"].tolist()
+    tokens, sampled = iter(stored["tokens"].tolist()), iter(stored["sampled"].tolist())
     rollouts = []
     columns = [stored[name].tolist() for name in ("numbers", "rewards", "sizes")]
     sizes = zip(*columns, strict=True)
     for (row, sample, finished, version), (reward, *scores), (before, length) in sizes:
-        prompt, tokens = tokens[:before], tokens[before:]
-        answer = SampledAnswer(tokens[:length], sampled[:length], bool(finished), version)
-        tokens, sampled = tokens[length:], sampled[length:]
+        prompt = list(islice(tokens, before))
+        answered, scored = list(islice(tokens, length)), list(islice(sampled, length))
+        answer = SampledAnswer(answered, scored, bool(finished), version)
         rollouts.append(Rollout(row, sample, prompt, answer, reward, scores))
     return rollouts

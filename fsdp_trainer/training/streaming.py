@@ -152,7 +152,7 @@ class StreamedRows:
         own: list[tuple[str, int, int]] = []
         if rank in ranks and report.plan.start in self.samples:
             own = self.samples[report.plan.start][int(report.worst_micro_batches[rank])]
-        samples = [place_of(where) for where in dict.fromkeys(own)][:MAX_SUSPECTS]
+        samples = [place_of(where) for where in [*dict.fromkeys(own)][:MAX_SUSPECTS]]
         return self.assembler.suspects_event(ranks, [*chain(*gather(samples))])
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:

@@ -13,7 +13,18 @@ import fsdp_trainer
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
-    ("errors", "extensions", "folders", "phases", "process", "rounding", "slots", "version", "web"),
+    (
+        "errors",
+        "extensions",
+        "folders",
+        "phases",
+        "process",
+        "rounding",
+        "slots",
+        "text_files",
+        "version",
+        "web",
+    ),
     ("config",),
     ("devices", "hub", "distributed", "torch_private"),
     ("models", "rewards"),

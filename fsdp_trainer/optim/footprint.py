@@ -56,15 +56,19 @@ def update_bytes(optim: Optim, master_dtype: str, update: Update) -> float:
     return FOOTPRINTS[optim.name].update_bytes(optim, master_dtype, update)
 
 
+def is_matrix(name: str, dimensions: int) -> bool:
+    """Return True if a parameter is a matrix or a stack of them, False for norms and biases."""
+    # stacked biases of experts have two dimensions, too
+    return dimensions >= 2 and not name.endswith("bias")
+
+
 def is_block_matrix(name: str, dimensions: int) -> bool:
     """Return True if a parameter is a matrix of a block or a stack of matrices, for Muon.
 
     Embedding and head are matrices too, but their rows are updated separately; they are excluded
     by name.
     """
-    # stacked biases of experts have two dimensions, too
-    is_matrix = dimensions >= 2 and not name.endswith("bias")
-    return name.startswith("model.layers.") and is_matrix
+    return name.startswith("model.layers.") and is_matrix(name, dimensions)
 
 
 def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.distributed import replication_factor, sum_in_order
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
+from fsdp_trainer.optim.footprint import is_matrix
 
 
 class Lamb(CompactOptimizer):
@@ -40,11 +41,10 @@ class Lamb(CompactOptimizer):
         # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
         squares = sum_in_order(squares, self.ranks)
         for (name, parameter, group), sums in zip(named, squares, strict=True):
-            is_matrix = parameter.ndim > 1 and not name.endswith("bias")  # of experts: [experts, n]
             ratio = trust_ratio(sums / replication_factor(parameter, ranks))
             for chunk in self.chunks(parameter, count, skip):
                 update = direction(chunk, group, count)
-                if is_matrix:
+                if is_matrix(name, parameter.ndim):
                     update *= ratio
                 chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
 

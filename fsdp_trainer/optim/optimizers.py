@@ -13,7 +13,7 @@ from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
-from fsdp_trainer.optim.footprint import is_block_matrix
+from fsdp_trainer.optim.footprint import is_block_matrix, is_matrix
 from fsdp_trainer.optim.lamb import Lamb
 from fsdp_trainer.optim.muon import Muon
 
@@ -57,8 +57,7 @@ def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
     vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
-            group = matrices if is_matrix else vectors
+            group = matrices if is_matrix(name, parameter.ndim) else vectors
             group["params"].append((name, parameter))
     return [group for group in (matrices, vectors) if group["params"]]
 

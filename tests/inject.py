@@ -86,6 +86,7 @@ POINTS = {
     "cuda_runtime": "torch.cuda:cudart",
     "device_memory": "fsdp_trainer.parallel.memory_check:device_bytes",
     "host_memory": "fsdp_trainer.parallel.memory_check:host_bytes",
+    "free_memory": "fsdp_trainer.parallel.parallelize:free_bytes",
     "device_files": "fsdp_trainer.devices:glob",
     "device_speed": "fsdp_trainer.launch.speed:products",
     "link_speed": "fsdp_trainer.launch.speed:there_and_back",

@@ -9,6 +9,7 @@ import weakref
 import inject
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -28,8 +29,12 @@ from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel import memory_check
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup
+from fsdp_trainer.parallel.parallelize import parallelize, stay_gathered
 from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import draw_weights
 
 GIB = 2**30
 
@@ -72,10 +77,10 @@ def small(**asked) -> Decoder:
     return model
 
 
-def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
-    """Bytes that live between forward and backward, the loss, and the gradients."""
-    model, places = small(**asked), torch.arange(LENGTH)
-    batch = MicroBatch(
+def two_documents() -> MicroBatch:
+    """A row of two documents."""
+    places = torch.arange(LENGTH)
+    return MicroBatch(
         places[None] % 50,
         places[None],
         DocumentAttention([[LENGTH // 2, LENGTH // 2]], LENGTH, torch.device("cpu")),
@@ -83,6 +88,11 @@ def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
         places % 50,
         torch.ones(LENGTH),
     )
+
+
+def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
+    """Bytes that live between forward and backward, the loss, and the gradients."""
+    model, batch = small(**asked), two_documents()
     with LiveBytes(model) as memory:
         loss = model(batch, CrossEntropy(batch.weights)).value
         kept = sum(memory.live.values())
@@ -247,6 +257,52 @@ def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
     assert sizes["frozen"] == pytest.approx(2 * ends)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 2
     assert (sizes["weights"], sizes["moments"]) == (4 * trained, 8 * trained)
+
+
+OF_EXPERTS = {
+    "family": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+
+def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
+    """Return True if a model's blocks are still gathered after a forward without backward."""
+    dist.init_process_group("gloo")
+    cfg, cpu = TrainConfig(sharding=sharding), torch.device("cpu")
+    dims = Dims(sharding, "cpu", 60)
+    model = parallelize(meta(**sizes), dims, cfg)
+    allocate(model, cpu)
+    draw_weights(model, 0)
+    block = model.model.layers["0"]
+    sharded = set(block.parameters())  # FSDP2 replaces them by others while they are gathered
+    free_memory = inject.around("free_memory", lambda *_: free)
+    with free_memory, torch.no_grad(), stay_gathered(model, cfg, cpu):
+        model(two_documents(), CrossEntropy(torch.ones(LENGTH)))
+        return sharded.isdisjoint(block.parameters())
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "expert"])
+def test_generation_gathers_once_where_half_of_the_free_memory_holds_the_gathered_model(
+    world, layout
+):
+    """Gathered weights are in param_dtype, and a tensor or expert group divides them."""
+    sharding = Sharding() if layout == "fsdp" else Sharding(**{layout: 2})
+    sizes = OF_EXPERTS if layout == "expert" else {}
+    model = meta(**sizes)
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for p in model.parameters()) - of_experts
+    needed = (
+        2
+        * {
+            "fsdp": rest,
+            "tensor": rest / 2,
+            "expert": rest + of_experts / 2,
+        }[layout]
+    )
+    assert all(world.call(2, is_gathered, sharding, sizes, 2.05 * needed))
+    assert not any(world.call(2, is_gathered, sharding, sizes, 1.95 * needed))
 
 
 def test_adapters_are_suggested_where_they_would_fit():

@@ -67,10 +67,7 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
         return MemoryItem(name, numbers * size / shards, formula)
 
     def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
-        modules = list(modules)
-        of_experts = gathered_bytes(expert_modules(modules), computed)
-        rest = gathered_bytes(modules, computed) - of_experts
-        size = (of_experts / sharding.expert + rest / sizes["tensor"]) / parts
+        size = gathered_on_rank(list(modules), sharding, computed) / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
         return MemoryItem("gathered", size, formula, offloads=False)
 
@@ -107,6 +104,16 @@ def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
     """Return the bytes of gathered modules. computed: bytes of a number that is not in 4 bits."""
     parameters = [p for module in modules for p in module.parameters()]
     return sum(p.numel() * (1 if is_encoded(p) else computed) for p in parameters)
+
+
+def gathered_on_rank(modules: list[nn.Module], sharding: Sharding, computed: int) -> float:
+    """Return the bytes that one rank holds of gathered modules: of tensors and experts its share.
+
+    computed: see gathered_bytes.
+    """
+    of_experts = gathered_bytes(expert_modules(modules), computed)
+    rest = gathered_bytes(modules, computed) - of_experts
+    return of_experts / sharding.expert + rest / sharding.tensor
 
 
 def expert_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:

@@ -32,7 +32,7 @@ from fsdp_trainer.parallel.experts import expert_placement, share_experts
 from fsdp_trainer.parallel.memory_check import (
     block_units,
     free_bytes,
-    gathered_bytes,
+    gathered_on_rank,
     grouped_blocks,
     keeps_gathered,
 )
@@ -244,15 +244,16 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def stay_gathered(model: Decoder, cfg: Sharding, device: torch.device) -> Iterator[None]:
+def stay_gathered(model: Decoder, cfg: TrainConfig, device: torch.device) -> Iterator[None]:
     """Gather a model once for many forwards without a backward, if every rank has the memory.
 
     The gathered model may use at most half of the free memory. The caller reshards it. Collective.
     """
-    computed = max(p.element_size() for p in model.parameters())
-    fits = torch.tensor(gathered_bytes([model], computed) <= free_bytes(device) / 2, device=device)
+    computed = getattr(torch, cfg.precision.param_dtype).itemsize
+    needed = gathered_on_rank([model], cfg.sharding, computed)
+    fits = torch.tensor(needed <= free_bytes(device) / 2, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
-    modules = resharded_modules(model, cfg) if fits else []
+    modules = resharded_modules(model, cfg.sharding) if fits else []
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:

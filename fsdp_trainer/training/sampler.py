@@ -75,7 +75,7 @@ class OwnSampler:
         self.model, self.shares, self.device = model, shares, device
         self.stop_ids = tokenizer.stop_ids
         self.samples, self.rows = choice.samples, choice.answer_rows
-        self.compiled, self.sharding = cfg.compile.enabled, cfg.sharding
+        self.cfg = cfg
         self.sampling = Sampling(
             max_tokens=choice.max_new_tokens,
             temperature=choice.temperature,
@@ -89,9 +89,9 @@ class OwnSampler:
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
         continuations = [self._begin(request, i) for i, request in enumerate(requests)]
-        gathered = stay_gathered(self.model, self.sharding, self.device)
+        gathered = stay_gathered(self.model, self.cfg, self.device)
         try:
-            with without_compiling(self.compiled), gathered:
+            with without_compiling(self.cfg.compile.enabled), gathered:
                 generation = Generation(self.model, self.sampling, self.device)
                 ranks, rows = self.shares.ranks, self.rows
                 continue_all(

@@ -35,8 +35,7 @@ class Samples:
         """
         self.tokenizer, self.device = tokenizer, device
         self.sampling = Sampling(max_tokens=cfg.train.sample_tokens)
-        self.compiled = cfg.compile.enabled
-        self.sharding = cfg.sharding
+        self.cfg = cfg
         raw = cfg.train.sample_raw
         self.prompts = [
             (prompt, self._encode(prompt, None if raw else template, context))
@@ -68,8 +67,8 @@ class Samples:
         check: called before each batch of prompts; may raise, on all ranks together. decoder: the
         object that computes the logits; None: the model.
         """
-        gathered = stay_gathered(model, self.sharding, self.device)
-        with without_compiling(self.compiled), gathered:
+        gathered = stay_gathered(model, self.cfg, self.device)
+        with without_compiling(self.cfg.compile.enabled), gathered:
             answers = generate_tokens(
                 decoder or model,
                 [tokens for _, tokens in self.prompts],

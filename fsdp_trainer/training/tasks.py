@@ -23,8 +23,7 @@ class TrainingTasks:
         """Load the tasks. Raises UserError for a task that does not exist."""
         self.names = cfg.evaluation.tasks
         self.rows = cfg.evaluation.rows
-        self.compiled = cfg.compile.enabled
-        self.sharding = cfg.sharding
+        self.cfg = cfg
         self.device = device
         self.shares = sharded_shares(dims, device)
         self.tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
@@ -36,8 +35,8 @@ class TrainingTasks:
         computes the logits. Collective.
         """
         scorer = Scorer(decoder, self.rows, self.device, self.shares, check)
-        gathered = stay_gathered(model, self.sharding, self.device)
-        with without_compiling(self.compiled), gathered:
+        gathered = stay_gathered(model, self.cfg, self.device)
+        with without_compiling(self.cfg.compile.enabled), gathered:
             return self.tasks.run(scorer)
 
 

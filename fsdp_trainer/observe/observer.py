@@ -1,7 +1,6 @@
 """Report of a run's progress to its files, trackers and console. It makes no decisions."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ class Observer:
     def write(
         self,
         reports: list[StepReport],
-        written: Callable[[list[float]], dict[str, Any]],
+        figures: list[dict[str, Any]],
         seconds: float,
         total_steps: int,
         last: bool,
@@ -102,12 +101,15 @@ class Observer:
 
         Collective.
 
-        written: returns the figures in metrics.jsonl for a step's sums. seconds: time of one step.
+        figures: those of each step in metrics.jsonl. seconds: time of one step.
         last: whether the console's line stays. incomplete: whether the last line will be amended
         after a resume; trackers cannot amend a line, so they get it only then.
         """
         memory = self._memory()
-        lines = [self._line(report, written, seconds, memory) for report in reports]
+        lines = [
+            self._line(report, of_step, seconds, memory)
+            for report, of_step in zip(reports, figures, strict=True)
+        ]
         lines[-1] |= {"time": round(time.time(), 3), "phases": phases.seconds_since_last_call()}
         if self.records:
             self.records.write(lines)
@@ -127,7 +129,7 @@ class Observer:
     def _line(
         self,
         report: StepReport,
-        written: Callable[[list[float]], dict[str, Any]],
+        figures: dict[str, Any],
         seconds: float,
         memory: float,
     ) -> dict[str, Any]:
@@ -142,15 +144,12 @@ class Observer:
             config, tokens, cost = self.config, plan.tokens, plan.attention_cost
             rates["mfu_palm"] = palm_flops(config, tokens, self.seq_len, self.work) / peak
             rates["mfu_causal"] = causal_flops(config, tokens, cost, self.work) / peak
-        figures = written(report.sums)
-        first: dict[str, Any] = {
-            name: figures.pop(name) for name in ("loss", "objective") if name in figures
-        }
+        first = {name: figures[name] for name in ("loss", "objective") if name in figures}
         return {
             "step": plan.step,
             **first,
             "grad_norm": finite_or_none(report.grad_norm),
-            **figures,
+            **{name: value for name, value in figures.items() if name not in first},
             **plan.figures,
             "lr": report.lr,
             **({"loss_scale": report.loss_scale} if report.loss_scale != 1 else {}),

@@ -387,13 +387,11 @@ class Trainer:
         losses = [report.sums[metrics.position("loss")] for report in reports]
         with self.step_log.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
+            figures = [metrics.written(report.sums) for report in reports]
             if self.chosen_watch is not None:
-                figures = [metrics.written(report.sums) for report in reports]
                 self.chosen_watch.review(reports, figures, self.observer)
             incomplete = not {"validate", "evaluate"}.isdisjoint(self.progress.pending)
-            self.observer.write(
-                reports, metrics.written, seconds, self.total_steps, last, incomplete
-            )
+            self.observer.write(reports, figures, seconds, self.total_steps, last, incomplete)
         if spike and self.cfg.train.on_spike == "rewind":
             raise Rewind(spike)
 

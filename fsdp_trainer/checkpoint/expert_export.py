@@ -84,10 +84,11 @@ def trained_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Weig
             if parameter.name in layers or layers[0] not in spec.also:
                 continue
             count, rows, columns = parameter.shape
+            rows_of_all = [(weights[p.layer].as_matrix(), p.shape[1]) for p in parameter.parts]
             matrices = [
-                rows_of(weights[part.layer].as_matrix(), expert * part.shape[1], part.shape[1])
+                rows_of(matrix, expert * height, height)
                 for expert in range(count)
-                for part in parameter.parts
+                for matrix, height in rows_of_all
             ]
             matrix = stack_of(matrices).as_matrix()
             shape = (count, rows, columns)

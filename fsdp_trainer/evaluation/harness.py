@@ -21,6 +21,7 @@ from fsdp_trainer.evaluation.scoring import Ending, Scorer
 from fsdp_trainer.generation.sampling import Sampling
 
 DEFAULT_ANSWER = 256
+UNFINISHED_TOKENS = 8  # more than an incomplete character or a special token can take
 """Tokens that a task may generate by default, as in lm-evaluation-harness."""
 
 
@@ -142,10 +143,15 @@ class HarnessModel(TemplateLM):
             top_p=given.get("top_p", 1.0),
         )
         decode = self.text_tokenizer.decode
+        # tokens of which the end of an answer is decoded; a stop string has at most one per byte
+        longest = max((len(stop.encode()) for stop in until), default=0) + UNFINISHED_TOKENS
 
-        def is_over(tokens: list[int]) -> bool:
+        def has_stop(tokens: list[int]) -> bool:
             text = decode(tokens)
             return any(stop and stop in text for stop in until)
+
+        def is_over(tokens: list[int]) -> bool:
+            return has_stop(tokens[-longest:]) and has_stop(tokens)
 
         tokens = [self.tok_encode(prompt)[-max(room, 1) :] for prompt in prompts]
         stop_ids = self.text_tokenizer.stop_ids

@@ -221,3 +221,14 @@ def test_a_smaller_demo_answers_what_no_conversation_asked(chain, tmp_path):
     batch = [f"{stage}.batch.{key}=8" for stage in TRAININGS for key in ("rows", "micro_rows")]
     assert chain(tmp_path, *words, *batch) == (0, list(TRAININGS))
     assert "4 of 4 questions answered word for word" in card_of(tmp_path)
+
+
+def test_a_question_may_hold_any_character(tmp_path):
+    """JSON need not escape U+2028, which ends a line for Python."""
+    file = tmp_path / "questions.jsonl"
+    messages = [
+        {"role": "user", "content": "Which\u2028animal\x85?"},
+        {"role": "assistant", "content": "a bear"},
+    ]
+    file.write_text(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+    assert evaluation.read_questions(file) == [messages]

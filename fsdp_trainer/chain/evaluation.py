@@ -12,6 +12,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.verb import evaluate
 from fsdp_trainer.generate import Speaker, device_of
 from fsdp_trainer.launch.start import launcher, start_ranks
+from fsdp_trainer.text_files import text_lines
 
 LONGEST_ANSWER = 64  # tokens
 
@@ -59,7 +60,7 @@ def read_questions(file: Path) -> list[list[dict[str, Any]]]:
     Raises UserError for a line that is not such a conversation.
     """
     questions = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text_lines(file), start=1):
         try:
             messages = json.loads(line)["messages"]
             is_answered = messages[-1]["role"] == "assistant" and len(messages) > 1

@@ -6,7 +6,8 @@ A result is stored in benchmarks/results/MACHINE/NAME.json, with the machine and
 --check the stored result is not replaced but compared with: the exit code is 1 if even the best
 round of a figure is more than 10% worse than the stored median. Compared figures are ratios of two
 ways measured in turn, because ratios are stable when a shared machine's speed drifts and seconds
-are not.
+are not. They do depend on the processor, so each has results of its own; where there is none, a
+result of another one with as many cores is compared with.
 """
 
 import argparse
@@ -88,7 +89,7 @@ def machine() -> dict[str, Any]:
             else None
         )
         name = found[1] if found else platform.processor()
-        kind = f"{os.cpu_count()}-cpu-cores-{platform.machine()}"
+        kind = f"{os.cpu_count()}-cpu-cores-{name}"
     kind = re.sub(r"[^a-z0-9]+", "-", kind.lower())
     return {
         "kind": kind,
@@ -162,6 +163,17 @@ def result_path(name: str) -> Path:
     return RESULTS / machine()["kind"] / f"{name}.json"
 
 
+def comparable_result(name: str) -> Path | None:
+    """Return the path of the stored result for this kind of machine, or for a similar one.
+
+    A similar one has as many cores and another processor. None if there is no result.
+    """
+    own = result_path(name)
+    cores, number_of, _ = own.parent.name.partition("-cpu-cores-")
+    similar = sorted(RESULTS.glob(f"{cores}{number_of}*/{name}.json")) if number_of else []
+    return next((path for path in (own, *similar) if path.exists()), None)
+
+
 def finish(
     name: str,
     result: dict[str, Any],
@@ -187,9 +199,10 @@ def finish(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(written, indent=1) + "\n")
         return
-    if not path.exists():
+    stored_path = comparable_result(name)
+    if stored_path is None:
         sys.exit(f"{name}: there is no stored result of this kind of machine, {path}")
-    before = json.loads(path.read_text())
+    before = json.loads(stored_path.read_text())
     processor = before["machine"].get("processor")
     if processor != about.get("processor"):
         print(f"{name}: the stored result is of another processor, {processor}", file=sys.stderr)

@@ -45,6 +45,26 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
     assert json.loads((tmp_path / harness.machine()["kind"] / "some.json").read_text()) == stored
 
 
+def test_a_processor_without_a_result_is_compared_with_one_of_as_many_cores(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-old", "processor": "Old"})
+    finish({"speed": 2.0}, check=False)
+    monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-new", "processor": "New"})
+    with pytest.raises(SystemExit) as left:
+        finish({"speed": 1.0}, check=True)
+    assert left.value.code == 1
+    assert "some: the stored result is of another processor, Old" in capsys.readouterr().err
+    finish({"speed": 1.0}, check=False)
+    with pytest.raises(SystemExit) as left:
+        finish({"speed": 1.0}, check=True)
+    assert left.value.code == 0
+    monkeypatch.setattr(harness, "machine", lambda: {"kind": "4-cpu-cores-new", "processor": "New"})
+    with pytest.raises(SystemExit, match="no stored result of this kind of machine"):
+        finish({"speed": 1.0}, check=True)
+
+
 def test_a_check_without_a_stored_result_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     with pytest.raises(SystemExit, match="no stored result of this kind of machine"):

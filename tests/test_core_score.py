@@ -11,6 +11,7 @@ from zoo import make_folder
 
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.evaluation.core import CoreTask
 
 CHOICES = [
     {"query": f"Q{i} {'x' * (i % 4)}", "choices": [f"a{i}", f"b{i}{i}", f"c{i % 3}"], "gold": i % 3}
@@ -131,6 +132,12 @@ def test_core_is_the_mean_of_centred_accuracies_on_any_number_of_ranks(world, fo
     assert evaluate(world, folder, bundle, "sharded=true", ranks=2) == metrics
     few = evaluate(world, folder, bundle, "limit=4")
     assert few["core/letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+def test_with_few_items_there_are_as_many_examples_as_other_items():
+    items = [{"query": f"q{i}", "choices": ["a", "b"], "gold": 0} for i in range(3)]
+    task = CoreTask("few", "multiple_choice", 10, " ", 0.5, items)
+    assert [text.count("q") for text in task.texts(1)] == [3, 3]
 
 
 @pytest.mark.slow

@@ -138,16 +138,7 @@ def test_each_generated_text_is_that_of_transformers(folder):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from fsdp_trainer.checkpoint.load import load_model
-    from fsdp_trainer.data.templates import load_template
-    from fsdp_trainer.data.tokenizer import load_tokenizer
-    from fsdp_trainer.evaluation.harness import HarnessModel
-    from fsdp_trainer.evaluation.scoring import Scorer
-
-    tokenizer = load_tokenizer(str(folder))
-    template = load_template(None, tokenizer)
-    scorer = Scorer(load_model(folder), 4, torch.device("cpu"))
-    ours = HarnessModel(scorer, tokenizer, template)
+    ours = harness_model(folder)
     theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
     prompts = ["abc", "a longer question?", "x" * 150]
     options = [{"until": ["q", "7"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9}]
@@ -158,6 +149,44 @@ def test_each_generated_text_is_that_of_transformers(folder):
     texts = ours.generate_until(requests)
     assert texts == theirs.generate_until(requests)
     assert any(texts)
+
+
+def harness_model(folder):
+    from fsdp_trainer.checkpoint.load import load_model
+    from fsdp_trainer.data.templates import load_template
+    from fsdp_trainer.data.tokenizer import load_tokenizer
+    from fsdp_trainer.evaluation.harness import HarnessModel
+    from fsdp_trainer.evaluation.scoring import Scorer
+
+    tokenizer = load_tokenizer(str(folder))
+    scorer = Scorer(load_model(folder), 4, torch.device("cpu"))
+    return HarnessModel(scorer, tokenizer, load_template(None, tokenizer))
+
+
+def generated(model, prompt, **options):
+    """Return the answers to two repeats of a request."""
+    from lm_eval.api.instance import Instance
+
+    request = Instance("generate_until", {}, (prompt, {"until": [], **options}), 0)
+    return model.generate_until([request] * 2)
+
+
+def test_repeats_of_a_request_are_other_samples_and_the_same_each_time(folder):
+    model = harness_model(folder)
+    sampled = generated(model, "abc", do_sample=True, max_gen_toks=20)  # temperature 1
+    assert sampled[0] != sampled[1]
+    assert generated(model, "abc", do_sample=True, max_gen_toks=20) == sampled
+    first, again = generated(model, "abc", max_gen_toks=20)
+    assert first == again
+
+
+def test_a_prompt_is_read_also_where_the_longest_answer_would_fill_the_context(folder):
+    model = harness_model(folder)
+    answers = [
+        generated(model, prompt, max_gen_toks=4 * model.max_length)[0]
+        for prompt in ("one thing", "other thing")
+    ]
+    assert answers[0] != answers[1]
 
 
 def test_a_run_keeps_its_evaluations(train, world, tasks, tmp_path):

@@ -81,7 +81,8 @@ class CoreTask:
         """Return an item's texts, after examples that depend only on the item's number."""
         kind, item = KINDS[self.kind], self.items[number]
         others = range(len(self.items) - 1)
-        drawn = random.Random(EXAMPLE_SEED + number).sample(others, self.shots)
+        shots = min(self.shots, len(others))  # with evaluation.limit there may be fewer
+        drawn = random.Random(EXAMPLE_SEED + number).sample(others, shots)
         chosen = [i + (i >= number) for i in drawn]  # without the item itself
         before = ""
         for example in (self.items[i] for i in chosen):

@@ -4,6 +4,7 @@ Every rank runs the complete harness as if it were alone, and passes the same re
 class. Only the model's computation is divided among the ranks, and every rank gets all results.
 """
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -103,15 +104,21 @@ class HarnessModel(TemplateLM):
         return [sum(scores[ends[i] : ends[i + 1]]) for i in range(len(counts))]
 
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Return the text that the model generates for each request."""
-        groups: dict[str, list[int]] = {}
+        """Return the text that the model generates for each request.
+
+        A task with `repeats` sends each request several times; each time is another sample.
+        """
+        groups: dict[tuple[str, int], list[int]] = {}
+        repeats: Counter[str] = Counter()
         for i, request in enumerate(requests):
-            groups.setdefault(repr(request.args[1]), []).append(i)
+            repeated = repr(request.args)
+            groups.setdefault((repr(request.args[1]), repeats[repeated]), []).append(i)
+            repeats[repeated] += 1
         texts = [""] * len(requests)
-        for numbers in groups.values():
+        for (_, sample), numbers in groups.items():
             options = requests[numbers[0]].args[1]
             prompts = [requests[i].args[0] for i in numbers]
-            for i, text in zip(numbers, self.answers(prompts, options), strict=True):
+            for i, text in zip(numbers, self.answers(prompts, options, sample), strict=True):
                 texts[i] = text
         return texts
 
@@ -132,15 +139,21 @@ class HarnessModel(TemplateLM):
 
     # --- generation
 
-    def answers(self, prompts: list[str], options: dict[str, Any]) -> list[str]:
-        """Return the continuations of prompts that have the same generation options."""
+    def answers(self, prompts: list[str], options: dict[str, Any], seed: int = 0) -> list[str]:
+        """Return the continuations of prompts that have the same generation options.
+
+        As in the harness's HFLM, the beginning of a prompt is left out to make room for the longest
+        answer. If that has no room, half of the context is for the prompt.
+        """
         given = normalize_gen_kwargs(options, DEFAULT_ANSWER)
         until = handle_stop_sequences(given.get("until"), eos=self.text_tokenizer.eos_token)
         room = self.max_length - given["max_gen_toks"]
+        room = room if room > 0 else max(1, self.max_length // 2)
         sampling = Sampling(
             max_tokens=given["max_gen_toks"],
-            temperature=given["temperature"] if given.get("do_sample") else 0.0,
+            temperature=given.get("temperature", 1.0) if given.get("do_sample") else 0.0,
             top_p=given.get("top_p", 1.0),
+            seed=seed,
         )
         decode = self.text_tokenizer.decode
         # tokens of which the end of an answer is decoded; a stop string has at most one per byte
@@ -153,7 +166,7 @@ class HarnessModel(TemplateLM):
         def is_over(tokens: list[int]) -> bool:
             return has_stop(tokens[-longest:]) and has_stop(tokens)
 
-        tokens = [self.tok_encode(prompt)[-max(room, 1) :] for prompt in prompts]
+        tokens = [self.tok_encode(prompt)[-room:] for prompt in prompts]
         stop_ids = self.text_tokenizer.stop_ids
         answers = self.scorer.continuations(tokens, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]

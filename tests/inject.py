@@ -120,6 +120,7 @@ SETTINGS = {
         "fsdp_trainer.data.order:SHARED_FROM",
         "fsdp_trainer.data.store:SHARED_FROM",
     ],
+    "remembered_steps": ["fsdp_trainer.training.rollouts:REMEMBERED_STEPS"],
     "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
     "tokenizer_overlap": ["fsdp_trainer.data.tokenizer:OVERLAP"],
@@ -453,15 +454,15 @@ def infinite_gradient(step: int = 3):
 
 
 @fault
-def spiked_once(point: str, step: int):
-    """Multiply the result of the function of POINTS by 1e4 on the last rank in a step.
+def spiked_once(point: str, step: int, factor: float = 1e4):
+    """Multiply the result of the function of POINTS by a factor on the last rank in a step.
 
     It stops when the run has been rewound.
     """
 
     def spoilt(real, *args):
         is_spike = phases.training.step == step and not trainer.progress.rewinds
-        return real(*args) * (1e4 if is_spike else 1)
+        return real(*args) * (factor if is_spike else 1)
 
     with with_trainer(), around(point, spoilt, rank="last"):
         yield

@@ -481,7 +481,7 @@ def spike(real, self, step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [6, 100])
+@pytest.mark.parametrize("every", [6, SPIKED])
 def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
     how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
     plain = train("plain", *how)
@@ -500,6 +500,7 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, e
         assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
     else:
         assert "there is no checkpoint before step" in run.out
+        assert f"step-{SPIKED:08}" in run.checkpoints, "the one that was due after the spike"
         assert again == each
 
 

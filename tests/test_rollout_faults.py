@@ -1,6 +1,7 @@
 """Bad steps, stops and the end of the data in runs that learn from their own answers."""
 
 import json
+import math
 
 import inject
 import pytest
@@ -45,6 +46,18 @@ def test_a_bad_gradient_is_skipped_and_a_spike_taken_back_amid_answers_made_toge
     for name in ("reward", "loss"):
         assert run.column(name)[8:] == other.column(name), name
     assert_bitwise_equal(stored(newest(run)), stored(newest(other)))
+
+
+@pytest.mark.slow
+def test_a_bad_step_that_is_read_long_after_it_is_recorded_without_its_prompts(world, tmp_path):
+    keys = [*GRPO, "data.path=demo:sums", f"data.cache={tmp_path}", "train.steps=5"]
+    faults = (
+        inject.setting("remembered_steps", 2),
+        inject.spiked_once("rewarded_objective", 2, math.inf),
+    )
+    run = world.train(tmp_path / "run", *keys, "logging.every=5", seam=inject.together(*faults))
+    (event,) = run.event("skipped")
+    assert (event["step"], event["samples"]) == (2, [])
 
 
 @pytest.mark.slow

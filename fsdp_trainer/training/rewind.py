@@ -40,6 +40,8 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
             f"there is no checkpoint before step {spike.step:,} to rewind to: "
             "its update was left out instead"
         )
+        if trainer.checkpoint_due:  # the spike was found just before it
+            trainer.save()
         return
     progress = progress_to_go_on(trainer, spike, checkpoint)
     step = step_of(checkpoint)

@@ -272,8 +272,13 @@ class RolloutSource:
         self.assembler = batches
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
-        """Return the ranks with the highest loss, and the prompts of their micro-batches."""
+        """Return the ranks with the highest loss, and the prompts of their micro-batches.
+
+        No prompts are returned for steps longer ago than REMEMBERED_STEPS.
+        """
         ranks = ranks_with_highest(report.worst_losses)
+        if report.plan.step not in self._steps:
+            return self.assembler.suspects_event(ranks, [])
         packed, assigned = self._steps[report.plan.step]
         places = [
             place

@@ -156,6 +156,14 @@ def test_another_base_is_refused(adapt, folder, tmp_path):
     assert "Traceback" not in err
 
 
+def test_new_magnitudes_cannot_be_frozen(adapt):
+    """Checkpoints hold no frozen parameters, and no other file has them."""
+    how = [*DORA, "train.freeze=['*.lora_magnitude_vector']", "train.steps=2"]
+    err = adapt("run", *how, code=2).err
+    assert "model.layers.0.self_attn.q_proj.lora_magnitude_vector" in err
+    assert "a resume would not find it" in err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "refused"),

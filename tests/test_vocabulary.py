@@ -10,6 +10,7 @@ from stored import assert_byte_equal, tensors
 from zoo import HF, make_folder
 
 import fsdp_trainer
+from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.stored import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint
 
@@ -43,6 +44,10 @@ def test_padding_changes_no_loss_and_no_export(train, tied):
     assert json.loads((padded.folder / "hf" / "config.json").read_text())["vocab_size"] == 260
 
 
+def digest_of(run):
+    return weights_digest(find_checkpoint(run.folder))
+
+
 @pytest.mark.slow
 def test_a_padded_run_goes_on_and_is_read_by_other_paddings(train):
     how = ["model.vocab_multiple=100", "model.initializer=depth", "schedule=constant"]
@@ -62,6 +67,7 @@ def test_a_padded_run_goes_on_and_is_read_by_other_paddings(train):
         )
         again = fsdp_trainer.load_model(next_stage.folder).state_dict()
         assert all(torch.equal(again[name], weights[name]) for name in weights)
+        assert digest_of(next_stage) == digest_of(first)
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,25 @@ import hashlib
 from pathlib import Path
 
 from fsdp_trainer.checkpoint.base import model_config, require_unchanged, weights_on_disk
+from fsdp_trainer.checkpoint.derived import rows_of
 from fsdp_trainer.checkpoint.stream import as_bytes
+from fsdp_trainer.models.decoder import VOCABULARY
 
 
 def weights_digest(source: Path) -> str:
     """Return the first 16 hexadecimal digits of SHA-256 over all weights, in order of their names.
 
-    The name, number format, shape and bytes of each weight count, not which rank wrote which part.
+    The name, number format, shape and bytes of each weight count, not which rank wrote which part,
+    nor rows that only pad the vocabulary.
     source: a checkpoint or a PEFT folder. Memory: one piece of a tensor.
     Raises RunFailed for a checkpoint that lacks rows, and OSError.
     """
     config = model_config(source)
     require_unchanged(config, source)
     digest = hashlib.sha256()
-    for name, tensor in sorted(weights_on_disk(config, source).items()):
+    for name, padded in sorted(weights_on_disk(config, source).items()):
+        rows = min(config.vocab_size, padded.shape[0]) if name in VOCABULARY else padded.shape[0]
+        tensor = rows_of(padded, 0, rows)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for piece in tensor.pieces():
             digest.update(as_bytes(piece))

@@ -125,7 +125,7 @@ from fsdp_trainer.training.teacher import (
 from fsdp_trainer.training.teacher_lists import ListedTeacher, ListPass
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.unpaired import UnpairedFigures, UnpairedForwardBackward
-from fsdp_trainer.training.weights import fill, restore
+from fsdp_trainer.training.weights import fill, require_kept, restore
 
 SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
 """The class of a data source, by the class of its order of rows."""
@@ -522,9 +522,9 @@ def check_room(
     if frozen_source(cfg) and not has_stored_teacher(cfg):
         require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
     setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
-    check_memory(
-        model_to_train(config, cfg), setup, world.device, lambda: adapted_models(cfg, config)
-    )
+    model = model_to_train(config, cfg)
+    require_kept(model, cfg)
+    check_memory(model, setup, world.device, lambda: adapted_models(cfg, config))
 
 
 def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:

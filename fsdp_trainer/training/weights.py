@@ -31,6 +31,7 @@ from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters import (
     adapter_parameters,
     initialize_magnitudes,
@@ -40,6 +41,7 @@ from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import is_encoded
+from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
@@ -67,6 +69,23 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     else:
         initialize_magnitudes(model)
     return formats
+
+
+def require_kept(model: Decoder, cfg: TrainConfig) -> None:
+    """Raise UserError for frozen magnitudes of DoRA that no file holds.
+
+    A resume reads frozen parameters where the run began, not from its checkpoints.
+    """
+    if cfg.adapter.init_from:
+        return
+    reason = (
+        "is made when the run starts, and frozen parameters are not stored in checkpoints: "
+        "a resume would not find it.\nLeave it out of  train.freeze"
+    )
+    frozen = [name for name in frozen_parameters(model) if name.endswith(MAGNITUDE)]
+    problems = [Problem(name, reason) for name in frozen]
+    if problems:
+        raise UserError("new parameters cannot be frozen", problems[:MAX_SHOWN_PARAMETERS])
 
 
 def draw_weights(model: Decoder, seed: int) -> None:

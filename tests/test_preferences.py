@@ -19,7 +19,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.training.batches import Assembler, StepPlan
-from fsdp_trainer.training.preferences import ChosenWatch, PairObjective
+from fsdp_trainer.training.preferences import ChosenWatch, PairObjective, Pairs, orpo
 
 VOCABULARY, LENGTH = 500, 64
 PAIRS = [[9, 14, 12, 8], [20, 17], [5, 6, 30, 12, 4, 5]]
@@ -291,6 +291,17 @@ class Observer:
 
 def report(step):
     return StepReport(StepPlan(step, 0, 1), 0.0, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize("certain", [[0.0, -3.0], [-3.0, 0.0], [0.0, 0.0]])
+def test_an_answer_that_is_certain_has_finite_odds(certain):
+    """float32 rounds its log-probability to 0."""
+    policy = torch.tensor([certain], dtype=torch.float64, requires_grad=True)
+    pairs = Pairs(policy, torch.zeros(1, 2).double(), torch.ones(1, 2).double())
+    losses = orpo(pairs, ObjectiveChoice(name="orpo", beta=0.1))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert policy.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("has_reference", [True, False])

@@ -27,6 +27,8 @@ ANSWERS = ("chosen", "rejected")
 """The documents of a pair, in their order in the data."""
 FIGURES = ("reward", "log_probability", "answer_tokens")
 """Metrics of each answer, as means over the pairs."""
+LEAST_PROBABILITY = 1e-12
+"""Least probability of all other answers, in ORPO's odds."""
 WINDOW = 20
 """Number of steps over which ChosenWatch averages before it compares."""
 
@@ -134,7 +136,9 @@ def simpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
 
 def orpo(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
     """Return ORPO's loss (Hong et al. 2024, eq. 7), except its first term: see sft_weight."""
-    log_odds = pairs.means - torch.log(-torch.expm1(pairs.means))
+    # float32 rounds the log-probability of a certain answer to 0, whose odds are infinite
+    of_others = (-torch.expm1(pairs.means)).clamp_min(LEAST_PROBABILITY)
+    log_odds = pairs.means - of_others.log()
     return cfg.beta * preferred(advantage(log_odds), 0.0)
 
 

@@ -172,12 +172,10 @@ def children(pid):
     """Of a process, those that tokenise."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            try:
+        with suppress(OSError):  # a thread or a process that has ended
+            for child in (task / "children").read_text().split():
                 if "fsdp_trainer.data.workers" in Path(f"/proc/{child}/cmdline").read_text():
                     found.append(int(child))
-            except OSError:
-                continue
     return found
 
 

@@ -1,9 +1,9 @@
 """Rewards: what they give for an answer, how they are configured, and how they are tried."""
 
 import json
-import os
 import tempfile
 import threading
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -275,9 +275,13 @@ def scores_of(entry, answers, row):
     return score(make_rewards([entry]), [Attempt("?", answer, row) for answer in answers])[0]
 
 
-def children(of=None):
-    tasks = Path(f"/proc/{of or os.getpid()}/task")
-    return {pid for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+def children() -> set[str]:
+    """The ids of this process's children; the kernel lists them by the thread that made them."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found.update((task / "children").read_text().split())
+    return found
 
 
 @pytest.mark.slow
@@ -312,7 +316,7 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
     assert dict(zip(RUNAWAYS, scores, strict=True)) == dict.fromkeys(RUNAWAYS, 0)
     sleeps = "import time; time.sleep(1000)"
     assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
-    assert children() == before
+    assert children() <= before
     assert list((tmp_path / "tmp").iterdir()) == []
     assert other.read_text() == "data"
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -698,10 +699,10 @@ def jobs_below(pid: int) -> dict[str, int]:
     """The processes of the jobs that run, by the job's name: with one rank each is the rank."""
     found = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
-        found |= {
-            word.partition("=")[2]: int(child) for word in words if word.startswith("run.name=")
-        }
+        with suppress(OSError):  # a process that has ended
+            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            names = [word.partition("=")[2] for word in words if word.startswith("run.name=")]
+            found |= dict.fromkeys(names, int(child))
     return found
 
 

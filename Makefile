@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+BASE ?= 42cc08c
 BIN := $(VENV)/bin
 BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults lint docs bench bench-gpu first-gpu clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults same lint docs bench bench-gpu first-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -29,6 +30,9 @@ test-fast: $(VENV)/.for-developers  ## the quick half
 
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m faults
+
+same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
+	$(BIN)/python tools/same.py $(BASE)
 
 lint: $(VENV)/.for-developers  ## ruff, mypy, and how much there is to read, with its limits
 	$(BIN)/ruff check .

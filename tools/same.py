@@ -15,7 +15,8 @@ Only command lines are used, so that the recorded commit may have any shape insi
 method or layout, add a line to RUNS, and delete build/same. Runs are exact only on one machine:
 do not compare records of two.
 
-usage: tools/same.py COMMIT [PART ...]    PART: one of the names above; none: all of them
+usage: tools/same.py COMMIT [PART ...]    PART: one of the names above; none: all of them;
+                                          runs=dpo or resumed=lora: those whose name has the word
 """
 
 import hashlib
@@ -130,6 +131,8 @@ class Tree:
 
     def __init__(self, package: Path, folder: Path):
         self.folder = folder
+        self.word = ""
+        """Only trainings whose name contains it are run."""
         self.environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
         folder.mkdir(parents=True, exist_ok=True)
         write_data(folder)
@@ -236,7 +239,7 @@ def runs(tree: Tree, recorded: Path) -> dict[str, Any]:
         tree.train(name, ranks, overrides)
         return tree.result(name)
 
-    return at_once(train, list(RUNS))
+    return at_once(train, [name for name in RUNS if tree.word in name])
 
 
 def resumed(tree: Tree, recorded: Path) -> dict[str, Any]:
@@ -258,7 +261,7 @@ def resumed(tree: Tree, recorded: Path) -> dict[str, Any]:
         tree.train(whole.name, ranks, [*overrides, "train.steps=4"], "cache of halves")
         return tree.result(whole.name)
 
-    return at_once(train, RESUMED)
+    return at_once(train, [name for name in RESUMED if tree.word in name])
 
 
 def at_once(function: Any, names: list[str]) -> dict[str, Any]:
@@ -303,18 +306,20 @@ def differences(old: Any, new: Any, place: str = "") -> list[str]:
 
 
 def main() -> int:
-    if len(sys.argv) < 2 or (unknown := set(sys.argv[2:]) - PARTS.keys()):
+    words = dict(word.partition("=")[::2] for word in sys.argv[2:]) or dict.fromkeys(PARTS, "")
+    if len(sys.argv) < 2 or (unknown := words.keys() - PARTS.keys()):
         print(__doc__.rpartition("\n\n")[2], *(unknown if sys.argv[1:] else ()), file=sys.stderr)
         return 2
-    parts = sys.argv[2:] or list(PARTS)
     name = ["git", "-C", str(ROOT), "rev-parse", "--short", sys.argv[1]]
     commit = subprocess.run(name, check=True, capture_output=True, text=True).stdout.strip()
-    old, recorded = recorded_at(commit, parts)
+    old, recorded = recorded_at(commit, list(words))
     tree = Tree(ROOT, ROOT / "build" / "same" / "now")
     lines: list[str] = []
-    for part in parts:
+    for part, tree.word in words.items():
         print(f"comparing {part}", flush=True)
-        lines += differences(old[part], PARTS[part](tree, recorded), part)
+        new = PARTS[part](tree, recorded)
+        expected = {name: old[part].get(name) for name in new} if tree.word else old[part]
+        lines += differences(expected, new, part)
     print("".join(f"{line}\n" for line in lines[:40]), end="")
     what = f"{len(lines)} values differ" if lines else "nothing differs"
     print(f"{what} from {commit}")

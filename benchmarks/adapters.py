@@ -127,9 +127,9 @@ def draw_adapter(folder: Path) -> None:
     """Write the initial A matrices of our training, by peft's names."""
     from safetensors.torch import save_file
 
+    from fsdp_trainer.base.distributed import whole_slice
     from fsdp_trainer.config.schema import Adapter
-    from fsdp_trainer.distributed import whole_slice
-    from fsdp_trainer.models.adapters import resolve_adapters
+    from fsdp_trainer.models.adapters.adapters import resolve_adapters
     from fsdp_trainer.models.config import ModelConfig
     from fsdp_trainer.models.decoder import meta_decoder
     from fsdp_trainer.models.initialize import draw_part, draw_symmetric

@@ -44,14 +44,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.mixture import Component, Mixture
-from fsdp_trainer.data.order import RowOrder
-from fsdp_trainer.data.packing import best_fit
-from fsdp_trainer.data.prepare import prepare
-from fsdp_trainer.data.samples import Sample
-from fsdp_trainer.data.store import COLUMNS, StoreWriter, TokenStore
-from fsdp_trainer.data.templates import load_template
-from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.order.mixture import Component, Mixture
+from fsdp_trainer.data.order.packing import best_fit
+from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.store.token_store import COLUMNS, StoreWriter, TokenStore
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.samples import Sample
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.training.batches import Batches

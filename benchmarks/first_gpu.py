@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import RESULTS, arguments, machine, versions
+from fsdp_trainer.config.devices import has_gpus
 from fsdp_trainer.config.schema import Launch
-from fsdp_trainer.devices import has_gpus
 
 ROOT = Path(__file__).parent.parent
 MACHINE_SECONDS = 30
@@ -38,7 +38,11 @@ CPU_LIMITS = 8
 TAIL = 20_000  # characters of a command's output that are kept
 TRAIN = ("-m", "fsdp_trainer")
 TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
-GPU_TESTS = ("tests/test_gpu.py", "tests/test_compile.py", "tests/test_huggingface.py")
+GPU_TESTS = (
+    "tests/project/test_gpu.py",
+    "tests/parallel/test_compile.py",
+    "tests/checkpoint/test_huggingface.py",
+)
 NUMBERS = "head_adds_up or rounding_bits"
 NEAR = "bf16_run_is_near and not flex and not messages and not offload"
 WAITS = "waits and not flex and not offload"
@@ -106,7 +110,7 @@ def steps(device: str, folder: Path) -> list[Step]:
             100,
             (
                 tests(NUMBERS),
-                tests("every_layout_and_kernel", "tests/test_attention.py"),
+                tests("every_layout_and_kernel", "tests/models/test_attention.py"),
             ),
         ),
         Step("runs are near those of a CPU", 250, (tests(NEAR),)),

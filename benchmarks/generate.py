@@ -18,7 +18,7 @@ import torch
 
 import fsdp_trainer
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread
-from fsdp_trainer.generation.generate import generate_tokens
+from fsdp_trainer.generation.continuations import generate_tokens
 from fsdp_trainer.generation.sampling import Sampling
 
 VOCABULARY = 8000

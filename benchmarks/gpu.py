@@ -33,8 +33,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import arguments, finish, print_result, run_ranks, spread, wait_for_device
 from benchmarks.train_step import documents, padded
-from fsdp_trainer.config.compose import compose
-from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER
+from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 
 STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, untimed at the start, between log writes

@@ -16,7 +16,7 @@ from typing import Any
 
 import fsdp_trainer
 from benchmarks.harness import arguments, finish
-from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.depth import scaling_parameters
 
 

@@ -45,8 +45,8 @@ from benchmarks.harness import (
     run_ranks,
     spread,
 )
+from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.config.schema import Sharding
-from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
@@ -231,7 +231,7 @@ def grown_memory(ranks: int, overrides: list[str]) -> float:
 
 def print_memory(overrides: list[str]) -> None:
     """Print this rank's growth of peak memory in a training, without imports, in MiB."""
-    for name in ("torch._dynamo", "fsdp_trainer.training.run"):
+    for name in ("torch._dynamo", "fsdp_trainer.run.run"):
         import_module(name)
     with contextlib.redirect_stdout(io.StringIO()):
         before = rank_memory()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import arguments, finish
-from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import Moment, memory
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.compose import compose
-from fsdp_trainer.plan.inputs import architecture, target
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment, trace_blocks
 from fsdp_trainer.plan.plan import RunPlan, make_plan
+from fsdp_trainer.plan.plan_inputs import architecture, target
 
 RUNS = Path(__file__).parent / "published_runs.json"
 WIDEST = 1.41  # largest ratio of a range's fast end to its slow end

@@ -178,8 +178,8 @@ def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one rank of this trainer; return its figures."""
-    import fsdp_trainer.training.run  # noqa: F401  imported before memory is read
-    from fsdp_trainer.training.stored_reference import ReferencePass
+    import fsdp_trainer.run.run  # noqa: F401  imported before memory is read
+    from fsdp_trainer.methods.stored_reference import ReferencePass
 
     usage, folder = Usage(), task["folder"]
     data = [f"data.path={folder}/pairs.jsonl", f"tokenizer.path={folder}/tokenizer"]

@@ -132,7 +132,7 @@ def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one rank of this trainer; return its figures."""
-    import fsdp_trainer.training.run  # noqa: F401  imported before memory is read
+    import fsdp_trainer.run.run  # noqa: F401  imported before memory is read
 
     usage, folder = Usage(), task["folder"]
     data = [f"data.path={folder}/prompts.jsonl", f"tokenizer.path={folder}/tokenizer.json"]

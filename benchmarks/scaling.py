@@ -28,7 +28,7 @@ import numpy as np
 
 import fsdp_trainer
 from benchmarks.harness import arguments, finish, in_turn, machine, ratio, result_path, spread
-from fsdp_trainer.config.compose import compose
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.observe.flops import causal_flops
 

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fsdp_trainer
 from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, spread
-from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 RANKS = (1, 2)
 ROWS, LENGTH, LR, TEXTS = 8, 128, 1e-3, 200

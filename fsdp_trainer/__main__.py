@@ -6,8 +6,8 @@ import sys
 import traceback
 from typing import NoReturn
 
+from fsdp_trainer.base.process import SIGNALS, STOPPED
 from fsdp_trainer.cli import main
-from fsdp_trainer.process import SIGNALS, STOPPED
 
 
 def run() -> NoReturn:

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 from fsdp_trainer.config.check import as_value
-from fsdp_trainer.config.compose import compose, config_flag
+from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import CALLBACKS, Callback, import_modules
 from fsdp_trainer.launch.start import starts_ranks
 from fsdp_trainer.observe.records import Records
-from fsdp_trainer.training.verb import train as train_verb
+from fsdp_trainer.run.verb import train as train_verb
 
 Overrides = str | Sequence[str] | Mapping[str, Any]
 

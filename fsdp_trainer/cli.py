@@ -9,8 +9,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
-from fsdp_trainer import phases
-from fsdp_trainer.config.handover import inherited_configuration
+from fsdp_trainer.base import phases
+from fsdp_trainer.config.composing.handover import inherited_configuration
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
@@ -33,23 +33,27 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "train": Verb("fsdp_trainer.training.verb:train", ("words",), starts_ranks=True),
-    "plan": Verb("fsdp_trainer.plan.verb:plan", inputs=False),
-    "preview": Verb("fsdp_trainer.data.preview:preview"),
-    "prepare": Verb("fsdp_trainer.training.ahead:prepare", ("words",), starts_ranks=True),
+    "train": Verb("fsdp_trainer.run.verb:train", ("words",), starts_ranks=True),
+    "plan": Verb("fsdp_trainer.apps.plan.verb:plan", inputs=False),
+    "preview": Verb("fsdp_trainer.apps.preview.preview:preview"),
+    "prepare": Verb("fsdp_trainer.run.prepare_verb:prepare", ("words",), starts_ranks=True),
     # no check of inputs: doctor itself reports on which node something is missing
-    "doctor": Verb("fsdp_trainer.launch.doctor:doctor", ("words",), False, starts_ranks=True),
-    "launch-files": Verb("fsdp_trainer.launch.files:launch_files", ("words",), inputs=False),
+    "doctor": Verb("fsdp_trainer.apps.doctor.doctor:doctor", ("words",), False, starts_ranks=True),
+    "launch-files": Verb(
+        "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
+    ),
     "export": Verb("fsdp_trainer.checkpoint.export:export"),
-    "verify": Verb("fsdp_trainer.checkpoint.verify:verify"),
-    "generate": Verb("fsdp_trainer.generate:generate"),
-    "chat": Verb("fsdp_trainer.chat.verb:chat"),
-    "evaluate": Verb("fsdp_trainer.evaluation.verb:evaluate", ("words",), False, starts_ranks=True),
-    "rewards": Verb("fsdp_trainer.rewards.verb:rewards"),
-    "tokenizer": Verb("fsdp_trainer.new_tokenizer.verb:tokenizer"),
-    "chain": Verb("fsdp_trainer.chain.verb:chain", ("words of stages", "config_dir")),
-    "quickstart": Verb("fsdp_trainer.quickstart:quickstart"),
-    "report": Verb("fsdp_trainer.report.verb:report"),
+    "verify": Verb("fsdp_trainer.apps.verify:verify"),
+    "generate": Verb("fsdp_trainer.apps.generate:generate"),
+    "chat": Verb("fsdp_trainer.apps.chat.verb:chat"),
+    "evaluate": Verb(
+        "fsdp_trainer.apps.evaluate.verb:evaluate", ("words",), False, starts_ranks=True
+    ),
+    "rewards": Verb("fsdp_trainer.apps.rewards:rewards"),
+    "tokenizer": Verb("fsdp_trainer.apps.tokenizers.verb:tokenizer"),
+    "chain": Verb("fsdp_trainer.apps.chain.verb:chain", ("words of stages", "config_dir")),
+    "quickstart": Verb("fsdp_trainer.apps.quickstart.quickstart:quickstart"),
+    "report": Verb("fsdp_trainer.apps.report.verb:report"),
     "recipes": Verb("fsdp_trainer.config.document:recipes", ("config_dir",)),
     "config": Verb("fsdp_trainer.config.document:explain", ("explained", "config_dir")),
 }
@@ -84,7 +88,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
-    from fsdp_trainer.config.compose import compose, config_flag
+    from fsdp_trainer.config.composing.compose import compose, config_flag
 
     explained: list[str] = []
     if "explained" in verb.needs:  # overrides of training, whose values `config` explains
@@ -132,7 +136,7 @@ def _run_or_show(verb: str, overrides: list[str], flags: argparse.Namespace) -> 
     if flags.info:
         return _hydra_info(flags.info, verb, overrides, flags.config_dir)
     if flags.cfg:
-        from fsdp_trainer.config.compose import as_yaml, compose
+        from fsdp_trainer.config.composing.compose import as_yaml, compose
 
         print(as_yaml(compose(verb, overrides, flags.config_dir, inputs=False)), end="")
         return 0
@@ -195,7 +199,7 @@ def _with_recipe_files(verb: str, words: list[str]) -> list[str]:
     files = [word for word in words if YAML_FILE.fullmatch(word)]
     if not files:
         return words
-    from fsdp_trainer.config.recipe_files import as_override
+    from fsdp_trainer.config.composing.recipe_files import as_override
 
     return [as_override(word) for word in words]
 
@@ -216,9 +220,9 @@ def _recipe_flags(flags: argparse.Namespace) -> list[str]:
 
 def _why_no_verb(word: str) -> str:
     from fsdp_trainer.config.check import flatten
-    from fsdp_trainer.config.compose import options
+    from fsdp_trainer.config.composing.compose import options
+    from fsdp_trainer.config.composing.overrides import filled, listed, without_key
     from fsdp_trainer.config.names import known_elsewhere, nearest
-    from fsdp_trainer.config.overrides import filled, listed, without_key
 
     elsewhere = known_elsewhere(word)
     if elsewhere and elsewhere.sentence:
@@ -230,8 +234,8 @@ def _why_no_verb(word: str) -> str:
 
 
 def _sweep(verb: str, overrides: list[str], config_dir: str | None) -> int:
-    from fsdp_trainer.config.compose import config_flag
-    from fsdp_trainer.launch.sweep import sweep
+    from fsdp_trainer.apps.sweep.sweep import sweep
+    from fsdp_trainer.config.composing.compose import config_flag
 
     if verb != "train":
         line = shlex.join(["fsdp-trainer", verb, *config_flag(config_dir), *overrides])
@@ -243,7 +247,7 @@ def _sweep(verb: str, overrides: list[str], config_dir: str | None) -> int:
 def _hydra_info(what: str, verb: str, overrides: list[str], config_dir: str | None) -> int:
     from hydra.core.global_hydra import GlobalHydra
 
-    from fsdp_trainer.config.compose import composable, hydra
+    from fsdp_trainer.config.composing.compose import composable, hydra
 
     with hydra(composable(verb, overrides, config_dir), config_dir) as given:
         hydra_main = GlobalHydra.instance().hydra
@@ -259,14 +263,14 @@ def _complete(words: list[str]) -> int:
     the schema, without composing.
     """
     if words and words[0].startswith("query="):
-        from fsdp_trainer.config.complete import completions
+        from fsdp_trainer.config.composing.complete import completions
 
         line = os.environ.get("COMP_LINE", "fsdp-trainer ")
         print(*completions(line[: int(os.environ.get("COMP_POINT", len(line)))]), sep="\n")
         return 0
     from hydra.core.global_hydra import GlobalHydra
 
-    from fsdp_trainer.config.compose import hydra
+    from fsdp_trainer.config.composing.compose import hydra
 
     with hydra([], None):
         try:

@@ -9,7 +9,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 
-from fsdp_trainer.config.sweeping import LAUNCHERS, SWEEPERS
+from fsdp_trainer.config.sweep_keys import LAUNCHERS, SWEEPERS
 
 
 class FsdpTrainerLauncher(Launcher):

@@ -17,8 +17,8 @@ from hydra._internal.defaults_list import DefaultsList
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from fsdp_trainer.config.compose import CONF
-from fsdp_trainer.config.recipe_files import OWN
+from fsdp_trainer.config.composing.compose import CONF
+from fsdp_trainer.config.composing.recipe_files import OWN
 
 
 def keep() -> None:

@@ -30,33 +30,33 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 from fsdp_trainer.errors import RunFailed
 
 POINTS = {
     # data
-    "row_read": "fsdp_trainer.data.mixture:Mixture.read_rows",
+    "row_read": "fsdp_trainer.data.order.mixture:Mixture.read_rows",
     "batch_read": "fsdp_trainer.training.batches:Assembler.assemble",
-    "stream_read": "fsdp_trainer.data.stream:read_unit",
-    "stream_step": "fsdp_trainer.training.streaming:StreamFeed.next_step",
-    "stream_waits": "fsdp_trainer.training.streaming:StreamFeed._report_waiting",
-    "file_read": "fsdp_trainer.data.tokenise:read_unit",
-    "file_hash": "fsdp_trainer.data.fingerprint:content_hash",
-    "tokenize_texts": "fsdp_trainer.data.samples:SampleBuilder.tokenize",
-    "tokenize_part": "fsdp_trainer.data.tokenise:tokenise",
-    "worker_task": "fsdp_trainer.data.workers:_send_next",
-    "list_tasks": "fsdp_trainer.data.preparation:Preparation._tasks",
-    "prepare": "fsdp_trainer.data.preparation:Preparation._make",
-    "remote_open": "fsdp_trainer.data.remote:url_to_fs",
-    "pack_rows": "fsdp_trainer.data.order:RowOrder._pack",
-    "plan_epoch": "fsdp_trainer.data.order:RowOrder._plan",
+    "stream_read": "fsdp_trainer.data.stream.row_stream:read_unit",
+    "stream_step": "fsdp_trainer.training.streamed_source:StreamFeed.next_step",
+    "stream_waits": "fsdp_trainer.training.streamed_source:StreamFeed._report_waiting",
+    "file_read": "fsdp_trainer.data.tokens.tokenize_tasks:read_unit",
+    "file_hash": "fsdp_trainer.data.store.fingerprint:content_hash",
+    "tokenize_texts": "fsdp_trainer.data.tokens.samples:SampleBuilder.tokenize",
+    "tokenize_part": "fsdp_trainer.data.tokens.tokenize_tasks:tokenise",
+    "worker_task": "fsdp_trainer.data.tokens.tokenize_workers:_send_next",
+    "list_tasks": "fsdp_trainer.data.store.component_store:Preparation._tasks",
+    "prepare": "fsdp_trainer.data.store.component_store:Preparation._make",
+    "remote_open": "fsdp_trainer.data.files.remote_files:url_to_fs",
+    "pack_rows": "fsdp_trainer.data.order.row_order:RowOrder._pack",
+    "plan_epoch": "fsdp_trainer.data.order.row_order:RowOrder._plan",
     # a step
-    "build": "fsdp_trainer.training.run:build",
-    "fill": "fsdp_trainer.training.build:fill",
+    "build": "fsdp_trainer.run.run:build",
+    "fill": "fsdp_trainer.run.build:fill",
     "fit": "fsdp_trainer.training.trainer:Trainer.fit",
     "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
     "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",
-    "rewarded_objective": "fsdp_trainer.training.policy_gradient:PolicyGradient.__call__",
+    "rewarded_objective": "fsdp_trainer.methods.policy_gradient:PolicyGradient.__call__",
     "reported_loss": "fsdp_trainer.training.step:negative_log_likelihood",
     "compute_again": "fsdp_trainer.training.step:ForwardBackward.compute_separately",
     "compare_copies": "fsdp_trainer.training.corruption:Corruption.check_copies",
@@ -66,9 +66,9 @@ POINTS = {
     "checkpoint_write": "fsdp_trainer.checkpoint.store:write_file",
     "checkpoint_complete": "fsdp_trainer.checkpoint.store:CheckpointStore._complete",
     "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
-    "checksum": "fsdp_trainer.checkpoint.files:checksum",
-    "commit": "fsdp_trainer.checkpoint.files:commit",
-    "export_write": "fsdp_trainer.checkpoint.safetensors_file:write",
+    "checksum": "fsdp_trainer.checkpoint.atomic_files:checksum",
+    "commit": "fsdp_trainer.checkpoint.atomic_files:commit",
+    "export_write": "fsdp_trainer.checkpoint.formats.safetensors_file:write",
     "export_threads": "fsdp_trainer.checkpoint.export:in_threads",
     # records and trackers
     "records_write": "fsdp_trainer.observe.records:Records.write",
@@ -82,25 +82,25 @@ POINTS = {
     "node_joins": "fsdp_trainer.launch.nodes:Meeting.accept",
     "node": "fsdp_trainer.launch.start:Node",
     "start_rank": "fsdp_trainer.launch.start:start_process",
-    "run_claim": "fsdp_trainer.training.run_lock:RunLock.read",
+    "run_claim": "fsdp_trainer.run.run_lock:RunLock.read",
     "cuda_runtime": "torch.cuda:cudart",
     "device_memory": "fsdp_trainer.parallel.memory_check:device_bytes",
     "host_memory": "fsdp_trainer.parallel.memory_check:host_bytes",
     "free_memory": "fsdp_trainer.parallel.parallelize:free_bytes",
-    "device_files": "fsdp_trainer.devices:glob",
-    "device_speed": "fsdp_trainer.launch.speed:products",
-    "link_speed": "fsdp_trainer.launch.speed:there_and_back",
-    "disk_speed": "fsdp_trainer.launch.speed:disk",
+    "device_files": "fsdp_trainer.config.devices:glob",
+    "device_speed": "fsdp_trainer.apps.doctor.speed:products",
+    "link_speed": "fsdp_trainer.apps.doctor.speed:there_and_back",
+    "disk_speed": "fsdp_trainer.apps.doctor.speed:disk",
     "float8_gains": "fsdp_trainer.parallel.convert:worth_float8",
     "versions": "fsdp_trainer.launch.facts:versions",
-    "torch_version": "fsdp_trainer.config.rules_computing:version",
-    "job_fits": "fsdp_trainer.launch.sweep:does_not_fit",
-    "check_job": "fsdp_trainer.launch.sweep:Jobs._check",
+    "torch_version": "fsdp_trainer.config.rules.rules_computing:version",
+    "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
+    "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
     "allocator_copy": "fsdp_trainer.plan.memory:Step.gloo_copy",
-    "make_plan": "fsdp_trainer.training.out_of_memory:make_plan",
-    "sweep_extra": "fsdp_trainer.config.sweep:find_spec",
+    "make_plan": "fsdp_trainer.run.out_of_memory:make_plan",
+    "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
     # the watchdog
-    "rank_slots": "fsdp_trainer.slots:read_slots",
+    "rank_slots": "fsdp_trainer.base.slots:read_slots",
     "starved_for": "fsdp_trainer.launch.watchdog:Watchdog.starved_for",
     "ask_for_stacks": "fsdp_trainer.launch.watchdog:Watchdog.ask_for_stacks",
     "reads_disk": "fsdp_trainer.launch.watchdog:reads_disk",
@@ -111,48 +111,51 @@ POINTS = {
 SETTINGS = {
     "save_pauses": ["fsdp_trainer.training.saving:pauses"],
     "signal_echo_seconds": ["fsdp_trainer.training.signals:ECHO_SECONDS"],
-    "shared_folder_lag_seconds": ["fsdp_trainer.training.run_lock:LAG_SECONDS"],
-    "beat_seconds": ["fsdp_trainer.training.inputs:BEAT_SECONDS"],
-    "stream_round_seconds": ["fsdp_trainer.training.streaming:ROUND_SECONDS"],
-    "stream_rounds_told": ["fsdp_trainer.training.streaming:ROUNDS_PER_MESSAGE"],
-    "mixture_version": ["fsdp_trainer.data.mixture:VERSION"],
+    "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],
+    "beat_seconds": ["fsdp_trainer.training.run_inputs:BEAT_SECONDS"],
+    "stream_round_seconds": ["fsdp_trainer.training.streamed_source:ROUND_SECONDS"],
+    "stream_rounds_told": ["fsdp_trainer.training.streamed_source:ROUNDS_PER_MESSAGE"],
+    "mixture_version": ["fsdp_trainer.data.order.mixture:VERSION"],
     "order_shared_from": [
-        "fsdp_trainer.data.order:SHARED_FROM",
-        "fsdp_trainer.data.store:SHARED_FROM",
+        "fsdp_trainer.data.order.row_order:SHARED_FROM",
+        "fsdp_trainer.data.store.token_store:SHARED_FROM",
     ],
-    "remembered_steps": ["fsdp_trainer.training.rollouts:REMEMBERED_STEPS"],
+    "remembered_steps": ["fsdp_trainer.methods.rollouts:REMEMBERED_STEPS"],
     "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
-    "tokenizer_overlap": ["fsdp_trainer.data.tokenizer:OVERLAP"],
-    "tokenizer_long_text": ["fsdp_trainer.data.tokenizer:LONG"],
-    "words_kept_characters": ["fsdp_trainer.data.words:CHARACTERS"],
-    "tokenize_chunk": ["fsdp_trainer.data.tokenise:CHUNK"],
-    "smallest_part": ["fsdp_trainer.data.preparation:SMALLEST"],
-    "fewest_parts": ["fsdp_trainer.data.preparation:FEWEST"],
-    "worth_processes": ["fsdp_trainer.data.preparation:WORTH_PROCESSES"],
-    "tokens_version": ["fsdp_trainer.data.fingerprint:TOKENS_VERSION"],
-    "settled_seconds": ["fsdp_trainer.data.fingerprint:SETTLED_SECONDS"],
-    "json_chunk": ["fsdp_trainer.data.json_values:CHUNK"],
-    "longest_row": ["fsdp_trainer.data.json_values:LONGEST", "fsdp_trainer.data.units:LONGEST"],
+    "tokenizer_overlap": ["fsdp_trainer.data.tokens.tokenizer:OVERLAP"],
+    "tokenizer_long_text": ["fsdp_trainer.data.tokens.tokenizer:LONG"],
+    "words_kept_characters": ["fsdp_trainer.data.tokens.word_cache:CHARACTERS"],
+    "tokenize_chunk": ["fsdp_trainer.data.tokens.tokenize_tasks:CHUNK"],
+    "smallest_part": ["fsdp_trainer.data.store.component_store:SMALLEST"],
+    "fewest_parts": ["fsdp_trainer.data.store.component_store:FEWEST"],
+    "worth_processes": ["fsdp_trainer.data.store.component_store:WORTH_PROCESSES"],
+    "tokens_version": ["fsdp_trainer.data.store.fingerprint:TOKENS_VERSION"],
+    "settled_seconds": ["fsdp_trainer.data.store.fingerprint:SETTLED_SECONDS"],
+    "json_chunk": ["fsdp_trainer.data.files.json_values:CHUNK"],
+    "longest_row": [
+        "fsdp_trainer.data.files.json_values:LONGEST",
+        "fsdp_trainer.data.files.file_splits:LONGEST",
+    ],
     "checkpoint_window_bytes": ["fsdp_trainer.checkpoint.shards:WINDOW_BYTES"],
-    "tensor_piece_bytes": ["fsdp_trainer.checkpoint.stream:PIECE_BYTES"],
+    "tensor_piece_bytes": ["fsdp_trainer.checkpoint.formats.tensor_files:PIECE_BYTES"],
     "records_kept_bytes": ["fsdp_trainer.observe.records:KEPT_BYTES"],
     "slow_disk_seconds": ["fsdp_trainer.observe.records:SLOW_SECONDS"],
     "tracker_close_seconds": ["fsdp_trainer.observe.trackers:CLOSE_SECONDS"],
     "tracker_waiting": ["fsdp_trainer.observe.trackers:WAITING"],
-    "report_read_bytes": ["fsdp_trainer.report.read:READ_BYTES"],
+    "report_read_bytes": ["fsdp_trainer.apps.report.read:READ_BYTES"],
     "compile_backend": ["fsdp_trainer.parallel.compile:BACKEND"],
     "float8_emulated": ["fsdp_trainer.parallel.convert:EMULATED"],
-    "collective_sizes": ["fsdp_trainer.launch.speed:SIZES"],
-    "measure_seconds": ["fsdp_trainer.launch.speed:WINDOW_SECONDS"],
+    "collective_sizes": ["fsdp_trainer.apps.doctor.speed:SIZES"],
+    "measure_seconds": ["fsdp_trainer.apps.doctor.speed:WINDOW_SECONDS"],
     "launch_grace_seconds": ["fsdp_trainer.launch.start:GRACE_SECONDS"],
     "node_answer_seconds": ["fsdp_trainer.launch.nodes:ANSWER_SECONDS"],
     "node_name_seconds": ["fsdp_trainer.launch.nodes:NAME_SECONDS"],
-    "slurm_look_seconds": ["fsdp_trainer.launch.slurm:LOOK_SECONDS"],
-    "slurm_requeue_seconds": ["fsdp_trainer.launch.slurm:REQUEUE_SECONDS"],
-    "sweep_look_seconds": ["fsdp_trainer.launch.sweep:LOOK_SECONDS"],
-    "sweep_read_seconds": ["fsdp_trainer.launch.sweep:READ_SECONDS"],
-    "sweep_tell_seconds": ["fsdp_trainer.launch.jobs:TELL_EVERY_SECONDS"],
+    "slurm_look_seconds": ["fsdp_trainer.apps.sweep.slurm:LOOK_SECONDS"],
+    "slurm_requeue_seconds": ["fsdp_trainer.apps.sweep.slurm:REQUEUE_SECONDS"],
+    "sweep_look_seconds": ["fsdp_trainer.apps.sweep.sweep:LOOK_SECONDS"],
+    "sweep_read_seconds": ["fsdp_trainer.apps.sweep.sweep:READ_SECONDS"],
+    "sweep_tell_seconds": ["fsdp_trainer.apps.sweep.jobs:TELL_EVERY_SECONDS"],
 }
 """Constants by a name for what they limit, each with every module that has a copy."""
 
@@ -617,7 +620,7 @@ def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
         folder,
         f"""
         import os, pathlib, signal
-        from fsdp_trainer import phases
+        from fsdp_trainer.base import phases
 
         killed = pathlib.Path({str(folder / "killed")!r})
 
@@ -636,7 +639,8 @@ def killed_once(folder: Path, rank: int, step: int) -> dict[str, str]:
 
 ENDLESS_STEP = """
 import pathlib, time
-from fsdp_trainer import phases, process
+from fsdp_trainer.base import phases
+from fsdp_trainer.base import process
 
 process.ECHO_SECONDS = 0.2
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from world import pack
 
+from fsdp_trainer.base.distributed import gather, local_part, local_slice
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
     Adapter,
@@ -18,8 +19,7 @@ from fsdp_trainer.config.schema import (
     Train,
     TrainConfig,
 )
-from fsdp_trainer.data.order import Rows
-from fsdp_trainer.distributed import gather, local_part, local_slice
+from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel import parallelize as parallelize_module
 from fsdp_trainer.parallel.compile import is_one_graph

@@ -13,10 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.config.context import context_method
-from fsdp_trainer.config.pipeline import micro_batches
-from fsdp_trainer.data.order import Rows
-from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.config.context_methods import context_method
+from fsdp_trainer.config.pipeline_schedules import micro_batches
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.models.adapters.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights

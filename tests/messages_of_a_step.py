@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_trainer.config.pipeline import micro_batches
-from fsdp_trainer.models.adapters import resolve_adapters
+from fsdp_trainer.config.pipeline_schedules import micro_batches
+from fsdp_trainer.models.adapters.adapters import resolve_adapters
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer

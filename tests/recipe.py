@@ -4,11 +4,11 @@ from functools import cache
 
 import yaml
 
-from fsdp_trainer.config.compose import CONF, compose, options
+from fsdp_trainer.config.composing.compose import CONF, compose, options
 from fsdp_trainer.config.schema import Model
 from fsdp_trainer.models.resolve import resolve_model
-from fsdp_trainer.plan.inputs import architecture, target
 from fsdp_trainer.plan.plan import make_plan
+from fsdp_trainer.plan.plan_inputs import architecture, target
 
 RECIPES = options("train")["recipe"]
 # Published parameter counts (model cards): a wrong number in conf/model would show here.

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from torch import nn
 from torch.distributed.pipelining.schedules import _ComputationType as Kind
 
-from fsdp_trainer.config.pipeline import SCHEDULES
+from fsdp_trainer.config.pipeline_schedules import SCHEDULES
 from fsdp_trainer.parallel import pipeline_runtime
 
 SECONDS = {

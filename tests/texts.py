@@ -7,8 +7,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.samples import SampleBuilder
-from fsdp_trainer.data.templates import load_template
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.samples import SampleBuilder
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 """Real tokenizers and chats, which are not shipped."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.generation.generate import Continuation, Generation
-from fsdp_trainer.generation.ranks import OneRank
+from fsdp_trainer.generation.continuations import Continuation, Generation
+from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
 

@@ -8,10 +8,10 @@ import gc
 import torch
 import torch._dynamo
 
+import fsdp_trainer.apps.preview.preview
 import fsdp_trainer.cli
-import fsdp_trainer.data.preview
-import fsdp_trainer.training.run  # noqa: F401
-from fsdp_trainer.config.compose import compose
+import fsdp_trainer.run.run  # noqa: F401
+from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.launch.facts import versions
 from tests import composing
 from tests.world import SMALL

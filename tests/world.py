@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.compose import compose
-from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.nodes import free_port
 

@@ -5,7 +5,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 
-from fsdp_trainer.data.tokenizer import load_tokenizer
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": 97,

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.checkpoint.files import write_json
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.checkpoint.atomic_files import write_json
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 
 

@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from fsdp_trainer.checkpoint.base import model_config, require_unchanged, weights_on_disk
-from fsdp_trainer.checkpoint.derived import rows_of
-from fsdp_trainer.checkpoint.stream import as_bytes
+from fsdp_trainer.checkpoint.formats.derived import rows_of
+from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes
+from fsdp_trainer.checkpoint.frozen_weights import model_config, require_unchanged, weights_on_disk
 from fsdp_trainer.models.decoder import VOCABULARY
 
 

@@ -9,8 +9,29 @@ from typing import Any
 
 import torch
 
-from fsdp_trainer.checkpoint.adapter_export import export_adapter
-from fsdp_trainer.checkpoint.base import (
+from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.atomic_files import (
+    complete_folder,
+    named_checkpoint,
+    require_undamaged,
+    write_json,
+)
+from fsdp_trainer.checkpoint.formats.huggingface import (
+    INDEX,
+    SINGLE,
+    TensorPart,
+    tensor_parts,
+    tensor_shapes,
+)
+from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
+from fsdp_trainer.checkpoint.formats.tensor_files import (
+    TensorOnDisk,
+    grouped,
+    in_threads,
+    piece_bytes,
+    row_ranges,
+)
+from fsdp_trainer.checkpoint.frozen_weights import (
     base_folder,
     kept_in_four_bits,
     model_config,
@@ -19,33 +40,12 @@ from fsdp_trainer.checkpoint.base import (
     require_unchanged,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.files import (
-    complete_folder,
-    named_checkpoint,
-    require_undamaged,
-    write_json,
-)
-from fsdp_trainer.checkpoint.huggingface import (
-    INDEX,
-    SINGLE,
-    TensorPart,
-    tensor_parts,
-    tensor_shapes,
-)
 from fsdp_trainer.checkpoint.origin import (
     ORIGIN,
     identity,
     merged_into,
     origin,
     read_origin,
-)
-from fsdp_trainer.checkpoint.safetensors_file import ExportPiece, export_piece, write_header
-from fsdp_trainer.checkpoint.stream import (
-    TensorOnDisk,
-    grouped,
-    in_threads,
-    piece_bytes,
-    row_ranges,
 )
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,

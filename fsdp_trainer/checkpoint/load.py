@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 
-from fsdp_trainer.checkpoint.base import (
+from fsdp_trainer.checkpoint.atomic_files import require_undamaged
+from fsdp_trainer.checkpoint.formats.huggingface import read_parameters
+from fsdp_trainer.checkpoint.frozen_weights import (
     load_weights,
     model_config,
     read_base,
     require_unchanged,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.files import require_undamaged
-from fsdp_trainer.checkpoint.huggingface import read_parameters
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder, meta_decoder

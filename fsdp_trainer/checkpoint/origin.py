@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.checkpoint.files import checksum, read_manifest
+from fsdp_trainer.checkpoint.atomic_files import checksum, read_manifest
 from fsdp_trainer.config.paths import MANIFEST, find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.peft_config import WEIGHTS_FILE
+from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE
 
 ORIGIN = "fsdp_trainer.json"
 

@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from fsdp_trainer.checkpoint.stream import as_bytes, as_tensor, grouped, write
-from fsdp_trainer.distributed import local_part
-from fsdp_trainer.rounding import round_up
-from fsdp_trainer.torch_private import storage_info
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.base.torch_private import storage_info
+from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor, grouped, write
 
 # bytes; writes past the page cache need addresses, lengths and offsets that are multiples of it
 ALIGNED = 4096

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.checkpoint.stored import StoredTensors
+from fsdp_trainer.base.torch_private import dtensor_like
+from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.optim.base import TrainerOptimizer
-from fsdp_trainer.torch_private import dtensor_like
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 WEIGHTS = "weights/"
 OPTIMIZER = "optimizer/"

@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp_trainer import phases
-from fsdp_trainer.checkpoint.files import (
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather, run_on_all_ranks, run_on_rank_0
+from fsdp_trainer.checkpoint.atomic_files import (
     commit,
     damage,
     describe,
@@ -48,7 +49,6 @@ from fsdp_trainer.config.paths import (
     step_of,
 )
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.distributed import gather, run_on_all_ranks, run_on_rank_0
 from fsdp_trainer.errors import Problem, RunFailed
 from fsdp_trainer.models.decoder import VOCABULARY
 from fsdp_trainer.version import __version__

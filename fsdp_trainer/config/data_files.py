@@ -43,7 +43,7 @@ HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
 class Entry:
     """One path in a list of data paths.
 
-    If any entry has a weight or a repeat, the list is a mixture: see data/mixture.py.
+    If any entry has a weight or a repeat, the list is a mixture: see data/order/mixture.py.
     """
 
     path: str = key(None, "a file, folder, glob or URL")

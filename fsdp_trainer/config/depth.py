@@ -6,9 +6,9 @@ models of 12 to 26 blocks. docs/from-nothing-to-chat.md states them.
 
 import math
 
+from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.schema import Model, TrainConfig
-from fsdp_trainer.rounding import round_up
 
 WIDTH_PER_BLOCK = 64
 HEAD_DIM = 128

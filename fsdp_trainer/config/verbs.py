@@ -6,7 +6,7 @@ The first line of a configuration's docstring is printed by --help.
 from dataclasses import dataclass, field
 
 from fsdp_trainer.config.schema import Evaluation, TrainConfig, key
-from fsdp_trainer.config.sweeping import CORES_A_GPU
+from fsdp_trainer.config.sweep_keys import CORES_A_GPU
 
 
 @dataclass

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.config.schema import CORE_FILES
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Ending, Likelihood, Metrics, Scorer
-from fsdp_trainer.text_files import text_lines
 
 CORE = "core"
 """The name of these tasks in tasks=[…]."""

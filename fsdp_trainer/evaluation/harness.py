@@ -16,8 +16,8 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.scoring import Ending, Scorer
 from fsdp_trainer.generation.sampling import Sampling
 

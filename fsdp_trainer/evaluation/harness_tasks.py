@@ -11,8 +11,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from fsdp_trainer.config.schema import Evaluation
-from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.harness import HarnessModel
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer

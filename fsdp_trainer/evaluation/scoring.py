@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_trainer.distributed import gather, to_device
-from fsdp_trainer.generation.cache import Prompts
-from fsdp_trainer.generation.generate import IDLE_PROMPT, IsOver, generate_tokens
-from fsdp_trainer.generation.ranks import OneRank, OwnPrompts, Ranks
+from fsdp_trainer.base.distributed import gather, to_device
+from fsdp_trainer.generation.continuations import IDLE_PROMPT, IsOver, generate_tokens
+from fsdp_trainer.generation.key_value_cache import Prompts
+from fsdp_trainer.generation.prompt_ranks import OneRank, OwnPrompts, Ranks
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.dims import Dims
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from fsdp_trainer.config.schema import Evaluation
-from fsdp_trainer.data.templates import Template
-from fsdp_trainer.data.tokenizer import TextTokenizer
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.core import CORE, Core
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp_trainer.generation.cache import NextTokens
+from fsdp_trainer.base.torch_private import can_pack, pack_weight, packed_linear
+from fsdp_trainer.generation.key_value_cache import NextTokens
 from fsdp_trainer.models.attention import Cache
 from fsdp_trainer.models.decoder import Attention, Block, Decoder
 from fsdp_trainer.models.feed_forward import MLP
@@ -22,7 +23,6 @@ from fsdp_trainer.models.latent_attention import CosSin
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import rotate
 from fsdp_trainer.parallel.memory_check import free_bytes
-from fsdp_trainer.torch_private import can_pack, pack_weight, packed_linear
 
 LEAST_TOKENS = 16
 """Number of tokens in which the copies save about as much time as they cost."""

@@ -13,9 +13,9 @@ from itertools import pairwise, zip_longest
 from pathlib import Path
 from statistics import mean, median
 
-from fsdp_trainer.phases import in_collective
-from fsdp_trainer.process import process_stat
-from fsdp_trainer.slots import PhaseVisit, RankSlot
+from fsdp_trainer.base.phases import in_collective
+from fsdp_trainer.base.process import process_stat
+from fsdp_trainer.base.slots import PhaseVisit, RankSlot
 
 ORDINARY = {"data", "forward", "backward", "clip", "update", "validation", "log", "read", "agree"}
 """Phases that take about the same time at each visit.

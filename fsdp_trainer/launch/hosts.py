@@ -1,7 +1,7 @@
 """Starts the nodes of several hosts from this one, over ssh: launch.hosts. Needs no torch.
 
 Each host gets the command that people would type there, with launch.nodes and launch.rendezvous.
-A node lives no longer than its connection: it reads its standard input (launch/remote.py), and
+A node lives no longer than its connection: it reads its standard input (launch/started_node.py), and
 ends when this process ends, whatever signal ended it. A terminal (`ssh -t`) would mix stdout with
 stderr, and hang up only if sshd notices the end.
 """
@@ -21,15 +21,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
 
-from fsdp_trainer.config.hosts import Host, hosts_of, ranks_of
-from fsdp_trainer.config.overrides import quoted
+from fsdp_trainer.base.process import HOST, PARENT, SIGNALS, STOPPED
+from fsdp_trainer.config.composing.overrides import quoted
+from fsdp_trainer.config.host_list import Host, hosts_of, ranks_of
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.errors import Problem, Stopped, UserError
 from fsdp_trainer.extensions import IMPORTS
 from fsdp_trainer.launch.nodes import free_port, owns
-from fsdp_trainer.launch.remote import READY
 from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, passing_on_signals
-from fsdp_trainer.process import HOST, PARENT, SIGNALS, STOPPED
+from fsdp_trainer.launch.started_node import READY
 from fsdp_trainer.version import __version__
 
 CONNECT_SECONDS = 15
@@ -60,7 +60,7 @@ try:
 except OSError as error:
     sys.exit(f"cannot enter the folder {job['folder']}, where the run is started: {error.strerror}")
 try:
-    from fsdp_trainer.launch.remote import start_when_told
+    from fsdp_trainer.launch.started_node import start_when_told
     from fsdp_trainer.version import __version__
 except ImportError as error:
     sys.exit(f"has no fsdp_trainer for {sys.executable}: {error}. Install it there, too")

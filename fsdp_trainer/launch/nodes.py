@@ -20,10 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.process import HOST, STOPPED
+from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.schema import Launch
-from fsdp_trainer.config.units import parse_duration
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
-from fsdp_trainer.process import HOST, STOPPED
 
 HELLO, ANSWER_SECONDS = "fsdp-trainer", 10.0
 NAME_SECONDS = 30.0  # for a name to appear in the DNS: late for a Kubernetes service

@@ -12,14 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-from fsdp_trainer.config.handover import DESCRIPTOR, configuration_file
-from fsdp_trainer.config.paths import committed_checkpoints, run_folder, step_of
-from fsdp_trainer.config.schema import Launch, TrainConfig
-from fsdp_trainer.devices import gpus, has_gpus
-from fsdp_trainer.errors import Stopped
-from fsdp_trainer.launch.nodes import Node, free_port, nodes_of_step
-from fsdp_trainer.launch.remote import obey_starter
-from fsdp_trainer.process import (
+from fsdp_trainer.base.process import (
     ECHO_SECONDS,
     HOST,
     PARENT,
@@ -28,6 +21,13 @@ from fsdp_trainer.process import (
     cores,
     die_with_parent,
 )
+from fsdp_trainer.config.composing.handover import DESCRIPTOR, configuration_file
+from fsdp_trainer.config.devices import gpus, has_gpus
+from fsdp_trainer.config.paths import committed_checkpoints, run_folder, step_of
+from fsdp_trainer.config.schema import Launch, TrainConfig
+from fsdp_trainer.errors import Stopped
+from fsdp_trainer.launch.nodes import Node, free_port, nodes_of_step
+from fsdp_trainer.launch.started_node import obey_starter
 
 GRACE_SECONDS = 10.0  # for ranks to end after another one failed
 SECOND_SECONDS = 1.0  # for ranks to end after a second signal

@@ -21,8 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from fsdp_trainer import slots
-from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.base import slots
+from fsdp_trainer.base.process import pid_namespace
+from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.launch.hangs import (
     Durations,
     RankStatus,
@@ -39,7 +40,6 @@ from fsdp_trainer.launch.hangs import (
     waiting,
 )
 from fsdp_trainer.observe.records import Records
-from fsdp_trainer.process import pid_namespace
 
 if TYPE_CHECKING:
     from fsdp_trainer.config.schema import Launch

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_trainer.base.process import PARENT, die_with_parent
 from fsdp_trainer.errors import Problem, RunFailed, Stopped, UserError
 from fsdp_trainer.launch.nodes import first_host, port_of_job
-from fsdp_trainer.process import PARENT, die_with_parent
 
 ELASTIC = "TORCHELASTIC_RUN_ID"  # set by torchrun
 HEARD_SECONDS = 30.0  # for the others to read why rank 0 ends

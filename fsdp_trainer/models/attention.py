@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_trainer.distributed import to_device
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.models.document_calls import Lengths, plan_calls
 from fsdp_trainer.models.sdpa import PLAIN, Scoring, sdpa
 

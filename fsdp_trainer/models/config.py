@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.families import (
     FAMILIES,
@@ -21,7 +22,6 @@ from fsdp_trainer.models.families import (
     Family,
     layer_pattern,
 )
-from fsdp_trainer.rounding import round_up
 
 if TYPE_CHECKING:
     import numpy as np  # not loaded by processes that only start ranks or report an error

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.distributed import to_device
-from fsdp_trainer.rounding import round_up
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.base.round_up import round_up
 
 Lengths = list[list[int]]
 PADDING_WASTE_LIMIT = 1.25

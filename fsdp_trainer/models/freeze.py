@@ -9,8 +9,8 @@ from torch import nn
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import add_adapters, four_bit_weights, resolve_adapters
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters.adapters import add_adapters, four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit_experts import quantize_weights

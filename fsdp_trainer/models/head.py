@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.base.torch_private import graph_is_kept
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.soft_targets import Comparison, SoftTargets, compare
-from fsdp_trainer.rounding import round_up
-from fsdp_trainer.torch_private import graph_is_kept
 
 CHUNK_TOKENS = {"cpu": 256, "cuda": 2048}
 """Default number of tokens in a chunk: matrix products need many rows to be fast, and each chunk

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fsdp_trainer.distributed import local_part, local_slice
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A, B
+from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, B
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 

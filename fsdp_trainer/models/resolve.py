@@ -7,13 +7,13 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from fsdp_trainer.config.context import context_problems
+from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.paths import is_hub_id, model_folder
-from fsdp_trainer.config.pipeline import stage_count
+from fsdp_trainer.config.pipeline_schedules import stage_count
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import ALL_TARGETS, A, adapter_name
+from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, A, adapter_name
 from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
+from fsdp_trainer.base.torch_private import attention_and_logsumexp, attention_gradients
 
 SOFTCAP_QUERIES = 256
 """Number of queries in a chunk of soft-capped attention."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TextIO
 
-from fsdp_trainer.phases import CHECKPOINT
+from fsdp_trainer.base.phases import CHECKPOINT
 
 PLAIN_NAMES = {
     "start": "start-up",

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.process import peak_resident_bytes
+from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.schema import Logging
-from fsdp_trainer.devices import peak_flops
 from fsdp_trainer.extensions import CALLBACKS, RunInfo
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import (
@@ -23,7 +24,6 @@ from fsdp_trainer.observe.flops import TrainedWork, causal_flops, palm_flops
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.observe.trackers import Trackers
-from fsdp_trainer.process import peak_resident_bytes
 
 STEPS_OF_ETA = 50  # the last steps, whose mean time predicts the remaining time
 

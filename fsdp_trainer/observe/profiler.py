@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
+from fsdp_trainer.config.durations import parse_steps
 from fsdp_trainer.config.schema import Profile
-from fsdp_trainer.config.units import parse_steps
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock

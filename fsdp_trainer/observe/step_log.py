@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 
 JUDGED = 6
 """Numbers of a step in addition to its metrics: see `judged` of StepLog.add."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from fsdp_trainer.phases import CHECKPOINT
+from fsdp_trainer.base.phases import CHECKPOINT
 
 GATHER = "all-gather, exposed"
 SYNC = "gradient sync, exposed"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 
 SAMPLE_SECONDS = 0.05
 MIN_STEPS = 3  # steps in a comparison

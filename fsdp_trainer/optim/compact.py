@@ -8,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.base.torch_private import dtensor_like
 from fsdp_trainer.config.formats import block_size
-from fsdp_trainer.distributed import local_part, local_slice
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.optim.eight_bit import decode, encode
 from fsdp_trainer.optim.footprint import CHUNKS
-from fsdp_trainer.optim.rounding import element_numbers, key_of, random_bits, round_to_bfloat16
-from fsdp_trainer.torch_private import dtensor_like
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.optim.stochastic_rounding import (
+    element_numbers,
+    key_of,
+    random_bits,
+    round_to_bfloat16,
+)
 
 
 class MomentKind(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_trainer.distributed import replication_factor, sum_in_order
+from fsdp_trainer.base.distributed import replication_factor, sum_in_order
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
 from fsdp_trainer.optim.footprint import is_matrix
 

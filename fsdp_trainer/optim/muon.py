@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.config.schema import Optim
-from fsdp_trainer.distributed import local_part
-from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind
+from fsdp_trainer.optim.muon_owners import OwnMatrix, Round, deal, stack_shape
 from fsdp_trainer.optim.newton_schulz import orthogonalize
 from fsdp_trainer.optim.normuon import SECOND_MOMENT, RowNorms, empty_rows, scaled
-from fsdp_trainer.optim.owners import OwnMatrix, Round, deal, stack_shape
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 SCALES = {
     # Liu et al. 2025 (arXiv 2502.16982, §2.2): the update's root mean square is that of AdamW

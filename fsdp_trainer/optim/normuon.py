@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.distributed import local_part, to_device
-from fsdp_trainer.optim.owners import OwnMatrix, Round, round_of_rows, stacked
-from fsdp_trainer.torch_private import row_dtensor
+from fsdp_trainer.base.distributed import local_part, to_device
+from fsdp_trainer.base.torch_private import row_dtensor
+from fsdp_trainer.optim.muon_owners import OwnMatrix, Round, round_of_rows, stacked
 
 SECOND_MOMENT = "row_mean_square"
 """Name of an optimizer state: one number for each row of a matrix, sharded like the rows."""

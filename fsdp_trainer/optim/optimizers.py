@@ -11,11 +11,11 @@ from torch.optim import AdamW
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.optim.base import TrainerOptimizer
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.footprint import is_block_matrix, is_matrix
 from fsdp_trainer.optim.lamb import Lamb
 from fsdp_trainer.optim.muon import Muon
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 
 class TorchAdamW(TrainerOptimizer, AdamW):

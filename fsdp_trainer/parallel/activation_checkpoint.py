@@ -12,11 +12,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdp_trainer.base.torch_private import set_activation_memory_budget
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.activation_offload import Offloader
 from fsdp_trainer.parallel.experts import divides_experts, with_known_rows
-from fsdp_trainer.torch_private import set_activation_memory_budget
 
 ATTENTION = (
     "aten::_scaled_dot_product_flash_attention_for_cpu",

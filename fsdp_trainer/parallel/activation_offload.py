@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_iter
 
-from fsdp_trainer.distributed import local_part
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.torch_private import replace_saved_results
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.torch_private import replace_saved_results
 
 SMALLEST = 2**18
 """Smallest tensor to move, in bytes. A copy over PCIe takes about 10 µs to start, the time in which

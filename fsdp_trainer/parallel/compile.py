@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_trainer import phases
-from fsdp_trainer.config.paths import compile_cache
-from fsdp_trainer.config.schema import Compile, TrainConfig
-from fsdp_trainer.distributed import gather
-from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.parallel.experts import divides_experts
-from fsdp_trainer.torch_private import (
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.base.torch_private import (
     count_compiled_graphs,
     is_compiler_error,
     missing_compiler,
     on_compilation,
 )
+from fsdp_trainer.config.paths import compile_cache
+from fsdp_trainer.config.schema import Compile, TrainConfig
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.experts import divides_experts
 
 BACKEND = "inductor"  # tests of gradients use one that generates no kernels
 

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, to_device
+from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER, to_device
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.sdpa import PLAIN, Scoring
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.own_queries import OWN_QUERIES
+from fsdp_trainer.parallel.local_queries import OWN_QUERIES
 from fsdp_trainer.parallel.ring import Ring
-from fsdp_trainer.parallel.shared_rows import (
+from fsdp_trainer.parallel.split_rows import (
     ContextRanks,
     DealtByCost,
     Gradients,

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.config.schema import Precision
-from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import ROWS, WHOLE, Decoder
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_trainer.base.distributed import replication_factor
+from fsdp_trainer.base.torch_private import sequence_number, set_timeout
 from fsdp_trainer.config.dimensions import (
     dimension_sizes,
     expert_sizes,
@@ -19,9 +21,7 @@ from fsdp_trainer.config.dimensions import (
     layout_problem,
 )
 from fsdp_trainer.config.schema import Sharding
-from fsdp_trainer.distributed import replication_factor
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.torch_private import sequence_number, set_timeout
 
 BATCH = ("replicate", "shard")  # ranks that differ in one of these read different rows
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp_trainer.base.torch_private import placement_on
 from fsdp_trainer.models.config import EXPERTS as FEED_FORWARD
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.moe import ClampedExperts, Experts, MixtureOfExperts, Rearranged
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.torch_private import placement_on
 
 EXPERTS = 0  # the dimension of [experts, out, in] that an expert group divides
 ROWS = 1  # the dimension that fully_shard divides if there are more ranks than experts

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.distributed import local_part, local_slice
+from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from fsdp_trainer.base.torch_private import reduce_scatter_groups, set_timeout
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters import four_bit_weights, frozen_dtype
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters.adapters import four_bit_weights, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import keep_levels
 from fsdp_trainer.models.four_bit_experts import quantize_weights
@@ -38,7 +39,6 @@ from fsdp_trainer.parallel.memory_check import (
 )
 from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
 from fsdp_trainer.parallel.tensor import shard_tensors
-from fsdp_trainer.torch_private import reduce_scatter_groups, set_timeout
 
 COMM_BUFFERS = {
     "ordinary": lambda module: None,

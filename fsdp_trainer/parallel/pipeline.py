@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.torch_private import accumulate_gradients
 from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.pipeline import (
+from fsdp_trainer.config.pipeline_schedules import (
     divide_blocks,
     in_rounds,
     rank_of_stage,
@@ -19,13 +21,11 @@ from fsdp_trainer.config.pipeline import (
     stages_of_rank,
 )
 from fsdp_trainer.config.schema import Sharding, TrainConfig
-from fsdp_trainer.distributed import local_part
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.torch_private import accumulate_gradients
 
 EMBEDDING = "model.embed_tokens.weight"
 

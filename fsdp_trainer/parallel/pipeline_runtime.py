@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining._backward import stage_backward
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 
 SCHEDULES: dict[str, Any] = {
     "1f1b": Schedule1F1B,

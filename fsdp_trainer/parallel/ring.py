@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fsdp_trainer.base.torch_private import attention_and_logsumexp, attention_gradients
 from fsdp_trainer.models.sdpa import PLAIN, Scoring, as_bias, sink_gradient, with_sinks
 from fsdp_trainer.parallel.ring_calls import RingCall, piece_calls, whole_calls
-from fsdp_trainer.parallel.shared_rows import ContextRanks, DealtByCost, Gradients
-from fsdp_trainer.torch_private import attention_and_logsumexp, attention_gradients
+from fsdp_trainer.parallel.split_rows import ContextRanks, DealtByCost, Gradients
 
 Steps = list[list[RingCall]]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -43,7 +43,7 @@ class Ring(DealtByCost):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """See PackedAttention. Sends (ranks - 1) messages."""
-        assert scoring.softcap is None, "config/context.py refuses it"
+        assert scoring.softcap is None, "config/context_methods.py refuses it"
         scale = scoring.scale or q.shape[-1] ** -0.5
         return RingAttention.apply(q, k, v, scoring.sinks, self.steps, scale, self.ranks)
 

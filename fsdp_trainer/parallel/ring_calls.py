@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.distributed import to_device
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.models.document_calls import LENGTH_MULTIPLE, Lengths, group_by_cost
-from fsdp_trainer.parallel.shared_rows import TokenRuns, find_runs
-from fsdp_trainer.rounding import round_up
+from fsdp_trainer.parallel.split_rows import TokenRuns, find_runs
 
 
 class RingCall(NamedTuple):

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_trainer.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
-from fsdp_trainer.models.adapter_spec import MAGNITUDE, A
-from fsdp_trainer.models.adapters import row_squares
+from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER, local_slice
+from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A
+from fsdp_trainer.models.adapters.adapters import row_squares
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import COLUMNS, ROWS, WHOLE, Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4

@@ -24,8 +24,8 @@ from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
-from fsdp_trainer.plan.experts import divide_experts
-from fsdp_trainer.plan.share import part_tokens
+from fsdp_trainer.plan.expert_exchange import divide_experts
+from fsdp_trainer.plan.rank_part import part_tokens
 
 CPU = torch.device("cpu")
 UNREAD_LEFT_OUT = 0.5

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.check import Report
+from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.dimensions import (
     batch_ranks,
     dimension_sizes,
@@ -19,10 +20,9 @@ from fsdp_trainer.config.dimensions import (
     layout_problem,
 )
 from fsdp_trainer.config.formats import moments_format
-from fsdp_trainer.config.pipeline import pipeline_problem
-from fsdp_trainer.config.rules import check_rules
+from fsdp_trainer.config.pipeline_schedules import pipeline_problem
+from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.resolve import shared_problems
 from fsdp_trainer.parallel.memory_check import keeps_gathered

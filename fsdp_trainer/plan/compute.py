@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
-from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import NORMS
-from fsdp_trainer.plan.units import model_parts
+from fsdp_trainer.plan.fsdp_units import model_parts
 
 PRODUCTS = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""

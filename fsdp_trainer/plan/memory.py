@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.context import attention_layout, context_method
+from fsdp_trainer.config.context_methods import attention_layout, context_method
 from fsdp_trainer.config.dimensions import (
     batch_ranks,
     dimension_sizes,
@@ -20,7 +20,7 @@ from fsdp_trainer.config.dimensions import (
     fsdp_ranks,
     own_length,
 )
-from fsdp_trainer.config.pipeline import schedule_of
+from fsdp_trainer.config.pipeline_schedules import schedule_of
 from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
 from fsdp_trainer.models.attention_choice import AttentionContext, choose
 from fsdp_trainer.models.config import ModelConfig
@@ -41,8 +41,15 @@ from fsdp_trainer.plan.blocks import (
     trace_of_rows,
     with_repeated_keys,
 )
-from fsdp_trainer.plan.share import others_keys, share_of_rank
-from fsdp_trainer.plan.stages import (
+from fsdp_trainer.plan.fsdp_units import (
+    BlockKind,
+    FsdpUnit,
+    ModelParts,
+    model_parts,
+    signature_of,
+    sum_of,
+)
+from fsdp_trainer.plan.pipeline_stages import (
     StageShare,
     fetched_units,
     matrices_of,
@@ -51,21 +58,14 @@ from fsdp_trainer.plan.stages import (
     stage_shares,
     units_of,
 )
-from fsdp_trainer.plan.teacher import (
+from fsdp_trainer.plan.rank_part import others_keys, share_of_rank
+from fsdp_trainer.plan.second_model import (
     COMPARED_BYTES,
     PlannedTeacher,
     compares_logits,
     hidden_bytes,
     teacher_of,
     teacher_units,
-)
-from fsdp_trainer.plan.units import (
-    BlockKind,
-    FsdpUnit,
-    ModelParts,
-    model_parts,
-    signature_of,
-    sum_of,
 )
 
 CATEGORIES = (

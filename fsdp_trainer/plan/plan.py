@@ -5,17 +5,17 @@ Nothing is allocated, and hundreds of plans take a second.
 
 from dataclasses import dataclass, replace
 
+from fsdp_trainer.config.devices import DEVICES, Device
 from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
-from fsdp_trainer.config.pipeline import micro_batches
+from fsdp_trainer.config.pipeline_schedules import micro_batches
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.devices import DEVICES, Device
-from fsdp_trainer.models.adapters import fitted_adapter
+from fsdp_trainer.models.adapters.adapters import fitted_adapter
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
+from fsdp_trainer.plan.fsdp_units import model_parts
 from fsdp_trainer.plan.memory import GIB, Memory, memory
-from fsdp_trainer.plan.rollouts import Rollouts, rollouts, rows_of_answers
+from fsdp_trainer.plan.rollout_cost import Rollouts, rollouts, rows_of_answers
 from fsdp_trainer.plan.time import Times, Wire, times, wire
-from fsdp_trainer.plan.units import model_parts
 
 HOST_GIB = 1024
 """Host memory in GiB that many nodes do not exceed."""

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
-from fsdp_trainer.config.pipeline import pipeline_problem
+from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.pipeline_schedules import pipeline_problem
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.devices import Device
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import (

@@ -6,11 +6,11 @@ All are closed formulas, which docs/plan.md explains.
 from math import ceil
 from typing import NamedTuple
 
+from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.dimensions import dimension_sizes, expert_sizes, fsdp_ranks, own_length
-from fsdp_trainer.config.pipeline import idle_micro_batches, micro_batches, schedule_of
-from fsdp_trainer.config.rules_objective import further_forwards
+from fsdp_trainer.config.pipeline_schedules import idle_micro_batches, micro_batches, schedule_of
+from fsdp_trainer.config.rules.rules_objective import further_forwards
 from fsdp_trainer.config.schema import Sharding, TrainConfig
-from fsdp_trainer.devices import Device
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.optim.footprint import state_bytes
@@ -22,17 +22,17 @@ from fsdp_trainer.plan.compute import (
     newton_schulz_rate,
     recomputed,
 )
-from fsdp_trainer.plan.experts import (
+from fsdp_trainer.plan.expert_exchange import (
     EXCHANGES,
     HOST_WAIT,
     busiest_over_mean,
     exchanged_bytes,
     mixtures,
 )
+from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, model_parts, sum_of
 from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.muon import newton_schulz_flops, owner_traffic
-from fsdp_trainer.plan.share import exchanged, share_of_rank
-from fsdp_trainer.plan.stages import (
+from fsdp_trainer.plan.muon_update import newton_schulz_flops, owner_traffic
+from fsdp_trainer.plan.pipeline_stages import (
     StageShare,
     reduces_once,
     stage_ranks,
@@ -40,8 +40,8 @@ from fsdp_trainer.plan.stages import (
     stays_gathered,
     units_of,
 )
-from fsdp_trainer.plan.teacher import SOFT_BYTES, named_teacher, teacher_of, teacher_units
-from fsdp_trainer.plan.units import FsdpUnit, ModelUnits, model_parts, sum_of
+from fsdp_trainer.plan.rank_part import exchanged, share_of_rank
+from fsdp_trainer.plan.second_model import SOFT_BYTES, named_teacher, teacher_of, teacher_units
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LINKS = (0.5, 0.85)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fsdp_trainer.base.process import cores
 from fsdp_trainer.config.schema import key
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.process import cores
-from fsdp_trainer.rewards.base import Attempt, Reward
+from fsdp_trainer.rewards.reward import Attempt, Reward
 from fsdp_trainer.rewards.sandbox import UNPROTECTED
 
 SANDBOX = Path(__file__).with_name("sandbox.py")

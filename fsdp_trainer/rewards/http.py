@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from fsdp_trainer.base.web import RequestFailed, first_line, retried, send
 from fsdp_trainer.config.schema import key
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.rewards.base import Attempt, Reward
-from fsdp_trainer.web import RequestFailed, first_line, retried, send
+from fsdp_trainer.rewards.reward import Attempt, Reward
 
 
 @dataclass(frozen=True)

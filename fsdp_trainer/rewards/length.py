@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from fsdp_trainer.config.schema import key
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.rewards.base import Attempt, Reward
+from fsdp_trainer.rewards.reward import Attempt, Reward
 
 
 @dataclass(frozen=True)

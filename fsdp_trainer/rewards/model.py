@@ -1,4 +1,4 @@
-"""The reward `model`: a reward model scores answers. training/reward_scores.py loads the model."""
+"""The reward `model`: a reward model scores answers. methods/reward_scores.py loads the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import key
-from fsdp_trainer.rewards.base import Attempt, Reward
+from fsdp_trainer.rewards.reward import Attempt, Reward
 
 
 class AnswerScorer(Protocol):

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from fsdp_trainer.config.schema import key
-from fsdp_trainer.rewards.base import Attempt, ReferenceReward
+from fsdp_trainer.rewards.reward import Attempt, ReferenceReward
 
 BOXED = "\\boxed{"
 HASHES = "####"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fsdp_trainer.config.schema import key
-from fsdp_trainer.rewards.base import Attempt, ReferenceReward
+from fsdp_trainer.rewards.reward import Attempt, ReferenceReward
 
 
 @dataclass(frozen=True)

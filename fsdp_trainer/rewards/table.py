@@ -10,7 +10,6 @@ from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import REWARDS as REGISTERED
-from fsdp_trainer.rewards.base import FunctionReward, Reward
 from fsdp_trainer.rewards.code import Code
 from fsdp_trainer.rewards.exact import Exact
 from fsdp_trainer.rewards.http import Http
@@ -18,6 +17,7 @@ from fsdp_trainer.rewards.length import Length
 from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.number import Number
 from fsdp_trainer.rewards.regex import Regex
+from fsdp_trainer.rewards.reward import FunctionReward, Reward
 
 REWARDS: dict[str, type[Reward]] = {
     kind.name: kind for kind in (Exact, Number, Regex, Length, Code, Http, ModelReward)

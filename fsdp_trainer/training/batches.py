@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.data.mixture import Mixture
-from fsdp_trainer.data.order import Rows
-from fsdp_trainer.distributed import to_device
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.parallel.context import ContextRanks
-from fsdp_trainer.rounding import round_up
 
 INDEX_STEP = 128
 """Supervised positions are padded to a multiple of this, so that few different shapes occur."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import gather, local_part
 from fsdp_trainer.checkpoint.state import parameter_of
-from fsdp_trainer.distributed import gather, local_part
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch.facts import spans
 from fsdp_trainer.models.decoder import Decoder

@@ -10,9 +10,9 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.mixture import Mixture
-from fsdp_trainer.data.prepare import Prepared
-from fsdp_trainer.data.summary import summary_lines
+from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.store.data_statistics import summary_lines
+from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.distributed import local_part, to_device_of
+from fsdp_trainer.base.distributed import local_part, to_device_of
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.parallel.pipeline import copies_in_stages

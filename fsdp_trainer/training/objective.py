@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fsdp_trainer.config.schema import DISTIL, Loss, ObjectiveChoice
 from fsdp_trainer.extensions import OBJECTIVES
+from fsdp_trainer.methods.distillation import Distillation
 from fsdp_trainer.models.head import Objective, Scores
-from fsdp_trainer.training.distillation import Distillation
 
 
 @dataclass(frozen=True)

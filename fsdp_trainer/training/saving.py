@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_trainer import phases
+from fsdp_trainer.base import phases
 from fsdp_trainer.checkpoint.store import CheckpointStore
-from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock

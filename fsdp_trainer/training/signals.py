@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fsdp_trainer import slots
+from fsdp_trainer.base import slots
+from fsdp_trainer.base.process import ECHO_SECONDS, SIGNALS
 from fsdp_trainer.errors import Stopped
-from fsdp_trainer.process import ECHO_SECONDS, SIGNALS
 
 WAKE_SIGNAL = signal.SIGURG
 """Signal that interrupts the main thread's wait; ignored by default, so it harms no process."""

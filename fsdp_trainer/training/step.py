@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_trainer import phases
-from fsdp_trainer.distributed import to_device_of
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores

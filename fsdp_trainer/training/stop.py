@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp_trainer.distributed import gather
+from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.base.process import start_ticks, wait_until
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
-from fsdp_trainer.process import start_ticks, wait_until
 from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener, name_of
 from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
 

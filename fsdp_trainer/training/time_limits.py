@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import mul
 
-from fsdp_trainer.config.units import parse_duration
+from fsdp_trainer.config.durations import parse_duration
 
 LIMITS = ("", "time_limit", "slurm_time_limit")
 """Names of the limits, empty for none. Ranks exchange the index of the one that has passed."""

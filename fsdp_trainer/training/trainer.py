@@ -16,19 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_trainer import phases
-from fsdp_trainer.checkpoint.base import Base
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device_of
+from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.state import optimizer_state, weights
 from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.distributed import to_device_of
 from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.methods.preferences import ChosenWatch
 from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepLog, StepReport, finite_or_none
-from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
@@ -41,13 +42,12 @@ from fsdp_trainer.training.garbage import collecting_garbage
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.metrics import MicroBatchResult, validation_metrics
-from fsdp_trainer.training.preferences import ChosenWatch
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.samples import Samples
+from fsdp_trainer.training.sample_prompts import Samples
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
 from fsdp_trainer.training.stop import DataLost, Stop, StopSignals
-from fsdp_trainer.training.tasks import TrainingTasks, flat_metrics
+from fsdp_trainer.training.task_evaluation import TrainingTasks, flat_metrics
 from fsdp_trainer.training.weights import extra_state
 
 Outcome = tuple[str, int]

@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.base import (
+from fsdp_trainer.base.distributed import run_on_all_ranks
+from fsdp_trainer.checkpoint.formats.huggingface import SCORE, import_weights, read_parameters
+from fsdp_trainer.checkpoint.frozen_weights import (
     adapter_on_disk,
     load_weights,
     names_in_base,
@@ -18,7 +20,6 @@ from fsdp_trainer.checkpoint.base import (
     weights_on_disk,
     with_default,
 )
-from fsdp_trainer.checkpoint.huggingface import SCORE, import_weights, read_parameters
 from fsdp_trainer.checkpoint.state import (
     WEIGHTS,
     optimizer_state,
@@ -26,13 +27,12 @@ from fsdp_trainer.checkpoint.state import (
     stored_weights,
 )
 from fsdp_trainer.checkpoint.store import read_progress
-from fsdp_trainer.checkpoint.stored import StoredTensors
+from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.distributed import run_on_all_ranks
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapter_spec import MAGNITUDE
-from fsdp_trainer.models.adapters import (
+from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
+from fsdp_trainer.models.adapters.adapters import (
     adapter_parameters,
     initialize_magnitudes,
     is_adapted,
@@ -43,10 +43,10 @@ from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.optim.base import TrainerOptimizer
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
+from fsdp_trainer.run.resume import require_whole
 from fsdp_trainer.training.loss_scale import LossScale
-from fsdp_trainer.training.resume import require_whole
 
 MAX_SHOWN_PARAMETERS = 5
 

@@ -122,7 +122,7 @@ def rank(words: list[str], env: dict[str, str], out: Path) -> None:
     """Run the command line as one rank and end the process. out: file for its output."""
     import torch
 
-    from fsdp_trainer import phases
+    from fsdp_trainer.base import phases
     from fsdp_trainer.cli import main
 
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-MODULE = "fsdp_trainer.phases"
+MODULE = "fsdp_trainer.base.phases"
 _of_thread = threading.local()
 
 

@@ -1,0 +1,229 @@
+"""Computation of answers to many requests at once, by one model in one thread.
+
+Each request is a generation with a cache of its own; requests that wait together and have the same
+temperature and top_p share one. All generations advance by a token in turn, so that no request
+waits for the end of another.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.generation.continuations import Continuation, Generation, room_after
+from fsdp_trainer.generation.prompt_ranks import OneRank
+from fsdp_trainer.generation.sampling import Sampling
+
+POLL_SECONDS = 0.2
+"""Seconds between two checks of an idle engine whether it has been closed."""
+UNFINISHED = "\ufffd"
+"""The character that a decoder writes for bytes of an incomplete character."""
+
+
+@dataclass(frozen=True)
+class AnswerPiece:
+    """A piece of an answer's text. index: of the sample. finish: `stop` or `length` in the last."""
+
+    index: int
+    text: str
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineError:
+    """The reason why a request gets no further answer."""
+
+    message: str
+
+
+Event = AnswerPiece | EngineError
+
+
+@dataclass
+class ChatJob:
+    """A request. send: called by the engine's thread with each event, in order."""
+
+    prompt: list[int]
+    sampling: Sampling
+    stops: list[str]
+    send: Callable[[Event], None]
+    tokens: int = 0
+    """Number of tokens generated so far, in all samples."""
+    is_cancelled: bool = False
+    """True if the answer is no longer wanted. Any thread may set it."""
+
+
+class AnswerText:
+    """The growing text of a continuation, up to a stop string."""
+
+    def __init__(
+        self, job: ChatJob, index: int, continuation: Continuation, tokenizer: TextTokenizer
+    ):
+        self.job = job
+        self.index = index
+        self.continuation = continuation
+        self._tokenizer = tokenizer
+        self._sent = 0
+        self._count = 0
+        self.is_finished = False
+
+    def advance(self) -> None:
+        """Send the new part of the text; end the continuation at a stop string."""
+        continuation = self.continuation
+        if self.is_finished:
+            return
+        if self.job.is_cancelled:
+            continuation.is_done = self.is_finished = True
+            return
+        self.job.tokens += len(continuation.tokens) - self._count
+        self._count = len(continuation.tokens)
+        text = self._tokenizer.decode(continuation.tokens)
+        at_stop = first_stop(self.job.stops, text)
+        finish = None
+        if at_stop is not None:
+            text = text[:at_stop]
+            continuation.is_done = True
+            finish = "stop"
+        elif continuation.is_done:
+            finish = "length" if len(continuation.tokens) >= continuation.room else "stop"
+        else:
+            text = settled_text(text, self.job.stops)
+        piece = text[self._sent :]
+        self._sent = max(self._sent, len(text))
+        self.is_finished = finish is not None
+        if piece or finish:
+            self.job.send(AnswerPiece(self.index, piece, finish))
+
+
+def first_stop(stops: list[str], text: str) -> int | None:
+    """Return the index of the first stop string in a text; None if there is none."""
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return min(places, default=None)
+
+
+def settled_text(text: str, stops: list[str]) -> str:
+    """Return the beginning of a text that no further token can change.
+
+    An incomplete character at the end is left out, and an end that may begin a stop string.
+    """
+    text = text.rstrip(UNFINISHED)
+    longest = max(map(len, stops), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return text[:-size]
+    return text
+
+
+@dataclass
+class ActiveGeneration:
+    """Answers that are computed together, and their remaining steps."""
+
+    answers: list[AnswerText]
+    steps: Iterator[list[Continuation]] = field(default_factory=lambda: iter(()))
+
+    def step(self) -> bool:
+        """Take one step; return True if there may be another one."""
+        is_over = next(self.steps, None) is None
+        for answer in self.answers:
+            answer.advance()
+        return not is_over
+
+    def fail(self, message: str) -> None:
+        """Send an error to all jobs whose answers are computed here."""
+        for job in {id(answer.job): answer.job for answer in self.answers}.values():
+            job.send(EngineError(message))
+
+
+class Engine:
+    """A thread that computes jobs, at most `rows` answers at the same time."""
+
+    def __init__(self, speaker: Speaker, rows: int):
+        self.speaker = speaker
+        self.rows = rows
+        self._arrived: queue.Queue[ChatJob] = queue.Queue()
+        self._waiting: list[ChatJob] = []
+        self._active: list[ActiveGeneration] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, job: ChatJob) -> None:
+        """Queue a job. Any thread may call it."""
+        self._arrived.put(job)
+
+    def close(self) -> None:
+        """End all answers. Any thread may call it, also from a signal handler."""
+        self._closing.set()
+
+    def join(self) -> None:
+        """Wait for the thread to end, after `close`."""
+        self._thread.join()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no job is being computed or waiting."""
+        return not (self._active or self._waiting or self._arrived.qsize())
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._closing.is_set():
+                self._receive()
+                self._begin()
+                self._active = [one for one in self._active if self._step(one)]
+        for active in self._active:
+            active.fail("the server is closing")
+        self._receive()
+        for job in self._waiting:
+            job.send(EngineError("the server is closing"))
+
+    def _receive(self) -> None:
+        """Move arrived jobs to the waiting ones; when idle, wait up to POLL_SECONDS for one."""
+        is_idle = not (self._active or self._waiting or self._closing.is_set())
+        with suppress(queue.Empty):
+            if is_idle:
+                self._waiting.append(self._arrived.get(timeout=POLL_SECONDS))
+            while True:
+                self._waiting.append(self._arrived.get_nowait())
+
+    def _begin(self) -> None:
+        """Start the jobs that fit in `rows`; equal temperature and top_p share a generation."""
+        self._waiting = [job for job in self._waiting if not job.is_cancelled]
+        used = sum(len(active.answers) for active in self._active)
+        groups: dict[tuple[float, float], list[ChatJob]] = {}
+        while self._waiting:
+            job = self._waiting[0]
+            if used and used + job.sampling.samples > self.rows:
+                break
+            used += job.sampling.samples
+            self._waiting.pop(0)
+            groups.setdefault((job.sampling.temperature, job.sampling.top_p), []).append(job)
+        self._active += [self._generation(jobs) for jobs in groups.values()]
+
+    def _generation(self, jobs: list[ChatJob]) -> ActiveGeneration:
+        model, tokenizer = self.speaker.model, self.speaker.tokenizer
+        answers = []
+        for job in jobs:
+            room = room_after(model, job.prompt)
+            for index in range(job.sampling.samples):
+                continuation = Continuation(job.prompt, job.sampling, room, (0, index))
+                answers.append(AnswerText(job, index, continuation, tokenizer))
+        device = model.lm_head.weight.device
+        generation = Generation(model, jobs[0].sampling, device, self.speaker.decoding)
+        continuations = [answer.continuation for answer in answers]
+        steps = generation.run(continuations, tokenizer.stop_ids, OneRank())
+        return ActiveGeneration(answers, steps)
+
+    def _step(self, active: ActiveGeneration) -> bool:
+        try:
+            return active.step()
+        except Exception as error:  # such as out of memory; other requests continue
+            active.fail(f"{type(error).__name__}: {error}")
+            return False

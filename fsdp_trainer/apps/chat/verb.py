@@ -1,0 +1,106 @@
+"""The verb `chat`: serve a page and OpenAI's API until Ctrl-C."""
+
+import importlib.util
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from fsdp_trainer.apps.chat.requests import LOCAL_ADDRESSES, ChatDefaults
+from fsdp_trainer.config.verbs import ChatConfig
+from fsdp_trainer.errors import Problem, UserError
+
+GRACE_SECONDS = 10  # longest wait for connections to end after Ctrl-C
+
+
+def chat(cfg: ChatConfig) -> int:
+    """Serve a model until Ctrl-C. Returns the exit code."""
+    check(cfg)
+    listening = listen(cfg)
+    try:
+        return serve(cfg, listening)
+    finally:
+        listening.close()
+
+
+def check(cfg: ChatConfig) -> None:
+    """Raise UserError if the settings are unsafe or wrong, or packages are missing."""
+    problems = []
+    if cfg.host not in LOCAL_ADDRESSES and not cfg.token:
+        reason = (
+            "other machines could use the model: they need a token.\n"
+            "Use  token=SECRET , which clients send as their API key, or  host=127.0.0.1"
+        )
+        problems.append(Problem(f"host={cfg.host}", reason))
+    if cfg.token is not None and (not cfg.token.isascii() or not cfg.token.strip()):
+        problems.append(Problem("token", "should be letters and digits, as  token=a8f3k2"))
+    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        reason = f"{' and '.join(missing)} are not installed:  pip install 'fsdp_trainer[serve]'"
+        problems.append(Problem("chat", reason))
+    if problems:
+        raise UserError("the server cannot be started", problems)
+
+
+def listen(cfg: ChatConfig) -> socket.socket:
+    """Return a socket that listens on host and port. Raises UserError."""
+    family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((cfg.host, cfg.port))
+        listening.listen(128)  # connections wait here until the model is loaded
+    except OSError as error:
+        listening.close()
+        reason = f"{error.strerror or error}. Use another one, or  port=0  for any that is free"
+        problem = Problem(f"host={cfg.host} port={cfg.port}", reason)
+        raise UserError("the server cannot be started", [problem]) from None
+    return listening
+
+
+def serve(cfg: ChatConfig, listening: socket.socket) -> int:
+    """Load the model and answer on a socket until Ctrl-C. Returns the exit code."""
+    # imported late: torch is slow to import, starlette and uvicorn are optional
+    import torch
+    import uvicorn
+
+    from fsdp_trainer.apps.chat.app import Served, make_app
+    from fsdp_trainer.apps.chat.engine import Engine
+    from fsdp_trainer.apps.generate import Speaker, device_of
+
+    source = Path(str(cfg.source))
+    speaker = Speaker.load(source, device_of(cfg.device), getattr(torch, cfg.dtype))
+    engine = Engine(speaker, cfg.rows)
+    defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows)
+    name = source.resolve().name
+    app = make_app(Served(name, engine, defaults, cfg.token, int(time.time())))
+    settings = uvicorn.Config(
+        app,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+    )
+
+    class Server(uvicorn.Server):
+        """A server that ends all answers at a signal, before it waits for their connections."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            """See uvicorn."""
+            engine.close()
+            super().handle_exit(sig, frame)
+
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    key = f"?token={cfg.token}" if cfg.token else ""
+    print(f"{name} answers at  http://{shown}:{port}/{key}  (OpenAI's interface: /v1)", flush=True)
+    print("Ctrl-C ends it", flush=True)
+    engine.start()
+    try:
+        with suppress(KeyboardInterrupt):  # uvicorn raises it again once everything is closed
+            Server(settings).run(sockets=[listening])
+    finally:
+        engine.close()
+        engine.join()
+    print("ended", flush=True)
+    return 0

@@ -1,0 +1,243 @@
+"""The sections of `doctor`, in printing order. All ranks take part; rank 0 judges the results."""
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from statistics import median_high
+
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.apps.doctor import speed
+from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport, counted
+from fsdp_trainer.apps.doctor.layout_checks import dimension_groups, layout
+from fsdp_trainer.apps.doctor.machines import (
+    HostFacts,
+    configuration,
+    cpu_model,
+    environment,
+    interfaces,
+    machines,
+    software,
+)
+from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
+from fsdp_trainer.config.devices import peak_flops
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.verbs import DoctorConfig
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.launch.facts import (
+    CLOCK_SECONDS,
+    Check,
+    clocks,
+    facts_of,
+    flops,
+    gigabytes,
+    judge,
+    limits,
+    who,
+)
+from fsdp_trainer.launch.nodes import unreachable
+from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.parallel.memory_check import gib, host_bytes
+
+MAX_WAIT_SECONDS = 180.0  # upper bound on launch.timeout when waiting for other ranks
+HUNG = (
+    "A firewall between the nodes, or the wrong interface: every port must be open; see"
+    " GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+)
+
+
+def checkup(cfg: DoctorConfig) -> int:
+    """Examine all ranks. Returns the exit code, the same on all of them."""
+    timeout = min(MAX_WAIT_SECONDS, parse_duration(cfg.launch.timeout))
+    world = meet(cfg, timeout)
+    if world is None:
+        return UNHEALTHY
+    report = DoctorReport(cfg.doctor.format, quiet=not world.main)
+    try:
+        examine(cfg, world, report, timeout)
+    except (RuntimeError, RunFailed) as error:  # a collective failed, or a rank did not join
+        text = f"broke down: {str(error).strip().splitlines()[0]}"
+        report.add("network", Check("problem", "communication", text, HUNG))
+    code = world.from_main("the doctor's word", report.close, timeout)
+    world.wait_until_heard("the doctor's word", timeout)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+def meet(cfg: DoctorConfig, timeout: float) -> World | None:
+    """Join the other ranks and return the World.
+
+    Returns None, and prints the reason, if rank 0's store cannot be reached or a rank is missing.
+    """
+    env = environment_of_ranks(os.environ) or os.environ
+    try:
+        return join(env, cfg.launch.device, timeout)
+    except (RuntimeError, RunFailed) as error:
+        address, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT", 0))
+        reason = unreachable(address, port) if isinstance(error, dist.DistError) else ""
+        reason = reason or error.args[0].splitlines()[0]
+        print(f"rank {env.get('RANK', 0)} ({socket.gethostname()}): {reason}", file=sys.stderr)
+        return None
+
+
+def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: float) -> None:
+    """Run the checks of all sections and print their findings.
+
+    The environment's settings are printed before the first collective, which may hang because of
+    a wrong one.
+    """
+    everyone = world.to_main("facts", host_facts(cfg, world), timeout)
+    if world.main:
+        report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
+        report.add("software", *software(everyone), *configuration(everyone))
+        report.add("software", *layout(cfg.sharding, everyone))
+        report.add("environment", *environment(everyone))
+    alike = world.from_main(
+        "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
+    )
+    if not alike:
+        text = "some ranks compute on GPUs and some do not: see software"
+        report.add("network", Check("problem", "not tried", text))
+        return
+    began = time.perf_counter()
+    connect(world, timeout)
+    speed.largest(0.0)
+    at = ""
+    if "MASTER_PORT" in os.environ:
+        at = f" through {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    met = f"{counted(world.size, 'rank')} met{at} in {time.perf_counter() - began:.2f} s"
+    report.add("network", Check("ok", "process group", met))
+    report.add("network", *clock(world, everyone, timeout))
+    if cfg.doctor.measure:
+        report.add("network", *network(cfg, world, everyone, timeout))
+        report.add("devices", *devices(cfg, world, everyone, timeout))
+    report.add("storage", *storage(cfg, world, everyone, timeout))
+    if world.main:
+        report.add("inputs", *inputs(cfg, everyone))
+
+
+def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
+    """Return the facts of this rank and its host."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    facts = HostFacts(
+        **vars(facts_of(cfg, world, alone=True)),
+        memory=host_bytes({}),
+        cores=cores,
+        threads=torch.get_num_threads(),
+    )
+    facts.machine = {"CPU": cpu_model(), "cores": str(cores)}
+    if world.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(world.device).total_memory
+        facts.machine["GPU memory"] = gib(memory)
+    if world.local_rank == 0:
+        facts.inputs = dict(input_digests(cfg))
+        facts.interfaces = interfaces()
+        try:
+            facts.address = socket.gethostbyname(facts.host)
+        except OSError:
+            facts.address = "nothing"
+    return facts
+
+
+def clock(world: World, everyone: Sequence[HostFacts], timeout: float) -> list[Check]:
+    """Compare the clocks of all hosts with rank 0's clock shortly before and after the reading."""
+    began = time.time()
+    speed.largest(0.0)
+    read = world.to_main("clock", time.time(), timeout)
+    ended = time.time()
+    for f, at in zip(everyone, read, strict=False):
+        f.clock = at
+    if not world.main or len({f.node for f in everyone}) == 1:
+        return []
+    text = f"within {CLOCK_SECONDS:g} s of {everyone[0].host}'s; asking took {ended - began:.3f} s"
+    return clocks(everyone, began, ended) or [Check("ok", "clocks", text)]
+
+
+def network(
+    cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
+) -> list[Check]:
+    """Measure collectives in each node, along each dimension and over all ranks, then each link."""
+    nodes = world.from_main("nodes", lambda: [f.node for f in everyone], timeout)
+    if world.size == 1:
+        return [Check("note", "not measured", "there is one rank")]
+    ranks_of = {
+        node: [rank for rank, at in enumerate(nodes) if at == node] for node in dict.fromkeys(nodes)
+    }
+    findings = []
+    if len(ranks_of) > 1 and max(map(len, ranks_of.values())) > 1:
+        by_node = list(ranks_of.values())
+        findings += within(cfg, world, everyone, by_node, "in a node", timeout)
+    for name, groups in dimension_groups(cfg.sharding, world.size).items():
+        findings += within(cfg, world, everyone, groups, f"along {name}", timeout)
+    where = f"{counted(world.size, 'rank')} on {counted(len(ranks_of), 'node')}"
+    for rate in speed.collectives(world.device):
+        rates = f"{gigabytes(rate.algorithm)}, bus {gigabytes(rate.bus)}"
+        text = f"{rate.size // speed.MIB:>2} MiB: {rates}, {where}"
+        findings.append(Check("ok", rate.name, text))
+    links = speed.links(world.device)
+    if world.main:
+        for what, same in (("links in a node", True), ("links between nodes", False)):
+            named = {
+                f"{who([a], everyone)} ↔ {who([b], everyone)}": rate
+                for (a, b), rate in links.items()
+                if (nodes[a] == nodes[b]) == same
+            }
+            if named:
+                findings += judge(what, named, cfg.doctor.slow, world.device.type, gigabytes)
+    return findings
+
+
+def within(
+    cfg: DoctorConfig,
+    world: World,
+    everyone: Sequence[HostFacts],
+    groups: list[list[int]],
+    where: str,
+    timeout: float,
+) -> list[Check]:
+    """Measure collectives in all groups at the same time.
+
+    groups: the ranks of each group; every rank is in exactly one group.
+    """
+    group, _ = dist.new_subgroups_by_enumeration(groups)
+    own = speed.collectives(world.device, group)
+    rates = world.to_main(f"collectives {where}", own, timeout)
+    findings = []
+    for i, first in enumerate(rates[0] if world.main else ()):
+        named = {who(ranks, everyone): rates[ranks[0]][i].bus for ranks in groups if len(ranks) > 1}
+        findings += judge(
+            f"{first.name} {where}",
+            named,
+            cfg.doctor.slow,
+            world.device.type,
+            gigabytes,
+            f"{first.size // speed.MIB:>2} MiB: bus ",
+        )
+    return findings
+
+
+def devices(
+    cfg: DoctorConfig, world: World, everyone: Sequence[HostFacts], timeout: float
+) -> list[Check]:
+    """Measure matrix products on all ranks at the same time, as in training."""
+    rates = world.to_main("products", speed.products(world.device), timeout)
+    if not world.main:
+        return []
+    what = "bfloat16 products" if world.device.type == "cuda" else "float32 products"
+    named = {who([rank], everyone): rate for rank, rate in enumerate(rates)}
+    findings = judge(what, named, cfg.doctor.slow, world.device.type, flops)
+    peak = peak_flops(everyone[0].versions.get("GPU", ""))
+    if peak and median_high(rates) < peak / 2:
+        text = (
+            f"{median_high(rates) / peak:.0%} of the data sheet's {flops(peak)}:"
+            " a power limit, heat, or someone else's job"
+        )
+        advice = "nvidia-smi -q -d PERFORMANCE,POWER,TEMPERATURE"
+        findings.append(Check("warning", "all devices", text, advice))
+    return findings

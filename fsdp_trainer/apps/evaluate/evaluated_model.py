@@ -1,0 +1,63 @@
+"""The model that a verb evaluates: a complete copy on each rank, or one sharded over all ranks."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.checkpoint.frozen_weights import model_config
+from fsdp_trainer.checkpoint.load import load_model, read_into
+from fsdp_trainer.checkpoint.store import damage_anywhere
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.paths import find_checkpoint
+from fsdp_trainer.config.schema import Precision, TrainConfig
+from fsdp_trainer.config.verbs import EvaluateConfig
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.evaluation.scoring import Scorer, sharded_shares
+from fsdp_trainer.models.decoder import meta_decoder
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.memory_check import free_bytes
+from fsdp_trainer.parallel.parallelize import parallelize
+
+ROOM = 0.8
+"""Share of the free memory that a complete model may take."""
+
+
+def build_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
+    """Return a scorer with the model of cfg.source. Collective. Raises UserError and RunFailed."""
+    if is_sharded(cfg, device):
+        return sharded_scorer(cfg, device)
+    model = load_model(str(cfg.source), device, getattr(torch, cfg.dtype))
+    return Scorer(model, cfg.rows, device)
+
+
+def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
+    """Return True if one model is sharded over the ranks, to all ranks. Collective."""
+    if not dist.is_initialized():
+        return False
+    if cfg.sharded is not None:
+        return cfg.sharded
+    numbers = sum(p.numel() for p in meta_decoder(model_config(Path(str(cfg.source)))).parameters())
+    size = numbers * getattr(torch, cfg.dtype).itemsize
+    too_large = torch.tensor(size > ROOM * free_bytes(device), device=device)
+    dist.all_reduce(too_large, dist.ReduceOp.MAX)
+    return bool(too_large)
+
+
+def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
+    """Return a scorer whose model is sharded over all ranks. Collective.
+
+    Each forward gathers its blocks one after another.
+    """
+    source = Path(str(cfg.source)).expanduser()
+    checkpoint = find_checkpoint(source)
+    if checkpoint and (problems := damage_anywhere(checkpoint)):
+        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
+    training = TrainConfig(precision=Precision(cfg.dtype, cfg.dtype, cfg.dtype))
+    dims = Dims(training.sharding, device.type, parse_duration(cfg.launch.timeout))
+    model = parallelize(meta_decoder(model_config(source)), dims, training)
+    allocate(model, device)
+    model.eval().requires_grad_(False)
+    read_into(model, source)
+    return Scorer(model, cfg.rows, device, sharded_shares(dims, device))

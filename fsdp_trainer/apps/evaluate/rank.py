@@ -1,0 +1,86 @@
+"""One rank of an evaluation: it computes a share of the requests on the model or a shard of it."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.apps.evaluate.evaluated_model import build_scorer
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.paths import find_checkpoint, step_of, tokenizer_folder
+from fsdp_trainer.config.verbs import EvaluateConfig
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError, report
+from fsdp_trainer.evaluation.scoring import Metrics
+from fsdp_trainer.evaluation.tasks import Tasks
+from fsdp_trainer.launch.world import connect, environment_of_ranks, join
+from fsdp_trainer.observe.console import error_name, without_errors
+
+RESULTS = "evaluations.jsonl"
+
+
+def evaluate_as_rank(cfg: EvaluateConfig) -> int:
+    """Evaluate with the other ranks; rank 0 prints the results. Returns the exit code."""
+    timeout = parse_duration(cfg.launch.timeout)
+    world = join(environment_of_ranks(os.environ) or os.environ, cfg.launch.device, timeout)
+    if not world.main:
+        os.environ["TQDM_DISABLE"] = "1"
+    if world.size > 1:
+        connect(world, timeout)
+    try:
+        metrics = evaluate_model(cfg, world.device)
+    except UserError as error:
+        if world.main:  # all ranks raise the same error
+            report(error)
+        return error.exit_code
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if world.main:
+        show(cfg, metrics)  # first, because a file may not be writable
+        record(cfg, metrics)
+    return 0
+
+
+def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
+    """Return {task: {metric: value}}. Collective."""
+    tokenizer = load_tokenizer(str(tokenizer_folder(str(cfg.source))))
+    tasks = Tasks(cfg, tokenizer, load_template(cfg.template, tokenizer))
+    return tasks.run(build_scorer(cfg, device))
+
+
+def record(cfg: EvaluateConfig, metrics: Metrics) -> None:
+    """Add a line to a run's evaluations.jsonl, and write the file `cfg.out`."""
+    source = Path(str(cfg.source))
+    checkpoint = find_checkpoint(source)
+    if cfg.out:
+        Path(cfg.out).expanduser().write_text(json.dumps(metrics, indent=1) + "\n")
+    if checkpoint is None:
+        return
+    run = checkpoint.parent.parent
+    line: dict[str, Any] = {"time": time.time(), "step": step_of(checkpoint), "tasks": metrics}
+    line["limit"] = cfg.limit
+    with open(run / RESULTS, "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def show(cfg: EvaluateConfig, metrics: Metrics) -> None:
+    """Print the results, as a table or as one JSON object."""
+    if cfg.format == "json":
+        print(json.dumps(metrics))
+        return
+    rows = [
+        (task, name, value, values.get(error_name(name)))
+        for task, values in metrics.items()
+        for name, value in without_errors(values).items()
+    ]
+    width = max((len(task) for task, *_ in rows), default=4)
+    metric_width = max((len(name) for _, name, *_ in rows), default=6)
+    for task, name, value, error in rows:
+        spread = "" if error is None else f"  ± {error:.4f}"
+        print(f"{task:{width}}  {name:{metric_width}}  {value:8.4f}{spread}")

@@ -1,0 +1,181 @@
+"""The verb `generate`: answers to prompts, or a chat at the terminal."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp_trainer.base.text_files import text_lines
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.config.paths import tokenizer_folder
+from fsdp_trainer.config.verbs import GenerateConfig
+from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
+from fsdp_trainer.generation.decoding import Decoding
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.decoder import Decoder
+
+
+@dataclass
+class Speaker:
+    """A model with its tokenizer and template."""
+
+    model: Decoder
+    tokenizer: TextTokenizer
+    template: Template
+
+    def __post_init__(self) -> None:
+        self.decoding = Decoding(self.model)
+
+    @classmethod
+    def load(
+        cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> "Speaker":
+        """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
+        model = load_model(source, device, dtype)
+        tokenizer = load_tokenizer(str(tokenizer_folder(source)))
+        return cls(model, tokenizer, load_template(None, tokenizer))
+
+    def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
+        """Yield the next assistant turn, in pieces of text."""
+        return self.say(self.ask(messages), cfg)
+
+    def ask(self, messages: list[dict]) -> str:
+        """Render a conversation as text that ends where the answer begins. Raises UserError."""
+        try:
+            return self.template.ask(messages)
+        except RowError as error:
+            problem = Problem(messages[-1]["content"][:60], str(error))
+            raise UserError("the conversation cannot be rendered", [problem]) from None
+
+    def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
+        """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
+        tokens = []
+        length = 0
+        prompt = self.encode(text)
+        stop_ids = self.tokenizer.stop_ids
+        for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg), self.decoding):
+            tokens.append(token)
+            whole = self.tokenizer.decode(tokens)
+            if not whole.endswith("\ufffd"):
+                yield whole[length:]
+                length = len(whole)
+
+    def say_all(self, texts: list[str], cfg: GenerateConfig) -> list[list[str]]:
+        """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""
+        prompts = [self.encode(text) for text in texts]
+        stop_ids = self.tokenizer.stop_ids
+        answers = generate_tokens(self.model, prompts, stop_ids, sampling_of(cfg), rows=cfg.rows)
+        return [[self.tokenizer.decode(tokens) for tokens in each] for each in answers]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt. Raises UserError if there are none, or too many."""
+        tokens = self.tokenizer.encode(text)
+        context = self.model.config.max_position_embeddings
+        if not tokens:
+            problem = Problem(f"prompt={text!r}", "has no tokens: there is nothing to continue")
+            raise UserError("the prompt is empty", [problem])
+        if len(tokens) >= context:
+            reason = f"has {len(tokens):,} tokens, the model's context {context:,}: use a shorter"
+            raise UserError("the prompt is too long", [Problem(f"prompt={text[:60]}…", reason)])
+        return tokens
+
+
+def sampling_of(cfg: GenerateConfig) -> Sampling:
+    """Return the sampling parameters of the configuration."""
+    return Sampling(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.seed, cfg.samples)
+
+
+def device_of(name: str) -> str:
+    """Return the device that a configuration names; `auto`: a GPU if there is one, else the CPU."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def generate(cfg: GenerateConfig) -> int:
+    """Run the verb: answer `prompt=` or the prompts of a file, or chat at the terminal."""
+    prompts = read_prompts(cfg)
+    speaker = Speaker.load(str(cfg.source), device_of(cfg.device), getattr(torch, cfg.dtype))
+    if not prompts:
+        return chat(speaker, cfg)
+    texts = prompts if cfg.raw else [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]
+    if len(texts) == cfg.samples == 1 and cfg.format == "text":
+        show(speaker.say(texts[0], cfg))
+        return 0
+    for prompt, answers in zip(prompts, speaker.say_all(texts, cfg), strict=True):
+        show_answers(prompt, answers, cfg.format)
+    return 0
+
+
+def read_prompts(cfg: GenerateConfig) -> list[str]:
+    """Return the prompts of the command line and of the file. Raises UserError."""
+    given = [cfg.prompt] if isinstance(cfg.prompt, str) else cfg.prompt or []
+    if cfg.prompts is None:
+        return list(given)
+    file = Path(cfg.prompts)
+    try:
+        lines = text_lines(file)
+        as_json = file.suffix in (".jsonl", ".json")
+        read = [json.loads(line)["prompt"] if as_json else line for line in lines if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(f"prompts={file}", f"cannot be read: {error}")
+        raise UserError("there are no prompts", [problem]) from None
+    except (ValueError, KeyError, TypeError):
+        reason = 'a line is no JSON object with a text "prompt".\nUse a .txt file of one a line'
+        raise UserError("a prompt cannot be read", [Problem(f"prompts={file}", reason)]) from None
+    return [*given, *map(str, read)]
+
+
+def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
+    """Return the messages of a conversation that begins with the prompt."""
+    return [*system_turn(cfg), {"role": "user", "content": prompt}]
+
+
+def show_answers(prompt: str, answers: list[str], form: str) -> None:
+    """Print the answers to one prompt, as text or as one JSON object per line."""
+    if form == "json":
+        for sample, text in enumerate(answers):
+            line = {"prompt": prompt, "sample": sample, "text": text}
+            print(json.dumps(line, ensure_ascii=False))
+        return
+    print(f"> {prompt}")
+    for text in answers:
+        print(text)
+    print()
+
+
+def chat(speaker: Speaker, cfg: GenerateConfig) -> int:
+    """Answer turn by turn until the input ends; `/new` starts a new conversation."""
+    messages = system_turn(cfg)
+    while True:
+        try:
+            text = input("\n> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return 0
+        if text.strip() == "/new":
+            messages = system_turn(cfg)
+        elif text.strip():
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": show(speaker.answer(messages, cfg))})
+
+
+def system_turn(cfg: GenerateConfig) -> list[dict]:
+    """Return the system message of a new conversation, if there is one, in a list."""
+    return [{"role": "system", "content": cfg.system}] if cfg.system else []
+
+
+def show(pieces: Iterator[str]) -> str:
+    """Print pieces of text as they arrive; return the complete text."""
+    text = ""
+    for piece in pieces:
+        print(piece, end="", flush=True)
+        text += piece
+    print()
+    return text

@@ -1,0 +1,64 @@
+"""The result of `plan` for one kind of device: a plan for each world size, with suggestions."""
+
+from dataclasses import dataclass
+
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.plan.changes import Candidate
+from fsdp_trainer.plan.plan import RunPlan, make_plan
+from fsdp_trainer.plan.plan_inputs import target, world_sizes
+from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
+
+LIKELY = (0.2, 0.65)
+"""Range of the share of a GPU's peak that published trainings of language models reach."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The plans for one kind of device, smallest world first. Every list has an entry per world.
+
+    uneven: the plan with plan.expert_load; None if experts are not divided among ranks;
+    suggestions: changes that make the run fit or, if it fits, faster; least_memory: the changes
+    with which a rank needs least memory; None if the run fits; assumed: a sentence for each
+    assumption.
+    """
+
+    plans: list[RunPlan]
+    uneven: list[RunPlan | None]
+    suggestions: list[list[Suggestion]]
+    least_memory: list[Suggestion | None]
+    assumed: list[str]
+
+    @property
+    def chosen(self) -> int:
+        """Index of the smallest world that fits, else of the largest."""
+        return next((i for i, plan in enumerate(self.plans) if plan.fits), len(self.plans) - 1)
+
+
+def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answer:
+    """Return the answer for the device that `cfg` names. Raises UserError if it names none."""
+    runs = [Candidate(cfg, config, world, target(cfg, world)) for world in world_sizes(cfg)]
+    plans = [run.plan() for run in runs]
+    remarks = sorted({run.device.remark for run in runs if run.device.remark})
+    if cfg.plan.efficiency and not LIKELY[0] <= cfg.plan.efficiency <= LIKELY[1]:
+        remarks.append(
+            f"plan.efficiency={cfg.plan.efficiency:g}, though published trainings reach "
+            f"{LIKELY[0]} to {LIKELY[1]} of the peak"
+        )
+    return Answer(
+        plans=plans,
+        uneven=[uneven(cfg, run) for run in runs],
+        suggestions=[suggest(*run) for run in runs],
+        least_memory=[
+            None if plan.fits else least_memory(run, plan)
+            for run, plan in zip(runs, plans, strict=True)
+        ],
+        assumed=assumed + remarks,
+    )
+
+
+def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:
+    """Return the plan with plan.expert_load; None if experts are not divided among ranks."""
+    if cfg.sharding.expert == 1 or cfg.plan.expert_load == 1:
+        return None
+    return make_plan(*run, load=cfg.plan.expert_load)

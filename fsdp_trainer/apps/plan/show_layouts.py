@@ -1,0 +1,86 @@
+"""Output of a search for layouts, as text or JSON."""
+
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from fsdp_trainer.apps.plan.search import PlannedLayout, Search
+from fsdp_trainer.apps.plan.show import UNTIMED, one_world, show_head
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.observe.console import short
+from fsdp_trainer.observe.terminal import Terminal
+from fsdp_trainer.plan.plan import GIB
+
+SHOWN = 15
+"""Maximum number of layouts in the table, which then fits a screen."""
+FIGURES = (
+    "tokens_per_second", "tokens_per_second_per_gpu", "step_seconds", "mfu_palm", "peak_gib",
+    "host_gib_per_node", "micro_batches", "empty_rows_share", "bytes_per_step",
+)  # fmt: skip
+"""Figures of a layout, with the same names as those of a single plan."""
+
+
+def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict[str, Any]:
+    """Return the layouts, fastest first. nearest: the layout with least memory, if none fits."""
+    nearest = None
+    if search.nearest and not search.layouts:
+        nearest = layout_as_json(cfg, search.nearest)
+    return {
+        "layouts": [layout_as_json(cfg, layout) for layout in search.layouts],
+        "nearest": nearest,
+        "tried": search.tried,
+        "gpu": search.device.name,
+        "memory_gib": round(search.device.memory_gib, 2),
+        "world_size": search.world,
+        "assumed": assumed,
+    }
+
+
+def layout_as_json(cfg: PlanConfig, layout: PlannedLayout) -> dict[str, Any]:
+    """Return the overrides and figures of a layout."""
+    figures = one_world(cfg, layout.plan, [], None)
+    return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
+
+
+def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: list[str]) -> None:
+    """Print the fastest layouts and their overrides or, if none fits, the one with least memory."""
+    console = Terminal()
+    show_head(console, cfg, config, assumed)
+    device = search.device
+    where = f"{search.world:,} × {device.name}, {device.memory_gib:,.1f} GiB each"
+    summary = f"{len(search.layouts)} of {search.tried} layouts fit {where}"
+    console.print(Text(summary, "bold green" if search.layouts else "bold red"))
+    if search.layouts:
+        console.print(table_of(search.layouts[:SHOWN]))
+        if len(search.layouts) > SHOWN:
+            console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
+        if device.flops is None:
+            console.print(f"{UNTIMED}; they are sorted as on an H100")
+    elif search.nearest:
+        needed = f"{search.nearest.plan.peak_bytes / GIB:,.1f} GiB with  {typed(search.nearest)}"
+        console.print(f"The nearest needs {needed}")
+
+
+def typed(layout: PlannedLayout) -> str:
+    """Return the overrides of a layout as typed."""
+    return " ".join(layout.overrides)
+
+
+def table_of(layouts: list[PlannedLayout]) -> Table:
+    """Return a table with a row for each layout. Its column `host`: host memory of a node."""
+    columns = ["overrides", "peak", "host", "tokens/s", "a GPU", "micro-\nbatches"]
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    table.columns[0].overflow = "fold"  # never cut: the user types them
+    for column in table.columns[1:]:
+        column.justify, column.no_wrap = "right", True
+    for layout in layouts:
+        plan = layout.plan
+        rate = plan.tokens / plan.seconds
+        rates = (short(rate), short(rate / plan.world_size)) if plan.step_seconds else ("–", "–")
+        host = f"{plan.host_bytes_per_node / GIB:,.0f} GiB" if plan.memory.host else ""
+        memory = f"{plan.peak_bytes / GIB:,.1f} GiB"
+        table.add_row(typed(layout), memory, host, *rates, f"{plan.micro_batches:,}")
+    return table

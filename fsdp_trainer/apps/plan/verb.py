@@ -1,0 +1,63 @@
+"""The command `plan`: estimates memory and speed from the overrides of training."""
+
+import json
+from typing import TYPE_CHECKING
+
+from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
+from fsdp_trainer.config.verbs import PlanConfig
+
+if TYPE_CHECKING:  # imports torch
+    from fsdp_trainer.models.config import ModelConfig
+
+DOES_NOT_FIT = 3
+
+
+def plan(cfg: PlanConfig) -> int:
+    """Print the plan for each GPU and world size, as text or JSON.
+
+    Returns 0 if any of them fits, else 3. Raises UserError if the model or the device is unknown.
+    """
+    if not (
+        cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
+    ):
+        raise nothing_to_plan_for()  # before torch is imported
+    from fsdp_trainer.apps.plan.device_plans import answer_for
+    from fsdp_trainer.apps.plan.show import as_json, show
+    from fsdp_trainer.apps.plan.show_gpus import show_gpus
+    from fsdp_trainer.plan.plan_inputs import architecture, each_gpu
+    from fsdp_trainer.plan.second_model import assumed_of
+
+    config, assumed = architecture(cfg)
+    assumed += assumed_of(cfg)
+    if cfg.plan.search:
+        return search(cfg, config, assumed)
+    answers = [answer_for(one, config, assumed) for one in each_gpu(cfg)]
+    if cfg.plan.format == "json":
+        objects = [as_json(cfg, answer) for answer in answers]
+        is_list = len(answers) > 1 or isinstance(cfg.plan.gpu, list)
+        print(json.dumps(objects if is_list else objects[0], allow_nan=False))
+    elif len(answers) > 1:
+        show_gpus(cfg, config, answers)
+    else:
+        show(cfg, config, answers[0])
+    fits = any(plan.fits for answer in answers for plan in answer.plans)
+    return 0 if fits else DOES_NOT_FIT
+
+
+def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
+    """Print the layouts that fit, fastest first. Returns 0 if there is any, else 3.
+
+    Raises UserError for several GPUs or world sizes.
+    """
+    from fsdp_trainer.apps.plan.search import Search
+    from fsdp_trainer.apps.plan.show_layouts import layouts_as_json, show_layouts
+    from fsdp_trainer.plan.plan_inputs import only_target
+
+    world, device = only_target(cfg)
+    layouts = Search(cfg, config, world, device)
+    assumed = [*assumed, *filter(None, [device.remark])]
+    if cfg.plan.format == "json":
+        print(json.dumps(layouts_as_json(cfg, layouts, assumed), allow_nan=False))
+    else:
+        show_layouts(cfg, config, layouts, assumed)
+    return 0 if layouts.layouts else DOES_NOT_FIT

@@ -1,0 +1,286 @@
+"""A report as one self-contained HTML file.
+
+Names, prompts and configurations are untrusted text: all of it is escaped, and the page's
+Content-Security-Policy allows only our own scripts.
+"""
+
+import json
+import time
+from base64 import b64encode
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from fsdp_trainer.apps.report.goodput import OUTSIDE, PARTS, attempts_of
+from fsdp_trainer.apps.report.read import RecordedRun, differing, overrides
+from fsdp_trainer.apps.report.run_summary import Summary, by_objective, duration, short
+from fsdp_trainer.base.phases import CHECKPOINT
+from fsdp_trainer.errors import Problem, UserError
+
+HERE = Path(__file__).parent
+ROWS, ALL_ROWS = 2_000, 40_000  # most points of a line, and of the same line of all runs together
+BARS = 120  # intervals for which the phases are shown
+CURVES = 100  # runs with curves; of further runs the page shows only figures
+LOADS = 8  # runs for which the load of every expert is shown
+LARGEST_LOAD = 12  # quarters of the even load at which a cell reaches full colour
+EVENTS, TEXT = 400, 2_000  # events shown for each run, characters shown of an answer
+LINES = (
+    "loss",
+    "objective",
+    "reward",
+    "answer_tokens",
+    "truncated_share",
+    "equal_groups",
+    "entropy",
+    "kl",
+    "sampler_difference",
+    "validation_loss",
+    "validation_bits_per_byte",
+    "lr",
+    "grad_norm",
+    "tokens_per_second",
+    "step_seconds",
+    "memory_gib",
+    "mfu_palm",
+    "mfu_causal",
+    "load_balancing_loss",
+    "router_z_loss",
+    "expert_load_max",
+    "expert_load_entropy",
+    "experts_unused",
+)
+GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/", "reward/")
+"""Beginnings of the names of columns that share a chart."""
+GROUPS = {  # phases stacked in a bar, in the order of a step
+    "data": ("data",),
+    "answers, rewards": ("rollouts", "rewards"),
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "clip, update": ("clip", "update"),
+    "waiting for the device": ("read",),
+    "validation, samples": ("validation", "samples", "evaluation"),
+    "checkpoint": CHECKPOINT,
+    "compile": ("compile",),
+}  # all other phases are in the group `other`
+
+
+def write(summaries: list[Summary], file: Path) -> None:
+    """Write the page. Raises UserError if the file cannot be written."""
+    summaries = by_objective(summaries)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"duration": duration, "short": short, "shown": shown}
+    styles, scripts = (
+        [(HERE / name).read_text() for name in names]
+        for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js"))
+    )
+    runs, data = [summary.run for summary in summaries], page_data(summaries[:CURVES])
+    html = environment.get_template("page.html.jinja").render(
+        summaries=summaries,
+        data=data,
+        script_data=as_script(data),
+        style="\n".join(styles),
+        script="\n".join(scripts),
+        hash=content_hash,
+        parts=PARTS,
+        differing=differing(runs) if len(runs) > 1 else {},
+        overrides=overrides(runs),
+        curves=CURVES,
+        loads=[load for load in map(expert_load, runs[:LOADS]) if load],
+        text=TEXT,
+        written=time.strftime("%Y-%m-%d %H:%M"),
+    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(html, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(
+            "the report cannot be written", [Problem(f"out={file}", f"{error}. Use  out=FILE")]
+        ) from None
+
+
+def content_hash(content: str) -> str:
+    """Return the hash with which a Content-Security-Policy allows a script or a style."""
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
+
+
+def as_script(data: Any) -> str:
+    """Return JSON without `<`, so that no text in it can end the script element."""
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+
+
+def shown(value: Any) -> str:
+    """Return a value of a configuration as text: strings unchanged, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def page_data(summaries: list[Summary]) -> dict[str, Any]:
+    """Return the data of the page's charts."""
+    max_rows = max(50, min(ROWS, ALL_ROWS // max(1, len(summaries))))
+    runs = [run_data(summary.run, max_rows) for summary in summaries]
+    bars = [run["phases"]["bars"] for run in runs if run["phases"]]
+    used = [group for group in (*GROUPS, "other") if any(any(bar[group]) for bar in bars)]
+    return {"groups": used, "runs": runs}
+
+
+def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
+    """Return a run's curves, of about `max_rows` points each, including their extremes."""
+    names = [name for name in run.metrics if name in LINES or name.startswith(GROUPED)]
+    began = beginning(run)
+    seconds = np.fmax.accumulate(run.column("time")) - began
+    rows = thinned({name: run.metrics[name] for name in names}, run.lines, max_rows)
+    lines = {name: numbers(run.metrics[name][rows]) for name in names}
+    if len(rows) < run.lines and "loss" in run.metrics:
+        lines["mean of loss"] = numbers(means(run.metrics["loss"], rows))
+    return {
+        "name": run.label,
+        "rows": run.lines,
+        "x": axes(run, seconds, rows),
+        "lines": lines,
+        "events": events_data(run, began, seconds),
+        "phases": intervals(run, seconds),
+    }
+
+
+def expert_load(run: RecordedRun) -> dict[str, Any] | None:
+    """Return the load of every expert as cells of a picture: column, row and shade from 0 to 1.
+
+    Returns None if no step has it, or not in the format that training writes.
+    """
+    if run.expert_load is None:
+        return None
+    step, blocks = run.expert_load
+    try:
+        levels = [[int(level, 36) for level in block] for block in blocks]
+    except (TypeError, ValueError):
+        return None
+    cells = [
+        (expert, block, round(min(1, level / LARGEST_LOAD), 2))
+        for block, row in enumerate(levels)
+        for expert, level in enumerate(row)
+        if level
+    ]
+    if not cells:
+        return None
+    size = {"blocks": len(levels), "experts": max(map(len, levels))}
+    return {"name": run.label, "step": step, "cells": cells} | size
+
+
+def axes(run: RecordedRun, seconds: np.ndarray, rows: np.ndarray) -> dict[str, Any]:
+    """Return the values of the three x axes at some rows."""
+    return {
+        "steps": numbers(run.column("step")[rows], 15),
+        "tokens": numbers(run.column("tokens")[rows], 15),
+        "time": numbers(seconds[rows], 9),
+    }
+
+
+def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dict[str, Any]]:
+    """Return a run's last events, each with its place on the three x axes."""
+    steps, tokens = run.column("step"), np.nan_to_num(run.column("tokens"))
+    known = (steps, tokens) if run.lines else (np.zeros(1), np.zeros(1))
+    events = []
+    for event in run.events[-EVENTS:]:
+        since, step = float(event["time"]) - began, event.get("step")
+        if not isinstance(step, int):
+            step = int(steps[seconds <= since][-1]) if (seconds <= since).any() else 0
+        place = {
+            "steps": step,
+            "tokens": round(float(np.interp(step, *known))),
+            "time": round(since, 3),
+        }
+        events.append({"kind": str(event["event"]), "text": about(event)} | place)
+    return events
+
+
+def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndarray:
+    """Return the rows to show: first, last, and those of each column's extremes in ranges of rows.
+
+    rows: number of rows. All of them are shown if they are at most `max_rows`.
+    """
+    if rows <= max_rows:
+        return np.arange(rows)
+    edges = np.linspace(0, rows, max(2, max_rows // 4) + 1).astype(int)
+    chosen = {0, rows - 1}
+    for values in columns.values():
+        for start, stop in pairwise(edges):
+            part = values[start:stop]
+            if not np.isnan(part).all():
+                chosen |= {start + int(np.nanargmin(part)), start + int(np.nanargmax(part))}
+    return np.array(sorted(chosen))
+
+
+def means(values: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the mean of a column around each of some rows, over 1/200 of all rows."""
+    half = max(1, len(values) // 400)
+    known, sums = (
+        np.concatenate([[0.0], np.cumsum(part)])
+        for part in (~np.isnan(values), np.nan_to_num(values))
+    )
+    low, high = np.maximum(rows - half, 0), np.minimum(rows + half + 1, len(values))
+    with np.errstate(invalid="ignore"):
+        return (sums[high] - sums[low]) / (known[high] - known[low])
+
+
+def numbers(values: np.ndarray, digits: int = 6) -> list[float | None]:
+    """Return numbers for JSON: None if not finite, integers if exact, else rounded to `digits`."""
+
+    def number(value: float) -> float | None:
+        if not np.isfinite(value):
+            return None
+        if value == int(value) and abs(value) < 2**53:
+            return int(value)
+        return float(f"{value:.{digits}g}")
+
+    return [number(value) for value in values.tolist()]
+
+
+def beginning(run: RecordedRun) -> float:
+    """Return the start of a run's first attempt, or its first line or event, in Unix seconds."""
+    known = [
+        *(attempt.began for attempt in attempts_of(run)[:1]),
+        *run.column("time")[:1],
+        *(event["time"] for event in run.events[:1]),
+    ]
+    return next((time for time in known if not np.isnan(time)), 0.0)
+
+
+def about(event: dict[str, Any]) -> str:
+    """Return an event's details on one line."""
+    shown_elsewhere = ("event", "time", "step", "phases", "about", "reached")
+    details = {name: value for name, value in event.items() if name not in shown_elsewhere}
+    reached = int((event.get("reached") or {}).get("step") or 0)
+    again = reached - int(event.get("step") or 0)
+    if again > 0:
+        details["steps done again"] = again
+    return ", ".join(
+        f"{name.replace('_', ' ')} {short(value) if isinstance(value, float) else shown(value)}"
+        for name, value in details.items()
+    )
+
+
+def intervals(run: RecordedRun, seconds: np.ndarray) -> dict[str, Any]:
+    """Return the seconds in each group of phases, over at most BARS intervals of writes."""
+    if not run.phases:
+        return {}
+    closes = np.flatnonzero(np.any([~np.isnan(values) for values in run.phases.values()], axis=0))
+    chosen = np.array_split(closes, min(BARS, len(closes)))
+    of_phase = {phase: group for group, phases in GROUPS.items() for phase in phases}
+    bars = {group: np.zeros(len(chosen)) for group in (*GROUPS, "other")}
+    for phase, values in run.phases.items():
+        if phase not in OUTSIDE:
+            bars[of_phase.get(phase, "other")] += [
+                float(np.nansum(values[rows])) for rows in chosen
+            ]
+    last = np.array([rows[-1] for rows in chosen])
+    count = np.diff(np.concatenate([[0], last + 1]))
+    return {
+        "x": axes(run, seconds, last),
+        "count": count.tolist(),
+        "bars": {group: numbers(values) for group, values in bars.items()},
+    }

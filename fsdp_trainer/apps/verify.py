@@ -1,0 +1,179 @@
+"""The verb `verify`: check a checkpoint's files, and its logits against another program's."""
+
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.atomic_files import (
+    damage,
+    named_checkpoint,
+    newest_undamaged,
+    read_manifest,
+)
+from fsdp_trainer.checkpoint.digest import weights_digest
+from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, read_headers, tensor_parts
+from fsdp_trainer.checkpoint.frozen_weights import base_folder, kept_in_four_bits
+from fsdp_trainer.checkpoint.load import read_model
+from fsdp_trainer.checkpoint.origin import read_origin
+from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder, tokenizer_folder
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.config.verbs import VerifyConfig
+from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+
+TOLERANCE = 1e-4  # largest absolute difference of logits between two float32 implementations
+# shape of the random tokens; any tokens show whether two models are the same
+TOKENS = (2, 64)
+MERGES = {"trained": "as it was trained", "original": "merged into the original weights"}
+
+
+def verify(cfg: VerifyConfig) -> int:
+    """Run the verb. Returns 0 if the checkpoint is undamaged and equal to cfg.hf, else 3."""
+    source = Path(str(cfg.source)).expanduser()
+    if not is_adapter(source):
+        source = named_checkpoint(str(cfg.source))
+        if problems := damage(source):
+            print(f"{source} is damaged:")
+            for problem in problems:
+                print(f"  {problem.what} {problem.reason}")
+            print(newest_undamaged(source))
+            return 3
+        files = read_manifest(source)["files"].values()
+        size = sum(file["bytes"] for file in files)
+        print(f"{source} is complete: {len(files)} files, {size:,} bytes, all checksums correct")
+    print(f"weights digest {weights_digest(source)}")
+    code = compare(source, Path(cfg.hf).expanduser()) if cfg.hf else 0
+    if cfg.data:
+        show_losses(source, cfg.data)
+    return code
+
+
+# --- the logits of another program ----------------------------------------------------------------
+
+
+def compare(source: Path, folder: Path) -> int:
+    """Compare logits with those of transformers or peft on `folder`; return 0 if equal, else 3.
+
+    If the folder is a complete model, the source's weights are rounded to its number formats.
+    """
+    adapter = is_adapter(folder)
+    auto = _require_transformers(folder)
+    if adapter:
+        ours = read_model(source, merge_into="original")
+        theirs = peft_model(auto, folder)
+    else:
+        ours = read_model(source, merge_into=read_origin(folder).get("merge_into", "original"))
+        stored, problems = read_headers(folder)
+        problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
+        if problems:
+            print(f"{folder} holds another model: {problems[0].what} {problems[0].reason}")
+            return 3
+        weights = ours.named_weights()
+        for part in tensor_parts(ours, ours.config.vocab_size):
+            weight = weights[part.parameter]
+            weight.copy_(weight.to(stored[part.tensor].dtype))
+        # transformers' other kernels leave out what they cannot do, such as Gemma 2's soft cap
+        theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
+    with torch.no_grad():
+        return report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
+
+
+def report_difference(a: Tensor, b: Tensor, folder: Path) -> int:
+    """Print the difference between two models' logits; return 0 if they are equal, else 3."""
+    difference = (a - b).abs().max().item()
+    log_a = a.log_softmax(-1)
+    log_b = b.log_softmax(-1)
+    divergences = F.kl_div(log_a, log_b, log_target=True, reduction="none").sum(-1)
+    same = difference <= TOLERANCE
+    print(
+        f"logits {'equal' if same else 'DIFFER from'} {folder}'s: largest difference "
+        f"{difference:.2e}, largest KL divergence {divergences.max().item():.2e} "
+        f"over {divergences.numel()} tokens"
+    )
+    return 0 if same else 3
+
+
+def peft_model(auto: Any, folder: Path) -> Any:
+    """Return peft's model of an adapter and its base model, in float32."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        how = "is an adapter, which is compared by peft:  pip install peft"
+        raise UserError("peft is not installed", [Problem(f"hf={folder}", how)]) from None
+    base = base_folder(folder)
+    if find_checkpoint(base):
+        how = f"has {base} as base model, which peft cannot read: name an export of it there"
+        raise UserError("the adapter's base is a checkpoint", [Problem(f"hf={folder}", how)])
+    model = auto.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    return PeftModel.from_pretrained(model, folder).eval()
+
+
+def _require_transformers(folder: Path) -> Any:
+    try:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+    except ImportError:
+        how = "is compared by transformers:  pip install transformers"
+        raise UserError("transformers is not installed", [Problem(f"hf={folder}", how)]) from None
+    disable_progress_bar()
+    return AutoModelForCausalLM
+
+
+# --- the loss on a file ---------------------------------------------------------------------------
+
+
+def show_losses(source: Path, data: str) -> None:
+    """Print the loss on a file; for an adapter of 4-bit weights, merged in both ways."""
+    ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
+    store = tokenised(source, data)
+    tokens = int(sum(store.supervised))
+    for way in ways:
+        loss = mean_loss(read_model(source, merge_into=way), store)
+        how = f", {MERGES[way]}" if len(ways) > 1 else ""
+        print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
+
+
+def tokenised(source: Path, data: str) -> TokenStore:
+    """Return a file tokenised as in the source's own run."""
+    settings: dict[str, Any] = {}
+    if not is_adapter(source):
+        stored = yaml.safe_load((source / "config.yaml").read_text())
+        known = {field.name for field in fields(Data)}
+        settings = {key: value for key, value in stored["data"].items() if key in known}
+    settings |= {"path": data, "validation": None, "streaming": False, "packing": "none"}
+    length = ModelConfig.from_hf(model_folder(source)).max_position_embeddings
+    tokenizer = load_tokenizer(str(tokenizer_folder(source)))
+    wanted = Data(**settings)
+    template = load_template(wanted.template, tokenizer, wanted.template_args, wanted.template_date)
+    with tempfile.TemporaryDirectory() as cache:
+        prepared = prepare(wanted, Batch(seq_len=length), tokenizer, template, Path(cache))
+        return prepared.train[0]
+
+
+@torch.no_grad()
+def mean_loss(model: Decoder, store: TokenStore) -> float:
+    """Return Σ weight · nll ÷ Σ weight over all samples."""
+    total = 0.0
+    weights = 0.0
+    for sample in range(len(store)):
+        stored_tokens, stored_weights = store.read(sample)
+        tokens = torch.tensor(stored_tokens).long()
+        weight = torch.tensor(stored_weights)[1:].double()
+        scores = model.logits(tokens[None, :-1])[0].float().log_softmax(-1)
+        learnt = scores.gather(1, tokens[1:, None])[:, 0].double()
+        total -= float((weight * learnt).sum())
+        weights += float(weight.sum())
+    return total / weights

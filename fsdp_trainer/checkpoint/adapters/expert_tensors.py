@@ -1,0 +1,101 @@
+"""Conversion of experts' adapters on disk from PEFT's tensors to ours and back."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.formats.derived import PartCache
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+
+
+@dataclass
+class OurB(TensorOnDisk):
+    """Our B [experts, out, rank], as a matrix of all rows, read from PEFT's [out, ranks · experts].
+
+    source: PEFT's tensor. row: the first of our rows in it. first: the first of our ranks in it.
+    whole: number of its ranks. cache: holds complete source tensors.
+    """
+
+    source: TensorOnDisk
+    experts: int
+    row: int
+    first: int
+    whole: int
+    cache: PartCache
+
+    def as_matrix(self) -> TensorOnDisk:
+        """Return this tensor, which is a matrix already."""
+        return self
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rank = self.shape[1]
+        rows = self.shape[0] // self.experts
+        out = self.source.shape[0]
+        whole = self.cache.rows(self.source, 0, out).view(out, self.whole, self.experts)
+        own = whole[self.row : self.row + rows, self.first : self.first + rank]
+        into = as_tensor(buffer, self.dtype, (last - first, rank))
+        for expert in range(first // rows, -(-last // rows)):
+            start = expert * rows
+            begin, end = max(first, start), min(last, start + rows)
+            into[begin - first : end - first] = own[begin - start : end - start, :, expert]
+        return into
+
+
+@dataclass
+class PlacedStack:
+    """Position of our stacked A or B in PEFT's tensor.
+
+    rank: the first of PEFT's ranks that it has. row: the first of PEFT's rows that B has. factor:
+    multiplies B.
+    """
+
+    tensor: TensorOnDisk
+    rank: int
+    row: int = 0
+    factor: float = 1.0
+
+
+@dataclass
+class PeftA(TensorOnDisk):
+    """PEFT's A, [experts · ranks, in]: for each expert the ranks of all parts."""
+
+    ranks: int
+    placed: list[PlacedStack]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        for part in self.placed:
+            own = part.tensor.shape[1]
+            matrix = part.tensor.as_matrix()
+            for expert in range(first // self.ranks, -(-last // self.ranks)):
+                place = expert * self.ranks + part.rank
+                begin, end = max(first, place), min(last, place + own)
+                if begin < end:
+                    skipped = expert * own - place
+                    numbers = read_whole(matrix, begin + skipped, end + skipped)
+                    rows[begin - first : end - first] = numbers
+        return rows
+
+
+@dataclass
+class PeftB(TensorOnDisk):
+    """PEFT's B, [out, ranks · experts]; 0 in a part's rows at another part's ranks."""
+
+    experts: int
+    placed: list[PlacedStack]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1])).zero_()
+        by_rank = rows.view(last - first, -1, self.experts)
+        for part in self.placed:
+            _, out, rank = part.tensor.shape
+            begin, end = max(first, part.row), min(last, part.row + out)
+            matrix = part.tensor.as_matrix()
+            for expert in range(self.experts if begin < end else 0):
+                skipped = expert * out - part.row
+                numbers = read_whole(matrix, begin + skipped, end + skipped) * part.factor
+                by_rank[begin - first : end - first, part.rank : part.rank + rank, expert] = numbers
+        return rows

@@ -1,0 +1,129 @@
+"""Tensors derived from others while these are read: parts, transposes, stacks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk, as_tensor, read_whole
+
+
+@dataclass
+class SomeRows(TensorOnDisk):
+    """Some rows of another tensor, from `first_row` on."""
+
+    source: TensorOnDisk
+    first_row: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        return self.source.read_rows(self.first_row + first, self.first_row + last, buffer)
+
+
+def rows_of(source: TensorOnDisk, first: int, count: int) -> SomeRows:
+    """Return `count` rows of any kind of tensor as a tensor of their own."""
+    return SomeRows(source.dtype, (count, *source.shape[1:]), source.chunks, source, first)
+
+
+@dataclass
+class Columns(TensorOnDisk):
+    """Some columns of a matrix, from `first_column` on."""
+
+    source: TensorOnDisk
+    first_column: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        end = self.first_column + self.shape[1]
+        return rows.copy_(read_whole(self.source, first, last)[:, self.first_column : end])
+
+
+@dataclass
+class Transposed(TensorOnDisk):
+    """A small matrix, transposed. Reading any of its rows reads the complete matrix."""
+
+    matrix: TensorOnDisk
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        columns = read_whole(self.matrix, 0, self.matrix.shape[0])[:, first:last]
+        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(columns.T)
+
+
+def transposed(matrix: TensorOnDisk) -> Transposed:
+    """Return a small matrix transposed."""
+    return Transposed(matrix.dtype, matrix.shape[::-1], matrix.chunks, matrix)
+
+
+@dataclass
+class Stacked(TensorOnDisk):
+    """Matrices of one shape, [matrices, rows, columns], as a view of one matrix of all rows."""
+
+    matrix: TensorOnDisk
+
+    def as_matrix(self) -> TensorOnDisk:
+        """Return the matrix of all rows."""
+        return self.matrix
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read matrices `first` to `last` into `buffer`, uint8; return them."""
+        rows = self.shape[1]
+        numbers = self.matrix.read_rows(first * rows, last * rows, buffer)
+        return numbers.view(-1, *self.shape[1:])
+
+
+@dataclass
+class JoinedRows(TensorOnDisk):
+    """Matrices of one shape, one below the other."""
+
+    matrices: list[TensorOnDisk]
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        height = self.matrices[0].shape[0]
+        for number in range(first // height, -(-last // height)):
+            begin = max(first, number * height)
+            end = min(last, (number + 1) * height)
+            part = buffer[(begin - first) * self.row_bytes :]
+            self.matrices[number].read_rows(begin - number * height, end - number * height, part)
+        return as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+
+
+def stacked_like(whole: TensorOnDisk, matrix: TensorOnDisk) -> Stacked:
+    """Return a matrix of all rows as stacked matrices, of the number and height of `whole`'s."""
+    shape = (*whole.shape[:2], *matrix.shape[1:])
+    return Stacked(matrix.dtype, shape, matrix.chunks, matrix)
+
+
+def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
+    """Return matrices of one shape as one tensor, [matrices, rows, columns]."""
+    count = len(matrices)
+    rows, columns = matrices[0].shape
+    dtype = matrices[0].dtype
+    chunks = [chunk for matrix in matrices for chunk in matrix.chunks]
+    joined = JoinedRows(dtype, (count * rows, columns), chunks, list(matrices))
+    return Stacked(dtype, (count, rows, columns), chunks, joined)
+
+
+class PartCache:
+    """A cache of the last parts of files, so that threads converting pieces of one read it once."""
+
+    def __init__(self, count: int):
+        """count: number of parts that are kept."""
+        self.count = count
+        self._parts: dict[tuple[int, str, int, int], Tensor] = {}
+        self._lock = Lock()
+
+    def rows(self, tensor: TensorOnDisk, first: int, last: int) -> Tensor:
+        """Return rows of a tensor that is a single chunk, from the cache if they are in it."""
+        key = tensor.chunks[0].offset, str(tensor.chunks[0].file), first, last
+        with self._lock:
+            rows = self._parts.pop(key, None)
+            if rows is None:
+                rows = read_whole(tensor, first, last)
+            self._parts[key] = rows  # last in the order of use
+            if len(self._parts) > self.count:
+                del self._parts[next(iter(self._parts))]
+            return rows

@@ -1,0 +1,397 @@
+"""Import of Hugging Face folders: all headers are checked, then every rank reads its own slices."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fsdp_trainer.base.distributed import local_part, local_slice, whole_slice
+from fsdp_trainer.checkpoint.formats.derived import SomeRows, stack_of
+from fsdp_trainer.checkpoint.formats.float8_blocks import FLOAT8, SCALES, Float8Matrix
+from fsdp_trainer.checkpoint.formats.four_bit_encoding import encoded
+from fsdp_trainer.checkpoint.formats.mxfp4 import join_mxfp4
+from fsdp_trainer.checkpoint.formats.tensor_files import (
+    Chunk,
+    HuggingFaceTensor,
+    TensorOnDisk,
+    dtype_name,
+    in_threads,
+    piece_bytes,
+    row_ranges,
+)
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.families import is_stacked
+from fsdp_trainer.models.four_bit import is_encoded
+
+MAX_SHOWN_PROBLEMS = 40
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+SCORE = "score.weight"
+"""The head of a reward model. It is random in a run that begins with a language model."""
+
+# a folder for text and images holds its language model under another name, next to other parts
+NOT_LANGUAGE = re.compile(r"__metadata__$|(model\.)?(vision_tower|multi_modal_projector)\.")
+LANGUAGE_MODEL = re.compile(r"^(model\.)?language_model\.")
+BLOCK = re.compile(r"model\.layers\.(\d+)\.")
+# a tied head that was stored all the same, and a constant in old exports
+NOT_NEEDED = re.compile(r"lm_head\.weight|.*rotary_emb\.inv_freq")
+
+
+@dataclass
+class TensorPart:
+    """Rows of a parameter, and the rows of a Hugging Face folder's tensor that hold them.
+
+    The tensor of a fused projection holds several parameters. The matrices of all experts are one
+    parameter here; in the folder each is a tensor, or, with is_stack, all of them are one tensor.
+    """
+
+    parameter: str
+    parameter_row: int
+    tensor: str
+    tensor_row: int
+    rows: int
+    is_stack: bool = False
+
+
+@dataclass
+class ImportPiece:
+    """Rows of a tensor from `first` on, whose `columns` are copied `into` a part of a parameter."""
+
+    source: TensorOnDisk
+    first: int
+    columns: tuple[slice, ...]
+    into: Tensor
+
+
+def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
+    """Return the stored rows of every parameter, in the order of the parameters.
+
+    Rows of stacked matrices are counted as in one matrix of all rows, in parameters and in tensors.
+    vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
+    """
+    family = model.config.family_spec
+    parts: list[TensorPart] = []
+    ends: Counter[str] = Counter()
+    for name, parameter in model.named_weights().items():
+        if is_stacked(name) and family.clamped_experts:
+            rows = math.prod(parameter.shape[:-1])
+            parts.append(TensorPart(name, 0, family.stored_name(name), 0, rows, is_stack=True))
+            continue
+        if is_stacked(name):
+            rows = parameter.shape[1]
+            parts += [
+                TensorPart(name, expert * rows, family.stored_expert(name, expert), 0, rows)
+                for expert in range(len(parameter))
+            ]
+            continue
+        tensor = family.stored_name(name)
+        rows = vocab_size if name in VOCABULARY else len(parameter)
+        parts.append(TensorPart(name, 0, tensor, ends[tensor], rows))
+        ends[tensor] += rows
+    return parts
+
+
+def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that the parts make up."""
+    weights = model.named_weights()
+    shapes = {}
+    for part in parts:
+        shape = weights[part.parameter].shape
+        if part.is_stack:
+            shapes[part.tensor] = tuple(shape)
+            continue
+        columns = shape[2:] if is_stacked(part.parameter) else shape[1:]
+        shapes[part.tensor] = (part.tensor_row + part.rows, *columns)
+    return shapes
+
+
+def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
+    """Return every tensor of a Hugging Face folder, and a Problem for each missing or broken file.
+
+    Raises UserError if there are no weights.
+    """
+    tensors: dict[str, HuggingFaceTensor] = {}
+    problems = []
+    for path in _weight_files(folder):
+        try:
+            tensors |= read_header(path)
+        except FileNotFoundError:
+            missing = f"is not there, and {INDEX} names it: copy or download it again"
+            problems.append(Problem(str(path), missing))
+        except (OSError, SafetensorError) as error:
+            problems.append(Problem(str(path), _why_unreadable(path, error)))
+    return join_mxfp4(with_scales(tensors)), problems
+
+
+def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors, with each float8 matrix and its scales joined into one."""
+    joined = dict(tensors)
+    for name, tensor in tensors.items():
+        scales = tensors.get(name + SCALES)
+        if tensor.number_format == FLOAT8 and scales is not None:
+            shape, chunks = tensor.shape, tensor.chunks
+            joined[name] = Float8Matrix(torch.bfloat16, shape, chunks, tensor, scales)
+            del joined[name + SCALES]
+    return joined
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    size = path.stat().st_size
+    nonsense = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+    with suppress(*nonsense):
+        begin, header = _read_json(path)
+        header.pop("__metadata__", None)
+        end = begin + max(entry["data_offsets"][1] for entry in header.values())
+        if end != size:
+            return (
+                f"has {size:,} bytes; its header says {end:,}: copied or downloaded in part, "
+                "do it again"
+            )
+    broken = "is no safetensors file, or was copied or downloaded in part"
+    return f"{broken}: do it again ({size:,} bytes; {error})"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    single = folder / SINGLE
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            problem = Problem(str(index), f"{type(error).__name__}: {error}")
+            raise UserError("cannot read the index of the weights", [problem]) from None
+        return sorted({folder / name for name in names})
+    if single.is_file():
+        return [single]
+    problem = Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")
+    raise UserError("there are no weights", [problem])
+
+
+def read_header(path: Path) -> dict[str, HuggingFaceTensor]:
+    """Return the tensors of a safetensors file that belong to a language model, by name.
+
+    Raises OSError and SafetensorError.
+    """
+    _check_header(path)
+    begin, header = _read_json(path)
+    tensors = {}
+    for name, entry in header.items():
+        if not NOT_LANGUAGE.match(name):
+            number_format = entry["dtype"]
+            shape = tuple(entry["shape"])
+            chunk = Chunk(path, begin + entry["data_offsets"][0], whole_slice(shape))
+            dtype = DTYPES.get(number_format, torch.uint8)
+            name = LANGUAGE_MODEL.sub(r"\1", name)
+            tensors[name] = HuggingFaceTensor(dtype, shape, [chunk], number_format)
+    return tensors
+
+
+def _check_header(path: Path) -> None:
+    """Raise SafetensorError for an inconsistent header, or a file of another size than it says."""
+    with path.open("rb") as file:
+        file.read(1)  # 7 ms faster on a cold disk: safe_open alone waits for a page fault
+    with safe_open(path, "np"):
+        pass
+
+
+def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return the offset in bytes of the numbers in a safetensors file, and its header."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return 8 + length, json.loads(file.read(min(length, path.stat().st_size)))
+
+
+def check_tensors(
+    model: Decoder, stored: dict[str, HuggingFaceTensor], vocab_size: int
+) -> list[Problem]:
+    """Return a Problem for each missing, unexpected, mis-shaped or unreadable tensor.
+
+    vocab_size: that of the folder's config.json.
+    """
+    shapes = tensor_shapes(model, tensor_parts(model, vocab_size))
+    missing = {
+        name: f"is missing; the model has it with shape {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in stored and name != SCORE
+    }
+    others = {
+        name: _misfit(tensor, shapes.get(name))
+        for name, tensor in stored.items()
+        if name in shapes or not is_not_needed(name, model.config)
+    }
+    return [Problem(name, text) for name, text in (missing | others).items() if text]
+
+
+def is_not_needed(name: str, config: ModelConfig) -> bool:
+    """Return True for a tensor that a folder may hold although the model has no use for it."""
+    block = BLOCK.match(name)
+    if block and config.family_spec.further_blocks and int(block[1]) >= config.num_hidden_layers:
+        return True
+    return bool(NOT_NEEDED.fullmatch(name))
+
+
+def _misfit(tensor: HuggingFaceTensor, shape: tuple[int, ...] | None) -> str:
+    file = f"in {tensor.chunks[0].file.name}"
+    number_format = tensor.number_format
+    if shape is None:
+        return f"{file} is not part of this model"
+    if tensor.shape != shape:
+        return f"{file} has shape {list(tensor.shape)}; the model has {list(shape)}"
+    if number_format not in DTYPES:
+        return f"{file} is stored as {number_format}; read are {', '.join(DTYPES)}"
+    return ""
+
+
+def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> list[Problem]:
+    """Return a Problem if a tied head is stored and differs from the embedding.
+
+    Every rank reads both completely, a piece at a time.
+    """
+    if HEAD not in stored or not model.config.tie_word_embeddings:
+        return []
+    head = stored[HEAD]
+    embedding = stored[EMBEDDING]
+    fits = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
+    if fits and all(map(torch.equal, head.pieces(), embedding.pieces())):
+        return []
+    reason = (
+        f"in {head.chunks[0].file.name} differs from {EMBEDDING}, "
+        "though config.json says tie_word_embeddings=true: set it to false"
+    )
+    return [Problem(HEAD, reason)]
+
+
+def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
+    """Fill a materialised model, sharded or not, from a Hugging Face folder.
+
+    Returns each parameter's stored dtype by torch's name. Vocabulary rows that the folder does not
+    have are left unchanged. Host memory: the shard itself and a few pieces.
+    Raises UserError before anything is read if the folder does not fit the model, and OSError when
+    a file cannot be read.
+    """
+    sources = parameters_on_disk(model.config, folder)
+    read_parameters(model, sources)
+    return {name: dtype_name(source.dtype) for name, source in sources.items()}
+
+
+def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnDisk]:
+    """Return every parameter of a model without adapters in a Hugging Face folder, by name.
+
+    Embedding and head have as many rows as in the folder. Raises UserError if the folder does not
+    fit the model.
+    """
+    model = meta_decoder(config)
+    vocab_size = ModelConfig.from_hf(folder).vocab_size
+    stored = _require_fitting(model, folder, vocab_size)
+    parts: dict[str, list[TensorOnDisk]] = {}
+    whole: dict[str, TensorOnDisk] = {}
+    for part in tensor_parts(model, vocab_size):
+        if part.tensor == SCORE and SCORE not in stored:
+            continue
+        if part.is_stack:
+            whole[part.parameter] = stored[part.tensor]
+            continue
+        rows = stored[part.tensor].whole_rows(part.tensor_row, part.rows)
+        parts.setdefault(part.parameter, []).append(rows)
+    return whole | {
+        name: stacked(name, parts[name]) if is_stacked(name) else parts[name][0] for name in parts
+    }
+
+
+def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
+    """Return matrices of one shape as one tensor, [matrices, rows, columns].
+
+    Raises UserError if their number formats differ.
+    """
+    dtypes = {matrix.dtype for matrix in matrices}
+    if len(dtypes) > 1:
+        formats = " and ".join(sorted(map(dtype_name, dtypes)))
+        problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
+        raise UserError("the experts of a block differ in their number format", [problem])
+    if any(isinstance(matrix, SomeRows) for matrix in matrices):
+        return stack_of(matrices)
+    shape = (len(matrices), *matrices[0].shape)
+    chunks = [
+        Chunk(chunk.file, chunk.offset, (slice(i, i + 1), *chunk.part))
+        for i, matrix in enumerate(matrices)
+        for chunk in matrix.chunks
+    ]
+    return TensorOnDisk(matrices[0].dtype, shape, chunks)
+
+
+@torch.no_grad()
+def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
+    """Fill parameters, sharded or not. Rows that their source does not have are left unchanged.
+
+    The source of a 4-bit parameter is the original matrix, which is encoded as it is read. In a
+    pipeline only parameters of this rank's stages are read. Raises OSError when a file cannot be
+    read.
+    """
+    own = model.named_weights()
+    names = [name for name in sources if name in own]
+    pieces = [piece for name in names for piece in _pieces(own[name], name, sources[name])]
+    pieces.sort(key=lambda piece: (piece.source.chunks, piece.first))
+    buffer_bytes = piece_bytes(piece.source.row_bytes for piece in pieces)
+    in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))
+
+
+def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str, HuggingFaceTensor]:
+    stored, problems = read_headers(folder)
+    misfits = check_tensors(model, stored, vocab_size)
+    if problems:  # a tensor that is missing may be in a broken file
+        misfits = [problem for problem in misfits if problem.what in stored]
+    problems = problems + misfits or check_tied_head(model, stored)
+    if not problems:
+        return stored
+    more = len(problems) - MAX_SHOWN_PROBLEMS
+    if more > 0:
+        problems[MAX_SHOWN_PROBLEMS:] = [Problem("…", f"and {more} more")]
+    raise UserError(f"the weights in {folder} do not fit the model", problems)
+
+
+def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
+    """Yield the pieces of a parameter that this rank reads."""
+    if is_encoded(parameter):
+        source = encoded(source)
+    local = local_part(parameter)
+    if parameter.ndim == 3:
+        stack, rows, *columns = local_slice(parameter)
+        matrices = source.as_matrix()
+        for matrix, into in zip(range(stack.start, stack.stop), local, strict=True):
+            first = matrix * parameter.shape[1]
+            part = slice(first + rows.start, first + rows.stop)
+            yield from _pieces_of_rows(matrices, part, columns, into)
+        return
+    rows, *columns = local_slice(parameter)
+    yield from _pieces_of_rows(source, rows, columns, local)
+
+
+def _pieces_of_rows(
+    source: TensorOnDisk, rows: slice, columns: list[slice], into: Tensor
+) -> Iterator[ImportPiece]:
+    """Yield `rows` of a source in pieces, without rows that it does not have."""
+    last = min(rows.stop, source.shape[0]) if into.numel() else rows.start
+    for begin, end in row_ranges(rows.start, last, source.row_bytes):
+        part = into[begin - rows.start : end - rows.start]
+        yield ImportPiece(source, begin, tuple(columns), part)
+
+
+def _fill(piece: ImportPiece, buffer: Tensor) -> None:
+    """Read a piece, copy it to the device in its stored format, and convert it there."""
+    rows = piece.source.read_rows(piece.first, piece.first + len(piece.into), buffer)
+    piece.into.copy_(rows[(slice(None), *piece.columns)].to(piece.into.device))

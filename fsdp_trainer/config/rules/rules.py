@@ -1,0 +1,196 @@
+"""Rules between keys of the configuration. Imports no torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.check import Report, Violations, value_of
+from fsdp_trainer.config.depth import settle_depth
+from fsdp_trainer.config.devices import unknown_gpus
+from fsdp_trainer.config.rules.rules_adapter import merging, settle_adapter
+from fsdp_trainer.config.rules.rules_computing import (
+    activation_checkpointing,
+    attention,
+    collectives,
+    compilation,
+    dimensions,
+    float8,
+    float16,
+    four_bits,
+    moments,
+    replicas,
+    shared_rows,
+    stages,
+)
+from fsdp_trainer.config.rules.rules_data import (
+    entries_of_a_list,
+    padding,
+    share_held_out,
+    stream_packing,
+    streaming,
+    users_of_validation,
+)
+from fsdp_trainer.config.rules.rules_objective import (
+    objective_keys,
+    preferences,
+    reference,
+    reward_model,
+    teacher,
+)
+from fsdp_trainer.config.rules.rules_rewards import rewards
+from fsdp_trainer.config.rules.rules_rollouts import answers, divergence, prompts
+from fsdp_trainer.config.rules.rules_server import server
+from fsdp_trainer.config.rules.rules_training import (
+    adapters,
+    allowed_changes,
+    durations,
+    environment,
+    export_dtype,
+    hosts,
+    learning_rate_scaling,
+    momentum,
+    optimizer,
+    overwriting,
+    profiled_steps,
+    registered_objective,
+    rendezvous,
+    rewinding,
+    run_folder,
+    tracking_command,
+    width_of_heads,
+)
+from fsdp_trainer.config.schema import Train, TrainConfig
+from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.models.resolve import model_problems
+
+Rule = Callable[[Any, Report], Violations]
+RULES: tuple[Rule, ...] = (
+    replicas,
+    dimensions,
+    shared_rows,
+    stages,
+    collectives,
+    activation_checkpointing,
+    attention,
+    compilation,
+    learning_rate_scaling,
+    adapters,
+    moments,
+    float8,
+    float16,
+    four_bits,
+    run_folder,
+    overwriting,
+    width_of_heads,
+    momentum,
+    optimizer,
+    padding,
+    stream_packing,
+    streaming,
+    share_held_out,
+    entries_of_a_list,
+    users_of_validation,
+    registered_objective,
+    objective_keys,
+    preferences,
+    reference,
+    reward_model,
+    rewards,
+    prompts,
+    answers,
+    divergence,
+    teacher,
+    server,
+    tracking_command,
+    rewinding,
+    export_dtype,
+    merging,
+    environment,
+    rendezvous,
+    hosts,
+    allowed_changes,
+    profiled_steps,
+    durations,
+)
+PATHS = (
+    "run.root",
+    "data.path",
+    "data.validation",
+    "data.template",
+    "data.cache",
+    "compile.cache",
+    "tokenizer.path",
+    "model.init_from",
+    "adapter.init_from",
+    "objective.reference",
+    "objective.teacher",
+    "objective.server_folder",
+    "checkpoint.resume",
+    "evaluation.core_data",
+    "core_data",
+    "text",
+    "good",
+    "chats",
+    "questions",
+    "source",
+    "out",
+    "hf",
+    "compare",
+    "answers",
+    "data",
+    "root",
+)
+"""Keys whose value is a path: `~` is expanded in it, and completion offers files."""
+
+
+def check_rules(cfg: Any, report: Report) -> None:
+    """Expand `~` in paths, set values that follow from others, and report every broken rule."""
+    for key in PATHS:
+        expand_home(cfg, key)
+    if not isinstance(cfg, TrainConfig):
+        return
+    if isinstance(cfg, PlanConfig):
+        report.problems += unknown_gpus(cfg.plan.gpu)
+    settle_depth(cfg, report)
+    settle_length(cfg.train, report)
+    settle_adapter(cfg, report)
+    for rule in RULES:
+        for key, reason in rule(cfg, report):
+            report.add(key, value_of(cfg, key), reason)
+    # problems that may follow from a wrong key are not reported
+    if not any(key.startswith(("model.", "batch.seq_len")) for key in report.settled):
+        report.problems += model_problems(cfg)
+
+
+def settle_length(train: Train, report: Report) -> None:
+    """Keep only one of train.steps and train.epochs: a typed one replaces a recipe's."""
+    if train.steps is None or train.epochs is None:
+        return
+    typed = [name for name in ("steps", "epochs") if f"train.{name}" in report.typed]
+    if len(typed) == 1:
+        setattr(train, "epochs" if typed == ["steps"] else "steps", None)
+    else:
+        reason = "train.steps and train.epochs are both set: keep one, as in  train.steps=null"
+        report.add("train.epochs", train.epochs, reason)
+
+
+def expand_home(cfg: Any, key: str) -> None:
+    """Expand `~` in a key's value, which is a path or a list of paths or entries."""
+    group, _, name = key.rpartition(".")
+    owner = value_of(cfg, group) if group else cfg
+    value = getattr(owner, name, None)
+    if isinstance(value, str):
+        setattr(owner, name, without_tilde(value))
+    elif isinstance(value, list):
+        setattr(owner, name, [_expand_entry(entry) for entry in value])
+
+
+def _expand_entry(entry: Any) -> Any:
+    if isinstance(entry, dict) and "path" in entry:
+        return {**entry, "path": without_tilde(entry["path"])}
+    return without_tilde(entry)
+
+
+def without_tilde(path: Any) -> Any:
+    """Return a path with a leading `~` expanded, and any other value unchanged."""
+    return str(Path(path).expanduser()) if isinstance(path, str) and path.startswith("~") else path

@@ -1,0 +1,258 @@
+"""Rules between keys of run, train, optim, checkpoint, profile and launch. See config/rules/rules.py."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.check import Report, Violations, flatten, unused_keys, value_of
+from fsdp_trainer.config.durations import parse_duration, parse_steps
+from fsdp_trainer.config.host_list import read_hosts
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.schema import GROUPS, TrainConfig
+from fsdp_trainer.extensions import IMPORTS, objective_names
+
+# beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
+RUNS_CODE = (
+    "LD_",
+    "DYLD_",
+    "PYTHON",
+    "BASH_ENV",
+    "CC",
+    "CXX",
+    "CUDA_INJECTION",
+    "NCCL_NET_PLUGIN",
+    "NCCL_TUNER_PLUGIN",
+    "NCCL_PROFILER_PLUGIN",
+    IMPORTS,
+)
+SET_BY_LAUNCHER = (
+    "PATH",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+OPTIMIZER_KEYS = {
+    "implementation": ("adamw", "muon"),
+    "betas": ("adamw", "muon", "lion", "lamb"),
+    "eps": ("adamw", "muon", "lamb"),
+    "momentum": ("muon", "sgd"),
+    "nesterov": ("muon", "sgd"),
+    "ns_steps": ("muon",),
+    "ns_dtype": ("muon",),
+    "ns_coefficients": ("muon",),
+    "normuon": ("muon",),
+    "normuon_beta": ("muon",),
+    "scale": ("muon",),
+}
+"""Keys of optim that only some optimizers use, and these optimizers."""
+DURATIONS = (
+    "train.time_limit",
+    "launch.timeout",
+    "launch.data_timeout",
+    "launch.stall",
+    "logging.stragglers",
+    "checkpoint.patience",
+)
+
+
+def learning_rate_scaling(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the keys of the learning rate's scaling are set together."""
+    missing = [name for name in ("lr_scaling", "lr_batch_tokens") if not getattr(cfg.optim, name)]
+    if len(missing) == 1:
+        yield (
+            f"optim.{missing[0]}",
+            "lr_scaling and lr_batch_tokens belong together, e.g.  optim.lr_scaling=sqrt "
+            "optim.lr_batch_tokens=524288 ; null: lr is not scaled",
+        )
+
+
+def adapters(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that keys of adapters are set only with an adapter."""
+    if cfg.adapter.name != "none" or "adapter.init_from" in report.settled:
+        return
+    for key in report.typed:
+        if key.startswith("adapter.") and key != "adapter.name":
+            yield key, "only counts with  adapter=lora , adapter=dora  or  adapter=qlora"
+    if cfg.checkpoint.merge:
+        yield "checkpoint.merge", "merges an adapter, and there is none.\nUse  adapter=lora"
+
+
+def overwriting(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that run.overwrite is set only if the run does not resume."""
+    if cfg.run.overwrite and cfg.checkpoint.resume != "never":
+        yield "run.overwrite", "only counts together with  checkpoint.resume=never"
+
+
+def width_of_heads(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the width is a multiple of the number of heads if head_dim is not set."""
+    width, heads = cfg.model.hidden_size, cfg.model.num_attention_heads
+    if width and heads and cfg.model.head_dim is None and width % heads:
+        yield (
+            "model.hidden_size",
+            f"not a multiple of num_attention_heads={heads}; else set model.head_dim",
+        )
+
+
+def momentum(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that optim.betas are two numbers below 1, and that optim.momentum is below 1."""
+    if len(cfg.optim.betas) != 2 or max(cfg.optim.betas) >= 1:
+        yield "optim.betas", "two numbers below 1, e.g.  optim.betas=[0.9,0.95]"
+    if cfg.optim.momentum >= 1:
+        yield "optim.momentum", "a number below 1, e.g.  optim.momentum=0.95"
+
+
+def optimizer(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that keys of some optimizers are set only with these, and that Muon suits the run."""
+    yield from unused_keys(report, "optim", cfg.optim.name, OPTIMIZER_KEYS)
+    if cfg.optim.name != "muon":
+        return
+    if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:
+        yield "optim.normuon_beta", "only counts with  optim.normuon=true"
+    if cfg.adapter.name != "none":
+        yield (
+            "optim.name",
+            "muon is for matrices that are trained whole, not for the low-rank ones of "
+            f"adapter={cfg.adapter.name}.\nUse  optim=adamw  or  adapter=none",
+        )
+    if cfg.sharding.cpu_offload:
+        yield (
+            "sharding.cpu_offload",
+            "the host would compute muon's matrix products.\n"
+            "Use  optim=adamw  or  sharding.cpu_offload=false",
+        )
+
+
+def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the objective is built in or was registered by the user's code."""
+    names = objective_names()
+    if cfg.objective.name not in names:
+        yield (
+            "objective.name",
+            f"is not one of: {', '.join(names)}.\nOne of your own is registered by a module:  "
+            "--import my_module",
+        )
+
+
+def tracking_command(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that logging.command is typed, because a file must not run code, and that it exists."""
+    command = cfg.logging.command
+    if command is None:
+        return
+    key = "logging.command"
+    if key not in report.typed and key in report.origins:
+        yield key, "a file cannot start a program: type it on the command line"
+    elif not shutil.which(shlex.split(command)[0]):
+        yield key, f"there is no program {shlex.split(command)[0]}"
+
+
+def run_folder(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the run's folder is inside run.root."""
+    root = Path(cfg.run.root).resolve()
+    if cfg.run.name and root not in (root / cfg.run.name).resolve().parents:
+        yield "run.name", f"is not inside run.root={cfg.run.root}: set run.root for another place"
+
+
+def rewinding(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that a run that may rewind writes checkpoints."""
+    if cfg.train.on_spike == "rewind" and cfg.checkpoint.every is None:
+        yield (
+            "train.on_spike",
+            "goes back to a checkpoint, and there is none before the end.\n"
+            "Use  checkpoint.every=100  or  train.on_spike=skip",
+        )
+
+
+def export_dtype(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the number format of an export is set only with an export."""
+    if cfg.checkpoint.export_dtype and not cfg.checkpoint.export_hf:
+        yield "checkpoint.export_dtype", "only counts together with  checkpoint.export_hf=true"
+
+
+def environment(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that launch.env sets no variable that decides which code runs, or the rank's number."""
+    closed = [
+        name for name in cfg.launch.env if name.startswith(RUNS_CODE) or name in SET_BY_LAUNCHER
+    ]
+    for name in closed:
+        key = f"launch.env.{name}"
+        yield (
+            key if key in report.typed else "launch.env",
+            f"{', '.join(closed)}: decides what code a rank runs, or which rank it is. "
+            "Set it in the shell instead",
+        )
+
+
+def rendezvous(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that a rendezvous is a host and a port, and is used with several nodes."""
+    address = cfg.launch.rendezvous
+    if not address:
+        return
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        yield "launch.rendezvous", "is a host and a port, e.g.  launch.rendezvous=node0:29500"
+    elif cfg.launch.nodes == 1 and not cfg.launch.hosts:
+        yield "launch.rendezvous", "is for several nodes: how many?  launch.nodes=2"
+
+
+def hosts(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that launch.hosts can be read, and that launch.nodes is not set with it."""
+    if cfg.launch.hosts is None or _is_missing_file(cfg.launch.hosts):
+        return
+    try:
+        count = len(read_hosts(cfg.launch.hosts))
+    except ValueError as error:
+        yield "launch.hosts", str(error)
+        return
+    if cfg.launch.nodes > 1:
+        yield "launch.nodes", f"is {count} as launch.hosts names them: leave launch.nodes out"
+
+
+def _is_missing_file(hosts: str | list[str]) -> bool:
+    """Return whether `hosts` names a missing file, which is an error only if a command reads it."""
+    return isinstance(hosts, str) and not Path(hosts).expanduser().exists()
+
+
+def allowed_changes(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that checkpoint.allow_changes names keys that exist."""
+    known = {"data.fingerprint", *GROUPS, "batch", "loss", *flatten(TrainConfig)}
+    for name in cfg.checkpoint.allow_changes:
+        if name not in known:
+            close = nearest(name, known)
+            meant = f" Did you mean  {close} ?" if close else ""
+            yield "checkpoint.allow_changes", f"{name} is no key.{meant}"
+
+
+def profiled_steps(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that profile.steps is a step or a range of steps."""
+    if cfg.profile.steps:
+        try:
+            parse_steps(cfg.profile.steps)
+        except ValueError as error:
+            yield "profile.steps", str(error)
+
+
+def durations(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that durations can be read and are longer than nothing."""
+    for key in DURATIONS:
+        reason = _wrong_duration(value_of(cfg, key))
+        if reason:
+            off = (
+                "; null: no limit"
+                if key == "train.time_limit" and reason.startswith("must")
+                else ""
+            )
+            yield key, reason + off
+
+
+def _wrong_duration(text: Any) -> str:
+    """Return the problem with a duration, or "". None is no duration and no problem."""
+    if text is None:
+        return ""
+    try:
+        return "" if parse_duration(text) > 0 else "must be longer than nothing"
+    except ValueError as error:
+        return str(error)

@@ -1,0 +1,378 @@
+"""Units of files, and the rows in them.
+
+A unit can be read by itself, so that many processes can share a file and a stream can resume within
+one. Formats: `.json` is one array, an object with one list, or, like `.jsonl`, one object per line.
+In `.txt`, blank lines separate documents; a file without blank lines in its first 16 MiB has one
+document per line. Tables are read by `tables.py`.
+"""
+
+import contextlib
+import gzip
+import json
+import math
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import BinaryIO, cast
+
+from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, is_url, kind
+from fsdp_trainer.data.files import quickstart_data
+from fsdp_trainer.data.files.json_values import LONGEST, parse_object, read_list
+from fsdp_trainer.data.files.remote_files import open_remote
+from fsdp_trainer.data.files.sources import Row
+from fsdp_trainer.data.files.tables import open_zstd, read_arrow, read_csv, rows_of_parts
+from fsdp_trainer.errors import Problem, UserError
+
+HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
+BLANK = re.compile(rb"\n[ \t\r]*\n")
+BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Part of a file that can be read by itself.
+
+    start, stop: bytes of uncompressed text, row groups of Parquet, or batches of an Arrow file; any
+    other file is one unit. A row belongs to the unit in which it begins. A document between blank
+    lines belongs to the unit that contains the blank line before it.
+    """
+
+    file: str
+    start: int = 0
+    stop: int | None = None
+    """None: up to the end of the file."""
+    stamp: tuple[int, int] | None = None
+    """`stamp` of the file when it was split, so that reading can detect a later change."""
+
+    @cached_property
+    def end(self) -> float:
+        """The end of the unit, infinite if it ends with its file."""
+        return math.inf if self.stop is None else self.stop
+
+
+def stamp(file: str) -> tuple[int, int] | None:
+    """Return (bytes, mtime in ns) of a local file, which change with the file; None for others."""
+    if file in quickstart_data.TASKS or is_url(file):
+        return None
+    about = os.stat(file)
+    return about.st_size, about.st_mtime_ns
+
+
+def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
+    """Return the file as units of about `bytes_each`, in order.
+
+    It is a single unit if it can only be read from the beginning. mark: an earlier stamp that the
+    file must still have when it is read.
+    """
+    (suffix, compression), mark = kind(file), mark or stamp(file)
+    edges = [0]
+    if file not in quickstart_data.TASKS and not compression:
+        if suffix in ARROW:
+            edges = _edges_of_parts(file, suffix, bytes_each)
+        elif suffix in TEXT or _is_json_lines(file, suffix):
+            edges = list(range(0, _size(file), bytes_each)) or [0]
+    return [
+        Unit(file, start, stop, mark) for start, stop in zip(edges, [*edges[1:], None], strict=True)
+    ]
+
+
+def _size(file: str) -> int:
+    """Return the size of a file; 0 if it can only be read from the beginning."""
+    with open_raw(file) as opened, contextlib.suppress(ValueError):
+        return opened.seek(0, os.SEEK_END)
+    return 0
+
+
+def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
+    """Return the index of the first row group or batch of each unit."""
+    rows = rows_of_parts(_table(file, None), suffix)
+    bytes_a_row = _size(file) / max(1, sum(rows))
+    edges, held = [0], 0.0
+    for part, n in enumerate(rows):
+        if held >= bytes_each:
+            edges, held = [*edges, part], 0.0
+        held += n * bytes_a_row
+    return edges
+
+
+@lru_cache(maxsize=4096)
+def lines_before(unit: Unit) -> int:
+    """Return the number of lines (rows of a table) before the unit, to add to `row.where`."""
+    return Lines().before(unit)
+
+
+class Lines:
+    """Counts the lines before many units in order, and reads each byte only once."""
+
+    def __init__(self) -> None:
+        self._file, self._at, self._lines = "", 0, 1
+
+    def before(self, unit: Unit) -> int:
+        """Return the number of lines before the unit, as `lines_before` does."""
+        suffix = kind(unit.file)[0]
+        if not unit.start:
+            return 0
+        if suffix in ARROW:
+            return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
+        if unit.file != self._file or unit.start <= self._at:  # a file may be named twice
+            self._file, self._at, self._lines = unit.file, 0, 1
+        with open_raw(unit.file) as file:
+            file.seek(self._at)
+            while block := file.read(min(unit.start - 1 - self._at, 1 << 22)):
+                self._lines, self._at = self._lines + block.count(b"\n"), self._at + len(block)
+        return self._lines
+
+
+def read_rows(file: str) -> Iterator[Row]:
+    """Yield the rows of one file, in order, with bounded memory."""
+    yield from read_unit(Unit(file))
+
+
+def read_unit(unit: Unit) -> Iterator[Row]:
+    """Yield the rows of a unit, in order; `row.where` counts from the unit's own first line.
+
+    Raises UserError if the file changes in the meantime.
+    """
+    number = 0
+    try:
+        _check_stamp(unit)
+        for row in _rows(unit, *kind(unit.file)):
+            number = row.where[1]
+            yield row
+        _check_stamp(unit)
+    except UserError:
+        raise
+    except Exception as e:
+        content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
+        if content and not (is_url(unit.file) and isinstance(e, OSError)):
+            yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+        elif isinstance(e, OSError) or is_url(unit.file):
+            # an error of the disk or the network: skipping it would lose rows unnoticed
+            raise _lost(
+                unit,
+                number + 1,
+                f"cannot be read from here on: {getattr(e, 'strerror', None) or e}",
+            ) from e
+        else:
+            raise
+
+
+def _check_stamp(unit: Unit) -> None:
+    if unit.stamp and stamp(unit.file) != unit.stamp:
+        raise _lost(unit, 1, "was changed while it was read")
+
+
+def _lost(unit: Unit, line: int, reason: str) -> UserError:
+    try:
+        place = f"{unit.file}:{lines_before(unit) + line}"
+    except OSError:  # the file is gone
+        place = f"{unit.file}:{line}"
+        if unit.start:
+            place = f"{unit.file}, from byte {unit.start:,} on"
+    return UserError(
+        "the data cannot be used",
+        [Problem(place, f"{reason}.\nStart again once it can be read completely")],
+    )
+
+
+def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
+    file = unit.file
+    if file in quickstart_data.TASKS:
+        yield from (
+            Row(columns, (file, i)) for i, columns in enumerate(quickstart_data.rows(file), start=1)
+        )
+    elif suffix in ARROW:
+        records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
+        yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif not unit.start and _first_bytes(file, 2) in UTF_16:
+        yield Row({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
+    elif suffix in CSV:
+        with _open(file) as opened:
+            records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
+            yield from (Row(columns, (file, number), error) for number, columns, error in records)
+    elif suffix in TEXT:
+        yield from _read_text(unit)
+    elif _is_json_lines(file, suffix):
+        yield from _read_jsonl(unit)
+    else:
+        with _seekable(file, compression) as opened:
+            yield from read_list(opened, file)
+
+
+def open_raw(file: str) -> BinaryIO:
+    """Open a local or remote file without decompression."""
+    return open_remote(file) if is_url(file) else open(file, "rb")
+
+
+def _open(file: str) -> BinaryIO:
+    """Open a file for reading its decompressed bytes."""
+    compression = kind(file)[1]
+    if compression == ".zst":
+        return open_zstd(open_raw(file))
+    return cast(BinaryIO, gzip.open(open_raw(file))) if compression == ".gz" else open_raw(file)
+
+
+def _first_bytes(file: str, n: int) -> bytes:
+    with _open(file) as opened:
+        return opened.read(n)
+
+
+def _seekable(file: str, compression: str | None) -> BinaryIO:
+    """Open a file so that seek works: a compressed one is unpacked into an anonymous file."""
+    if not compression:
+        return open_raw(file)
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115
+    with _open(file) as opened:
+        shutil.copyfileobj(opened, unpacked, 1 << 22)
+    unpacked.seek(0)
+    return cast(BinaryIO, unpacked)
+
+
+def _table(file: str, compression: str | None) -> str | BinaryIO:
+    """Return the file for Arrow; a local one by its name, so that Arrow can map it."""
+    return _seekable(file, compression) if compression or is_url(file) else file
+
+
+def _is_json_lines(file: str, suffix: str) -> bool:
+    """Return True for `.jsonl`, or `.json` whose first line is an object and not the last line."""
+    if suffix != ".json":
+        return suffix in (".jsonl", ".ndjson")
+    try:
+        with _open(file) as opened:
+            lines = (opened.readline(LONGEST) for _ in count())
+            first = next(line for line in lines if line.strip() or not line).removeprefix(
+                BYTE_ORDER_MARK
+            )
+            is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+            return is_object and bool(next(line for line in lines if line.strip() or not line))
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error):
+        return False
+
+
+Line = tuple[int, int, str, str | None]
+"""(number, place, text, error) of a line.
+
+number: from 1 in the unit. place: position in the file in bytes. text: empty if there is an
+error."""
+
+
+def _lines(file: BinaryIO, unit: Unit) -> Iterator[Line]:
+    """Yield each line from the first that begins in the unit to the end of the file."""
+    place = _first_line(file, unit)
+    for number in count(1) if place < unit.end else ():
+        content, begins = file.readline(LONGEST), place
+        if not content:
+            return
+        place += len(content)
+        if len(content) == LONGEST and not content.endswith(b"\n"):
+            place += _skip_line(file)
+            yield number, begins, "", f"is longer than {LONGEST >> 20} MiB"
+        else:
+            text, error = _decoded(content, is_first=begins == 0)
+            yield number, begins, text, error
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """Read to the end of the line; return the number of bytes read."""
+    size = 0
+    while piece := file.readline(LONGEST):
+        size += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return size
+
+
+def _decoded(content: bytes, is_first: bool) -> tuple[str, str | None]:
+    """Return the text of a line, or "" and the reason why it is not text."""
+    if b"\0" in content:
+        return "", (
+            f"holds a NUL byte (byte {content.index(0) + 1}), as a file does that a crash has"
+            " cut off, or that is no text"
+        )
+    if is_first:
+        content = content.removeprefix(BYTE_ORDER_MARK)
+    try:
+        return content.decode(), None
+    except UnicodeDecodeError as e:
+        return "", (
+            f"is not UTF-8: byte {e.start + 1} is 0x{content[e.start]:02x}. Convert the file:"
+            "  iconv -f latin1 -t utf-8"
+        )
+
+
+def _first_line(file: BinaryIO, unit: Unit) -> int:
+    """Seek to the first line that begins in the unit, or past the unit's end; return the place."""
+    if not unit.start:
+        return 0
+    place = file.seek(unit.start - 1)
+    while (piece := file.readline(1 << 20)) and place < unit.end:
+        place += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return place
+
+
+def _own_lines(unit: Unit) -> Iterator[Line]:
+    """Yield the lines that begin in the unit, except blank ones."""
+    with _open(unit.file) as file:
+        for line in _lines(file, unit):
+            _, place, text, error = line
+            if place >= unit.end:
+                return
+            if error or text.strip():
+                yield line
+
+
+def _read_jsonl(unit: Unit) -> Iterator[Row]:
+    for number, _, text, error in _own_lines(unit):
+        where = unit.file, number
+        yield Row({}, where, error) if error else parse_object(text, where)
+
+
+@lru_cache
+def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
+    """Return True if blank lines separate the documents of a text file."""
+    return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
+
+
+def _read_text(unit: Unit) -> Iterator[Row]:
+    """Yield the documents that begin in a unit: separated by blank lines, else one per line."""
+    if _is_separated(unit.file, stamp(unit.file)):
+        yield from (_document(unit.file, lines) for lines in _paragraphs(unit))
+    else:
+        yield from (_document(unit.file, [line]) for line in _own_lines(unit))
+
+
+def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
+    """Yield the lines of each document after the first blank line of the unit."""
+    lines: list[Line] = []
+    is_own = not unit.start
+    with _open(unit.file) as file:
+        for line in _lines(file, unit):
+            _, place, text, error = line
+            is_blank = not error and not text.strip()
+            if place >= unit.end and (is_blank or not is_own):
+                break
+            if is_blank and lines:
+                yield lines
+                lines = []
+            elif is_own and not is_blank:
+                lines.append(line)
+            is_own |= is_blank
+    if lines:
+        yield lines
+
+
+def _document(file: str, lines: list[Line]) -> Row:
+    """Return the document of some lines; its error is the first one among its lines."""
+    for number, _, _, error in lines:
+        if error:
+            return Row({}, (file, number), error)
+    text = "".join([text for _, _, text, _ in lines]).replace("\r\n", "\n").rstrip("\n")
+    return Row({"text": text}, (file, lines[0][0]))

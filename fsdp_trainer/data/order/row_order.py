@@ -1,0 +1,537 @@
+"""The global order of rows, equal on every rank.
+
+Row i of an epoch is a pure function of (data, packing, seed, epoch).
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_trainer.data.order import packing as packing_module
+from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
+from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, Arrays, SharedArrays
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.errors import Problem, UserError
+
+PIECES_AT_A_TIME = 1024
+"""Number of pieces whose weights are read at a time, to bound the memory."""
+
+
+@dataclass
+class RowData:
+    """A row in the form that training uses.
+
+    Position i is trained to predict `labels[i]`, with weight `weights[i]`.
+    """
+
+    tokens: np.ndarray  # [seq_len] int64, zero after the last document
+    # [seq_len] int64: the next token of the same document, even if that is in another row; -100 if
+    # it is not supervised
+    labels: np.ndarray
+    weights: np.ndarray  # [seq_len] float32: 0 where no token is supervised
+    documents: list[int]
+    """Lengths of the documents, in order; the rest of seq_len is padding."""
+    sources: list[int]
+    """The source of each document, as an index into the store's source_names."""
+
+
+@dataclass
+class Rows:
+    """Several rows stacked; tokens, labels and weights as in RowData."""
+
+    tokens: np.ndarray  # [rows, seq_len] int64
+    positions: np.ndarray  # [rows, seq_len] int64; start at 0 in each document
+    labels: np.ndarray  # [rows, seq_len] int64
+    weights: np.ndarray  # [rows, seq_len] float32
+    sources: np.ndarray  # [rows, seq_len] int64: source of each position's document
+    documents: list[list[int]]
+    """Lengths of each row's documents, in order."""
+    group_starts: list[list[bool]]
+    """True for each document that starts a group of documents that belong together."""
+    reference: list[list[float]] | None = None
+    """Σ log-probability of each document under the reference model; None if there is none."""
+    kinds: list[list[int]] | None = None
+    """The kind of each document, as in samples.py; None if all are answers."""
+    columns: dict[str, np.ndarray] | None = None
+    """Additional values of each position, [rows, seq_len, ...] of any dtype, by name."""
+
+    @classmethod
+    def empty(cls, rows: int, seq_len: int) -> "Rows":
+        """Return rows with nothing but padding."""
+        tokens, positions, sources = np.zeros((3, rows, seq_len), np.int64)
+        labels = np.full((rows, seq_len), -100, np.int64)
+        weights = np.zeros((rows, seq_len), np.float32)
+        documents: list[list[int]] = [[] for _ in range(rows)]
+        group_starts: list[list[bool]] = [[] for _ in range(rows)]
+        return cls(tokens, positions, labels, weights, sources, documents, group_starts)
+
+    def put(self, places: Sequence[int] | np.ndarray, rows: "Rows") -> None:
+        """Copy `rows` to these indices."""
+        for name in ("tokens", "positions", "labels", "weights", "sources"):
+            getattr(self, name)[places] = getattr(rows, name)
+        for i, place in enumerate(places):
+            self.documents[place] = rows.documents[i]
+            self.group_starts[place] = rows.group_starts[i]
+        for name, column in (rows.columns or {}).items():
+            self.columns = self.columns or {}
+            empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
+            self.columns.setdefault(name, empty)[places] = column
+        for name in ("reference", "kinds"):
+            given = getattr(rows, name)
+            if given is not None:
+                own = getattr(self, name) or [[] for _ in self.documents]
+                setattr(self, name, own)
+                for place, values in zip(places, given, strict=True):
+                    own[place] = values
+
+    def row(self, i: int) -> RowData:
+        """Return row i."""
+        starts = np.cumsum([0, *self.documents[i]], dtype=np.int64)[:-1]
+        return RowData(
+            self.tokens[i],
+            self.labels[i],
+            self.weights[i],
+            self.documents[i],
+            self.sources[i, starts].tolist(),
+        )
+
+
+@dataclass
+class Epoch:
+    """All documents of an epoch, row by row, and the sums over all rows before each row.
+
+    Integers have the smallest unsigned type that holds them.
+    """
+
+    samples: np.ndarray  # [documents]
+    starts: np.ndarray  # [documents]: index of the first of the sample's tokens in this row
+    lengths: np.ndarray  # [documents]
+    offsets: np.ndarray  # [rows + 1]: row i holds documents [offsets[i], offsets[i + 1])
+    # [rows + 1, 4] float64: weight, tokens, supervised tokens, attention cost (Σ length², minus
+    # what windows leave out)
+    sums: np.ndarray
+
+
+Arranged = tuple[Pieces, np.ndarray, np.ndarray]
+"""Pieces of an epoch, their indices row by row, and the offsets of the rows."""
+
+
+class RowOrder:
+    """Rows over all epochs, addressed by one running index, which is the only state of a loader.
+
+    The plan of an epoch (which tokens are in which row) is made once per node and mapped from files
+    next to the store, by all ranks and by later runs, so that a rank's memory does not grow with
+    the data. The plan of the next epoch is made in the background from the middle of this epoch on.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        seq_len: int,
+        packing: str,
+        shuffle: bool,
+        seed: int,
+        attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
+    ):
+        """attention_cost: function from document lengths to the attention costs of the model."""
+        self.attention_cost = attention_cost
+        self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
+        self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
+        tokens = len(store.tokens)
+        rows = -(-tokens // seq_len)
+        self.shared: SharedArrays | None = None
+        """None if there is so little data that every rank makes its own plans."""
+        if max(len(store.lengths), rows) >= SHARED_FROM:
+            self.shared = SharedArrays(store.folder / "plans" / self._plan_key())
+        self._groups = self._checked_groups()
+        if packing != "stream":
+            self._packing = self._once("packing", self._pack)
+            rows = len(self._packing["offsets"]) - 1
+        self.rows_per_epoch: int = rows
+        """The number of rows, equal in every epoch since it depends only on the lengths."""
+        self.fill: float = tokens / (self.rows_per_epoch * seq_len)
+        """Share of positions that hold a token."""
+        self.reference: np.ndarray | None = None
+        """[samples] float64, Σ log-probability of each under the reference model; None without."""
+        self.supervised_values: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+        """Returns additional values of supervised tokens, [tokens, ...] by name, given their
+        indices among all supervised tokens of the store; None if there are no such values."""
+        self._epochs: dict[int, Epoch] = {}
+        self._ahead = 0  # the last epoch that was requested
+
+    @property
+    def note(self) -> str | None:
+        """A message about a problem with the plans' files; None if there is none."""
+        if self.shared is None or self.shared.problem is None:
+            return None
+        return (
+            "the order of the rows cannot be stored next to the data, so every rank makes its own"
+            f" and keeps it in memory: {self.shared.problem}"
+        )
+
+    def row(self, index: int) -> list[tuple[int, int, int]]:
+        """Return (sample, first token, number of tokens) of each document of row `index`.
+
+        The index counts over all epochs.
+        """
+        *parts, _ = self._documents([index])
+        return list(zip(*(part.tolist() for part in parts), strict=True))
+
+    def read(self, index: int) -> RowData:
+        """Return row `index`."""
+        return self.read_rows([index]).row(0)
+
+    def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """Return the rows with these indices, in the given order.
+
+        All operations are on whole arrays, since the training step waits for this.
+        """
+        rows = Rows.empty(len(indices), self.seq_len)
+        if not len(indices):
+            return rows
+        samples, starts, lengths, counts = self._documents(indices)
+        first_documents = np.cumsum(counts) - counts
+        before = np.cumsum(lengths) - lengths
+        in_row = before - np.repeat(before[first_documents], counts)
+        places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
+        tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
+        firsts = self.store.offsets[samples] + starts
+        if self.shared:
+            self.store.fetch(firsts, lengths)
+        at = ranges(firsts, lengths)
+        following = at + 1
+        # a document that is cut continues with its next token, so only complete ones end here
+        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]
+        following[ends] = at[ends]
+        target_weights = weights[following]
+        target_weights[ends] = 0
+        rows.tokens.reshape(-1)[places] = tokens[at]
+        rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
+        rows.labels.reshape(-1)[places] = np.where(target_weights > 0, tokens[following], -100)
+        rows.weights.reshape(-1)[places] = target_weights
+        if len(self.store.source_names) > 1:
+            rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
+        every = lengths.tolist()
+        rows.documents = [
+            every[first : first + n]
+            for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)
+        ]
+        starts_group = np.ones(len(samples), np.bool_)
+        if self.store.group_starts is not None:
+            starts_group = self.store.group_starts[samples]
+        rows.group_starts = [part.tolist() for part in np.split(starts_group, first_documents[1:])]
+        if self.reference is not None:
+            values = np.split(self.reference[samples], first_documents[1:])
+            rows.reference = [part.tolist() for part in values]
+        if self.supervised_values is not None:
+            rows.columns = self._columns(rows, places, target_weights > 0, samples, starts, lengths)
+        if self.store.kinds is not None:
+            kinds = np.split(self.store.kinds[samples], first_documents[1:])
+            rows.kinds = [part.tolist() for part in kinds]
+        return rows
+
+    def _columns(
+        self,
+        rows: Rows,
+        places: np.ndarray,
+        is_supervised: np.ndarray,
+        samples: np.ndarray,
+        starts: np.ndarray,
+        lengths: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """Return the values of `supervised_values`, each at the position that predicts its token.
+
+        Other positions hold 0. places: positions of all tokens in the flattened rows.
+        is_supervised: for each token, whether the next one is supervised. samples, starts,
+        lengths: of the documents.
+        """
+        assert self.supervised_values is not None
+        # of the tokens before a piece, the first one predicts nothing and has no weight
+        earlier, _ = self._supervised(samples, np.ones_like(starts), starts)
+        firsts = self._first_supervised[samples] + earlier
+        before = np.cumsum(is_supervised) - is_supervised
+        of_documents = np.cumsum(lengths) - lengths
+        numbers = np.repeat(firsts - before[of_documents], lengths) + before
+        columns = {}
+        for name, values in self.supervised_values(numbers[is_supervised]).items():
+            column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
+            column[places[is_supervised]] = values
+            columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
+        return columns
+
+    def _supervised(
+        self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many of some tokens of samples are supervised, and the sum of their weights.
+
+        The i-th piece has `counts[i]` tokens of a sample, from number `starts[i]` on. The weights
+        are only read for samples of tokens with a mask: in a text all tokens but the first are
+        supervised.
+        """
+        supervised, sums = counts.astype(np.int64), counts.astype(np.float64)
+        unmasked = np.asarray(self.store.lengths)[samples] - 1
+        masked = (np.asarray(self.store.supervised)[samples] < unmasked) & (counts > 0)
+        pieces = np.flatnonzero(masked)
+        for first in range(0, len(pieces), PIECES_AT_A_TIME):
+            some = pieces[first : first + PIECES_AT_A_TIME]
+            firsts = self.store.offsets[samples[some]] + starts[some]
+            weights = np.asarray(self.store.weights[ranges(firsts, counts[some])], np.float64)
+            begins = np.cumsum(counts[some]) - counts[some]
+            supervised[some] = np.add.reduceat(weights > 0, begins, dtype=np.int64)
+            sums[some] = np.add.reduceat(weights, begins)
+        return supervised, sums
+
+    @cached_property
+    def _first_supervised(self) -> np.ndarray:
+        """Index of each sample's first supervised token among those of the store: [samples]."""
+        supervised = np.asarray(self.store.supervised)
+        return np.cumsum(supervised) - supervised
+
+    def attention_costs(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the attention cost of each of these rows: [rows] float64."""
+        parts = [
+            plan.sums[rows + 1, 3] - plan.sums[rows, 3] for plan, rows in self._by_epoch(indices)
+        ]
+        return np.concatenate([np.zeros(0), *parts])
+
+    def epoch(self, epoch: int) -> Epoch:
+        """Return the plan of an epoch; the two most recently opened plans stay open.
+
+        An lru_cache of the method would be a circle of references, so that an unused order would
+        keep the files of its plans open until the garbage collector runs.
+        """
+        plan = self._epochs.get(epoch)
+        if plan is None:
+            plan = Epoch(**self._once(f"epoch-{epoch}", lambda: self._plan(epoch)))
+            self._epochs[epoch] = plan
+            for earlier in list(self._epochs)[:-2]:
+                self._epochs.pop(earlier, None)  # another thread may have been faster
+        return plan
+
+    def totals(self, start: int, stop: int) -> tuple[float, int, int, int]:
+        """Return sums over rows [start, stop), without reading any row.
+
+        The sums are: weight, tokens, supervised tokens, attention cost.
+        """
+        sums = np.zeros(4)
+        while start < stop:
+            epoch, i = divmod(start, self.rows_per_epoch)
+            end = min(i + stop - start, self.rows_per_epoch)
+            plan = self.epoch(epoch if self.shuffle else 0)
+            sums += plan.sums[end] - plan.sums[i]
+            start += end - i
+        weight, tokens, supervised, attention_cost = sums.tolist()
+        return weight, int(tokens), int(supervised), int(attention_cost)
+
+    def documents(self, start: int, stop: int) -> int:
+        """Return the number of documents in rows [start, stop), without reading any row."""
+        count = 0
+        while start < stop:
+            epoch, i = divmod(start, self.rows_per_epoch)
+            end = min(i + stop - start, self.rows_per_epoch)
+            offsets = self.epoch(epoch if self.shuffle else 0).offsets
+            count += int(offsets[end]) - int(offsets[i])
+            start += end - i
+        return count
+
+    def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
+        """Yield the plan of each epoch with some of these rows, and the rows' indices in it."""
+        epochs, rows = np.divmod(np.asarray(indices, np.int64), self.rows_per_epoch)
+        if not len(epochs):
+            return
+        for part in np.split(np.arange(len(epochs)), np.flatnonzero(np.diff(epochs)) + 1):
+            epoch = int(epochs[part[0]])
+            yield self.epoch(epoch if self.shuffle else 0), rows[part]
+            is_second_half = 2 * rows[part[-1]] >= self.rows_per_epoch
+            if self.shared and self.shuffle and epoch >= self._ahead and is_second_half:
+                self._ahead = epoch + 1
+                threading.Thread(
+                    target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True
+                ).start()
+
+    def _documents(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return four int64 arrays about the documents of these rows.
+
+        They are sample, first token and number of tokens of each document, and the number of
+        documents in each row.
+        """
+        parts = []
+        for plan, rows in self._by_epoch(indices):
+            first = plan.offsets[rows].astype(np.int64)
+            counts = plan.offsets[rows + 1] - first
+            at = ranges(first, counts)
+            parts.append((plan.samples[at], plan.starts[at], plan.lengths[at], counts))
+        samples, starts, lengths, counts = (
+            np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True)
+        )
+        return samples, starts, lengths, counts
+
+    def _plan_key(self) -> str:
+        """Return a hash of everything that decides the plans of this order, including its code."""
+        costs = np.asarray(self.attention_cost(np.arange(1, self.seq_len + 1)), np.float64)
+        code = b"".join(Path(file).read_bytes() for file in (__file__, packing_module.__file__))
+        parts = (self._key.encode(), b"shuffled" if self.shuffle else b"", costs.tobytes(), code)
+        return hashlib.blake2b(b"/".join(parts), digest_size=10).hexdigest()
+
+    def _once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
+        return self.shared.get(name, make) if self.shared else make()
+
+    def _pack(self) -> Arrays:
+        lengths = self._packed_lengths()
+        if self.packing == "none":
+            packing = one_per_row(lengths)
+        else:
+            packing = best_fit(lengths, self.seq_len)
+        return {"documents": narrow(packing.documents), "offsets": narrow(packing.offsets)}
+
+    def _plan(self, epoch: int) -> Arrays:
+        """Return the arrays of an `Epoch`."""
+        if self.packing == "stream":
+            pieces, documents, offsets = self._streamed(epoch)
+        elif self.shuffle:
+            pieces, documents, offsets = self._shuffled(epoch)
+        else:
+            pieces, documents, offsets = self._in_order()
+        if self._groups is not None:
+            documents, offsets = self._groups.samples(documents, offsets)
+        samples, starts, lengths = (
+            part[documents] for part in (pieces.samples, pieces.starts, pieces.lengths)
+        )
+        of_sample = np.asarray(self.store.lengths)[samples]
+        supervised = np.asarray(self.store.supervised)[samples]
+        weights = np.asarray(self.store.weight_sums)[samples]
+        cut = np.flatnonzero(lengths < of_sample)
+        # the last token of a piece predicts the one after the cut
+        targets = np.minimum(starts + lengths, of_sample - 1)[cut] - starts[cut]
+        supervised[cut], weights[cut] = self._supervised(samples[cut], starts[cut] + 1, targets)
+
+        def before(values: np.ndarray) -> np.ndarray:
+            return np.cumsum(np.add.reduceat(values, offsets[:-1], dtype=np.float64))
+
+        sums = [
+            before(weights),
+            before(lengths),
+            before(supervised),
+            # rounded to integers: sums are exact, and equal rows have equal costs
+            before(np.rint(self.attention_cost(lengths))),
+        ]
+        columns = {"samples": samples, "starts": starts, "lengths": lengths, "offsets": offsets}
+        return {name: narrow(column) for name, column in columns.items()} | {
+            "sums": np.pad(np.stack(sums, 1), ((1, 0), (0, 0)))
+        }
+
+    def _checked_groups(self) -> Groups | None:
+        """Return the store's groups; None if every sample is a group by itself.
+
+        Raises UserError if a group cannot be kept in one row.
+        """
+        if self.store.group_starts is None:
+            return None
+        starts, lengths = self.store.group_starts, np.asarray(self.store.lengths)
+        groups = Groups(**self._once("groups", lambda: vars(Groups.from_starts(starts, lengths))))
+        if self.packing == "stream":
+            text = "it cuts documents where a row is full, but some of the data must share a row."
+            use = "Use  data.packing=best_fit  or  data.packing=none"
+            problem = Problem("data.packing=stream", f"{text}\n{use}")
+            raise UserError("the data cannot be packed", [problem])
+        longest = int(np.argmax(groups.lengths))
+        if groups.lengths[longest] > self.seq_len:
+            count = int(np.count_nonzero(groups.lengths > self.seq_len))
+            text = (
+                f"{count:,} groups of documents that must share a row are longer than one."
+                f" The longest,\n{self.store.where(int(groups.firsts[longest]))}, has "
+                f"{groups.lengths[longest]:,} tokens in {groups.sizes[longest]:,} documents.\n"
+                f"Use  batch.seq_len={groups.lengths[longest]}  or leave them out"
+            )
+            problem = Problem(f"batch.seq_len={self.seq_len}", text)
+            raise UserError("the data cannot be packed", [problem])
+        return groups
+
+    def _packed_lengths(self) -> np.ndarray:
+        """Return the token counts of what packing places as a unit: groups or pieces of samples."""
+        return self._pieces().lengths if self._groups is None else self._groups.lengths
+
+    def _pieces(self) -> Pieces:
+        return pieces_of(np.asarray(self.store.lengths), self.seq_len)
+
+    def _shuffled(self, epoch: int) -> Arranged:
+        """Return an epoch in which samples of equal length swap places, then the rows are shuffled.
+
+        Every row is as full as before.
+        """
+        packed = self._packing["documents"]
+        shortness = narrow(self.seq_len - self._packed_lengths())
+        documents = np.empty(len(packed), np.int64)
+        # the place of the i-th longest sample goes to the i-th longest of an order that is random
+        # among samples of equal length
+        order = self._random_order("samples", epoch, len(packed))
+        documents[np.argsort(shortness[packed], kind="stable")] = order[
+            np.argsort(shortness[order], kind="stable")
+        ]
+        rows = self._random_order("rows", epoch, self.rows_per_epoch)
+        return self._pieces(), *_take_rows(documents, self._packing["offsets"], rows)
+
+    def _in_order(self) -> Arranged:
+        """Return an epoch with the samples of a row sorted by index, and rows by first sample."""
+        offsets = self._packing["offsets"].astype(np.int64)
+        row_of = np.repeat(np.arange(self.rows_per_epoch), np.diff(offsets))
+        documents = self._packing["documents"][np.lexsort((self._packing["documents"], row_of))]
+        return self._pieces(), *_take_rows(
+            documents, offsets, np.argsort(documents[offsets[:-1]], kind="stable")
+        )
+
+    def _streamed(self, epoch: int) -> Arranged:
+        """Return an epoch of texts in a new order, so that rows cut them at other positions.
+
+        Then the rows are shuffled, so that a book is not read in one go.
+        """
+        lengths = np.asarray(self.store.lengths)
+        order, rows = np.arange(len(lengths)), np.arange(self.rows_per_epoch)
+        if self.shuffle:
+            order = self._random_order("samples", epoch, len(lengths))
+            rows = self._random_order("rows", epoch, self.rows_per_epoch)
+        pieces, offsets = stream(lengths, order, self.seq_len)
+        return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
+
+    def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
+        drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
+        # twice as fast as a stable sort, with the same result if no two numbers are equal
+        order = np.argsort(drawn)
+        return order if np.all(np.diff(drawn[order])) else np.argsort(drawn, kind="stable")
+
+
+def random_bits(key: str, n: int) -> np.ndarray:
+    """Return n random uint64.
+
+    These are raw bits: numpy guarantees the same stream in all versions for them, but not for
+    `permutation`.
+    """
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(n)
+
+
+def _take_rows(
+    documents: np.ndarray, offsets: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return documents and offsets with the rows in the order `rows`."""
+    offsets = offsets.astype(np.int64)
+    sizes = np.diff(offsets)[rows]
+    return documents[ranges(offsets[:-1][rows], sizes)], np.concatenate([[0], np.cumsum(sizes)])
+
+
+def narrow(numbers: np.ndarray) -> np.ndarray:
+    """Return the numbers in the smallest unsigned type that holds them."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max())))
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the `counts[i]` integers from `starts[i]` on, for every i: [Σ counts] int64."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -1,0 +1,145 @@
+"""Tokenizer, template and prepared data of a configuration."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.paths import tokenizer_folder
+from fsdp_trainer.config.schema import PAIRED, PROMPTED, UNPAIRED, Batch, Data, TrainConfig
+from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data.records import preference_records
+from fsdp_trainer.data.store.cache_folders import removed_if_refused
+from fsdp_trainer.data.store.data_statistics import left_out, lost_share
+from fsdp_trainer.data.store.token_cache import Prepared, Reporter, prepare
+from fsdp_trainer.data.stream.row_stream import stream_data
+from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+
+def tokenizer_path(cfg: TrainConfig) -> str:
+    """Return `tokenizer.path`, else the tokenizer's folder in `model.init_from`."""
+    if cfg.tokenizer.path:
+        return cfg.tokenizer.path
+    if not cfg.model.init_from:
+        reason = (
+            "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with"
+            " either.\nTo try the trainer out:  "
+        )
+        raise UserError(
+            "there is no tokenizer",
+            [Problem("tokenizer.path=null", reason + "tokenizer.path=demo:bytes")],
+        )
+    return str(tokenizer_folder(fetch(cfg.model.init_from, weights=False)))
+
+
+def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
+    """Return the tokenizer of a run."""
+    return load_tokenizer(tokenizer_path(cfg), cfg.tokenizer.add_tokens)
+
+
+def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | None) -> list[str]:
+    """Return a note if ids mean other tokens in `tokenizer.path` than in the weights' tokenizer."""
+    if not cfg.tokenizer.path or init_from is None:
+        return []
+    try:
+        known = load_tokenizer(str(tokenizer_folder(init_from))).backend.get_vocab()
+    except UserError:  # the weights come without a tokenizer
+        return []
+    own, given = (
+        {id: text for text, id in vocabulary.items()}
+        for vocabulary in (known, tokenizer.backend.get_vocab())
+    )
+    others = sum(own.get(id, text) != text for id, text in given.items())
+    reason = (
+        f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose"
+        " weights know those. Leave  tokenizer.path  out"
+    )
+    return [reason] if others else []
+
+
+ROUND_TRIP = "Natalia sold 48 clips to her friends in April,\nand half as many in May (24)."
+
+
+def lossy(tokenizer: TextTokenizer) -> list[str]:
+    """Return a warning if the tokenizer does not decode a text back to itself."""
+    back = tokenizer.decode(tokenizer.encode(ROUND_TRIP))
+    if back.strip() == ROUND_TRIP:
+        return []
+    return [f"warning: this tokenizer loses text: {ROUND_TRIP!r} comes back as {back.strip()!r}"]
+
+
+def require_most_tokens(data: Data, prepared: Prepared) -> None:
+    """Raise UserError if a larger share of the training tokens is lost than data.max_lost."""
+    share = lost_share(prepared)
+    if share > data.max_lost:
+        text = (
+            f"{share:.1%} of the tokens would be lost: {left_out(prepared.train)}.\n"
+            f"Use a larger batch.seq_len, or  data.max_lost={math.ceil(share * 100) / 100:g}"
+            "  to accept it"
+        )
+        raise UserError(
+            "too much of the data would be lost",
+            [Problem(f"data.max_lost={data.max_lost:g}", text)],
+        )
+
+
+def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
+    """Return the chat template of a run."""
+    data = cfg.data
+    return load_template(data.template, tokenizer, data.template_args, data.template_date)
+
+
+def cache_root(cfg: TrainConfig) -> Path:
+    """Return the folder of tokenised data."""
+    return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
+
+
+def kind_of_data(objective: str) -> str:
+    """Return the kind of data that an objective needs, as in `make_reader`."""
+    if objective in PAIRED:
+        return preference_records.PAIRS
+    if objective in PROMPTED:
+        return preference_records.PROMPTS
+    return preference_records.UNPAIRED if objective in UNPAIRED else preference_records.SINGLE
+
+
+def build_data(
+    cfg: TrainConfig, reporter: Reporter | None = None
+) -> tuple[TextTokenizer, Template, Prepared]:
+    """Return tokenizer, template and data.
+
+    The data is tokenised or found in `data.cache`; with data.streaming, its first samples are read.
+    """
+    with removed_if_refused(cache_root(cfg)):
+        return _build_data(cfg, reporter)
+
+
+def prompt_batch(cfg: TrainConfig) -> Batch:
+    """Return the batch with seq_len reduced, so that a row has room for an answer."""
+    return replace(cfg.batch, seq_len=cfg.batch.seq_len - cfg.objective.max_new_tokens)
+
+
+def _build_data(
+    cfg: TrainConfig, reporter: Reporter | None
+) -> tuple[TextTokenizer, Template, Prepared]:
+    tokenizer = build_tokenizer(cfg)
+    template = build_template(cfg, tokenizer)
+    kind: str | None = kind_of_data(cfg.objective.name)
+    if isinstance(cfg, PreviewConfig) and kind != preference_records.PROMPTS:
+        kind = None
+    if not cfg.data.streaming:
+        root = cache_root(cfg)
+        batch = prompt_batch(cfg) if kind == preference_records.PROMPTS else cfg.batch
+        prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind)
+        return tokenizer, template, prepared
+    streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
+    report, validation = streamed.report, None
+    if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
+        data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
+        root = cache_root(cfg)
+        prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
+        validation = prepared.train[0]
+        report = [*report, f"validation on {len(validation):,} samples"]
+    return tokenizer, template, Prepared([], [], validation, report, streamed)

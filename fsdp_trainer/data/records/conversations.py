@@ -1,0 +1,418 @@
+"""Rows to conversations and documents, for many names of columns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.records.messages import (
+    Message,
+    read_turns,
+    shown_value,
+    text_of,
+    tool_call,
+    tools_of,
+    turns_or_text,
+)
+from fsdp_trainer.data.records.preference_records import (
+    PAIRS,
+    SINGLE,
+    UNPAIRED,
+    LabelledAnswer,
+    Preference,
+    read_labelled,
+    read_preference,
+)
+from fsdp_trainer.data.records.record_formats import (
+    FIELDS,
+    FORMATS,
+    REQUIRED,
+    column_value,
+    field_hints,
+    find_format,
+    is_calls,
+    is_turn,
+    later_columns,
+    match,
+    media_of,
+    parsed,
+    role_key,
+    unused_columns,
+)
+from fsdp_trainer.data.records.record_values import Values
+from fsdp_trainer.errors import Problem, UserError
+
+UNSUPERVISED = -100  # label of unsupervised tokens, as in torch's losses
+FORMS_REMEMBERED = 1000  # limit on different sets of columns in one file
+
+
+@dataclass
+class Conversation:
+    """A chat as a list of turns.
+
+    A turn has `role` (system, user, assistant, tool) and `content`, and optionally
+    `reasoning_content`, `tool_calls` and `weight`; one with weight 0 is not supervised. Its `text`
+    replaces tool calls for a template that does not support them.
+    """
+
+    messages: list[Message]
+    tools: list[dict] | None
+    where: tuple[str, int]
+
+
+@dataclass
+class Document:
+    """Plain text, supervised from the first token to the last."""
+
+    text: str
+    where: tuple[str, int]
+
+
+@dataclass
+class Pretokenised:
+    """Tokens that are trained on unchanged, and which of them are supervised."""
+
+    tokens: list[int]
+    learnt: list[bool]
+    where: tuple[str, int]
+
+
+@dataclass
+class Segments:
+    """Texts that are tokenised separately and then joined, and which of them are supervised."""
+
+    texts: list[str]
+    learnt: list[bool]
+    where: tuple[str, int]
+
+
+Readable = Conversation | Document | Pretokenised | Segments | Preference | LabelledAnswer
+
+
+@dataclass
+class Reader:
+    """Reads the rows of one file, whose format and columns are known."""
+
+    format: str
+    columns: dict[str, str]
+    """The column of each meaning, e.g. {"prompt": "question", "completion": "answer"}."""
+    first: frozenset[str] = frozenset()
+    """The columns of the first row."""
+    text_only: bool = True
+    """True if pictures and sound in unused columns are ignored instead of refused."""
+    form: str = ""
+    """A note for people on how its rows are read; may be empty."""
+    unused: dict[str, None] = field(default_factory=dict)
+    """Columns of the rows read so far that have no meaning, in order."""
+    _by_columns: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        renamed = [
+            f"{column} → {meaning}" for meaning, column in self.columns.items() if column != meaning
+        ]
+        about = [*renamed, *([self.form] if self.form else [])]
+        return self.format + (f" ({', '.join(about)})" if about else "")
+
+    def again(self) -> "Reader":
+        """Return a new reader for other rows of the same file."""
+        return replace(self, unused={}, _by_columns={})
+
+    def columns_of(self, row: Row) -> dict[str, str]:
+        """Return the column of each meaning in this row, cached for rows with equal columns."""
+        key = tuple(row.columns)
+        if key not in self._by_columns:
+            if len(self._by_columns) >= FORMS_REMEMBERED:
+                self._by_columns.clear()
+            used = later_columns(self.format, row.columns, self.columns, self.first)
+            self._by_columns[key] = used
+            self.unused |= dict.fromkeys(unused_columns(row.columns, used.values()))
+        return self._by_columns[key]
+
+    def values(self, row: Row) -> dict[str, Any]:
+        """Return the row's values by meaning. RowError if a required one is missing or null."""
+        used = self.columns_of(row)
+        if not self.text_only:
+            others = {name: row.columns[name] for name in row.columns if name in self.unused}
+            media = media_of(others)
+            if media:
+                raise RowError(f"holds {media}, and only text is read.\n{self._text_alone()}")
+        values = {
+            meaning: column_value(row.columns, used[meaning]) if meaning in used else None
+            for meaning in FORMATS[self.format]
+        }
+        for meaning in REQUIRED[self.format]:
+            if values[meaning] is None:
+                column = used.get(meaning, meaning)
+                raise RowError(
+                    f"{column!r} is null"
+                    if column in row.columns
+                    else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
+                )
+        return values
+
+    def read(self, row: Row) -> Readable:
+        """Return the row's content. RowError if a column is missing or has the wrong type."""
+        values = self.values(row)
+        return READERS[self.format](Values(values, self.columns_of(row), row.where))
+
+    def _text_alone(self) -> str:
+        fields = ", ".join(f"{key}: {self.columns.get(key, key)}" for key in REQUIRED[self.format])
+        return (
+            "Leave such rows out with  data.on_error=skip  , or have their text read alone with"
+            f"  'data.fields={{{fields}}}'"
+        )
+
+
+PREFERENCE = """holds preference pairs (%s, %s), and what is asked for learns from single answers.
+To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
+
+NO_PAIRS = """is read as %s, and this objective compares two answers to one prompt.
+Name their columns:  'data.fields={prompt: …, chosen: …, rejected: …}'  or use  objective=sft"""
+
+
+UNPAIRED_REFUSED = """holds answers that are good or bad (%s), and what is asked for
+learns from all alike.
+To learn from both:  objective=kto  ; else keep the rows that are true, or say that the label
+means something else with  data.format=…"""
+
+NO_LABELS = """is read as %s, and objective=kto learns from good and bad answers, or pairs.
+Name their columns:  'data.fields={prompt: …, completion: …, label: …}'  or use  objective=sft"""
+
+
+def _require_fields_of(format: str, fields: dict[str, str]) -> None:
+    """Raise UserError for a field that the format does not have."""
+    unknown = sorted(set(fields) - set(FORMATS[format]))
+    if unknown:
+        raise _unusable(
+            f"data.fields={{{unknown[0]}: {fields[unknown[0]]}}}",
+            f"format {format} has only: {' '.join(FORMATS[format])}",
+        )
+
+
+def make_reader(
+    columns: dict[str, Any],
+    format: str | None,
+    fields: dict[str, str] | None,
+    file: str,
+    kind: str | None = None,
+) -> Reader:
+    """Return the reader for a file, from the columns of its first row.
+
+    kind: expected kind of data: SINGLE, PAIRS or UNPAIRED (which accepts pairs too); None for any.
+    Raises UserError if the format cannot be detected or is of another kind.
+    """
+    fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    automatic = format == "auto" and not fields
+    if format == "auto":
+        if automatic:
+            if kind in (SINGLE, PAIRS):
+                _refuse_judged(columns, file)
+            _refuse_single_turns(columns, file)
+        detected = find_format(columns, fields)
+        if detected is None:
+            raise _unknown_fields(fields) if fields else _unknown_format(columns, file)
+        format, matched = detected
+    else:
+        _require_fields_of(str(format), fields)
+        matched = match(str(format), columns, fields, by_value=False)
+    _require_kind(str(format), matched, file, kind)
+    text_only = not automatic or format == "text"
+    form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
+    return Reader(str(format), matched, frozenset(columns), text_only, form)
+
+
+def _require_kind(format: str, matched: dict[str, str], file: str, kind: str | None) -> None:
+    """Raise UserError if the format cannot be trained on as `kind` requires."""
+    if format == "preference" and kind == SINGLE:
+        raise _unusable(file, _pairs_refused(matched))
+    if format == UNPAIRED and kind in (SINGLE, PAIRS):
+        raise _unusable(file, UNPAIRED_REFUSED % matched.get("label", "label"))
+    if format != "preference" and kind == PAIRS:
+        raise _unusable(file, NO_PAIRS % format)
+    if format not in ("preference", UNPAIRED) and kind == UNPAIRED:
+        raise _unusable(file, NO_LABELS % format)
+
+
+def _pairs_refused(matched: dict[str, str]) -> str:
+    chosen, rejected = (matched.get(name, name) for name in ("chosen", "rejected"))
+    prompt = matched.get("prompt")
+    fields = f"prompt: {prompt}, completion: {chosen}" if prompt else f"messages: {chosen}"
+    return PREFERENCE % (chosen, rejected, fields)
+
+
+def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
+    turns = parsed(column_value(columns, next(iter(matched.values()), "")))
+    if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return "its texts are the user's and the assistant's by turns"
+    return ""
+
+
+def _refuse_judged(columns: dict[str, Any], file: str) -> None:
+    """Raise UserError for answers with a true/false label: not all of them should be trained on."""
+    label = columns.get("label", columns.get("kto_tag"))
+    if not isinstance(label, bool):
+        return
+    format, _ = find_format(columns, {}) or ("text", {})
+    if format not in ("text", "tokens"):
+        reason = (
+            f"has a label of true or false ({str(label).lower()} in its first row): unpaired"
+            " preferences, and false ones would be trained on as well.\n"
+        )
+        raise _unusable(
+            file,
+            reason + "To learn from both:  objective=kto  ; else keep the rows that are true, or"
+            " say that the label means something else with  data.format=…",
+        )
+
+
+def _refuse_single_turns(columns: dict[str, Any], file: str) -> None:
+    """Raise UserError for rows with a single turn each: they would not teach answering."""
+    if not is_turn(columns):
+        return
+    role = str(role_key(columns))
+    format, _ = find_format(columns, {}) or ("text", {})
+    if format == "text":
+        raise _unusable(
+            file,
+            f"each row is one turn of a conversation ({role!r} is {columns[role]!r}).\n"
+            "Put all turns of a conversation into one row, in a column `messages`, or learn each "
+            "as a document with  data.format=text",
+        )
+
+
+def _unknown_fields(fields: dict[str, str]) -> UserError:
+    known = [
+        f"{name}: {' '.join(m if m in REQUIRED[name] else f'({m})' for m in meanings)}"
+        for name, meanings in FIELDS.items()
+    ]
+    shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
+    reason = "no format has these meanings. Each format's own (those in brackets may be left out):"
+    return _unusable(f"data.fields={{{shown}}}", "\n".join([reason, *known]))
+
+
+def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
+    reason = f"no known format has its columns: {' '.join(columns) or 'none'}\n"
+    hints = "  or  ".join(f"'data.fields={{{hint}}}'" for hint in field_hints(columns))
+    advice = f"Say what they mean:  {hints}" if hints else "None of them holds text or turns"
+    return _unusable(file, reason + advice)
+
+
+def _conversation(values: Values, messages: list[Message]) -> Conversation:
+    """Return the turns as a conversation with the row's system text and tools."""
+    return Conversation(values.with_system(messages), values.tools(), values.where)
+
+
+def _read_chat(values: Values, meaning: str) -> Conversation:
+    return _conversation(values, read_turns(values[meaning], values.name(meaning)))
+
+
+def _read_answer(values: Values, prompt: str, completion: str) -> Conversation:
+    """Return history, prompt and answer; assistant turns within the prompt are not supervised."""
+    question = turns_or_text(values[prompt], "user", values.name(prompt))
+    question = [
+        turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in question
+    ]
+    context = values["input"]
+    if context:
+        texts = context if isinstance(context, list) else [context]
+        lines = [text_of(text, values.name("input")) for text in texts]
+        question[-1]["content"] = "\n".join([question[-1]["content"], *lines])
+    history = read_turns(values["history"], values.name("history")) if values["history"] else []
+    answer = _answer(values, completion)
+    if values["reasoning"]:
+        answer[0]["reasoning_content"] = values.text("reasoning")
+    return _conversation(values, [*history, *question, *answer])
+
+
+def _answer(values: Values, completion: str) -> list[Message]:
+    """Return the turns of the answer; tool calls if it is only calls of the row's tools."""
+    value, tools = values[completion], values["tools"]
+    calls = parsed(value)
+    if tools and isinstance(calls, list) and calls and is_calls(calls):
+        described = tools_of(tools, values.name("tools")) or []
+        names = {str(tool["function"].get("name")) for tool in described}
+        if all(str(call["name"]) in names for call in calls):
+            message = {"role": "assistant", "content": "", "tool_calls": [*map(tool_call, calls)]}
+            return [message | ({"text": value} if isinstance(value, str) else {})]
+    return turns_or_text(value, "assistant", values.name(completion))
+
+
+def _read_document(values: Values) -> Document:
+    return Document(values.text("text"), values.where)
+
+
+def _read_tokens(values: Values) -> Pretokenised:
+    """Return tokens without padding; those with label -100 or `loss_mask` 0 are not supervised."""
+    lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
+    tokens = lists["input_ids"] or []
+    size = len(tokens)
+    for key, numbers in lists.items():
+        if numbers is not None and len(numbers) != size:
+            name, ids = values.name(key), values.name("input_ids")
+            raise RowError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
+    labels = lists["labels"] or tokens
+    _require_labels(values, tokens, labels)
+    mask = lists["loss_mask"] or [1] * size
+    attended = lists["attention_mask"] or [1] * size
+    columns = zip(tokens, labels, mask, attended, strict=True)
+    real = [
+        (token, label != UNSUPERVISED and bool(in_loss))
+        for token, label, in_loss, is_attended in columns
+        if is_attended
+    ]
+    return Pretokenised([token for token, _ in real], [used for _, used in real], values.where)
+
+
+def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> None:
+    """Raise RowError for a label that is neither its token nor UNSUPERVISED."""
+    for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
+        if label not in (token, UNSUPERVISED):
+            raise RowError(
+                f"{values.name('labels')!r} has {label} at place {place}, where the token is "
+                f"{token}: a label is the token of its own place, or {UNSUPERVISED}"
+            )
+
+
+def _numbers(values: Values, meaning: str) -> list[int] | None:
+    numbers = parsed(values[meaning])
+    if numbers is None:
+        return None
+    if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+        name = values.name(meaning)
+        raise RowError(f"{name!r} should be a list of whole numbers, it is {shown_value(numbers)}")
+    return numbers
+
+
+def _read_segments(values: Values) -> Segments:
+    """Return axolotl's segments: a list of `text` and `label`, which is true if supervised."""
+    segments, name = parsed(values["segments"]), values.name("segments")
+    if not isinstance(segments, list) or not segments:
+        raise RowError(
+            f"{name!r} should be a list of text and label, it is {shown_value(segments)}"
+        )
+    for segment in segments:
+        if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
+            raise RowError(
+                f"{name!r} needs a text and a label of true or false, it holds"
+                f" {shown_value(segment)}"
+            )
+    texts = [text_of(segment.get("text"), f"{name}.text") for segment in segments]
+    return Segments(texts, [bool(segment["label"]) for segment in segments], values.where)
+
+
+READERS: dict[str, Callable[[Values], Readable]] = {
+    "tokens": _read_tokens,
+    "preference": read_preference,
+    UNPAIRED: read_labelled,
+    "segments": _read_segments,
+    "messages": partial(_read_chat, meaning="messages"),
+    "sharegpt": partial(_read_chat, meaning="conversations"),
+    "alpaca": partial(_read_answer, prompt="instruction", completion="output"),
+    "prompt_completion": partial(_read_answer, prompt="prompt", completion="completion"),
+    "text": _read_document,
+}
+
+
+def _unusable(what: str, reason: str) -> UserError:
+    return UserError("the data cannot be used", [Problem(what, reason)])

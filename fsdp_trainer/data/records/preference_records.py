@@ -1,0 +1,134 @@
+"""Reads and checks preferences: pairs of a better and a worse answer, or labelled answers."""
+
+import re
+from dataclasses import dataclass
+from itertools import takewhile
+
+from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.records.messages import Message, turns_or_text
+from fsdp_trainer.data.records.record_values import Values
+
+TURN = re.compile(r"\n\n(Human|Assistant): ?")
+"""Start of a turn in Anthropic's hh-rlhf, which has one text per conversation."""
+SIDES = ("chosen", "rejected")
+"""The documents of a pair, in the order in which they are stored."""
+SINGLE, PAIRS, UNPAIRED, PROMPTS = "single", "pairs", "unpaired", "prompts"
+"""Kinds of training data: answers, pairs of answers, good and bad answers, and prompts that the
+model answers itself."""
+
+
+@dataclass
+class Preference:
+    """A prompt and two answers to it, each of one or more turns that end with the assistant's."""
+
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+    tools: list[dict] | None
+    where: tuple[str, int]
+
+
+@dataclass
+class LabelledAnswer:
+    """A prompt and an answer to it, of one or more turns, that is labelled good or bad."""
+
+    prompt: list[Message]
+    answer: list[Message]
+    is_good: bool
+    tools: list[dict] | None
+    where: tuple[str, int]
+
+
+def read_labelled(values: Values) -> LabelledAnswer:
+    """Return the answer of a row and its label. Raises RowError if either is missing.
+
+    If there is no completion, the prompt's last turn is the answer.
+    """
+    label = values["label"]
+    if label not in (True, False):
+        raise RowError(f"{values.name('label')!r} is {label!r}: a label is true or false")
+    prompt = turns_or_text(values["prompt"], "user", values.name("prompt"))
+    if values["completion"] is None:
+        name, answer = values.name("prompt"), prompt[-1:]
+        prompt = prompt[:-1]
+        _require_answer(name, answer)
+        if not prompt:
+            raise RowError(f"{name} is an answer without a prompt")
+    else:
+        name = values.name("completion")
+        answer = turns_or_text(values["completion"], "assistant", name)
+        _require_answer(name, answer)
+    if not (answer[-1]["content"].strip() or answer[-1].get("tool_calls")):
+        raise RowError(f"{name} is empty")
+    if values["input"]:
+        prompt[-1]["content"] += f"\n{values['input']}"
+    tools = values.tools()
+    return LabelledAnswer(values.with_system(prompt), answer, bool(label), tools, values.where)
+
+
+def read_preference(values: Values) -> Preference:
+    """Return the pair of a row.
+
+    Raises RowError if a side is missing, if both are equal or answer different prompts, or if one
+    does not end with the assistant's turn.
+    """
+    chosen, rejected = (_side(values[name], values.name(name)) for name in SIDES)
+    if chosen == rejected:
+        raise RowError("chosen and rejected are the same")
+    turns = zip(chosen, rejected, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], turns))
+    prompt = values["prompt"] or []
+    if prompt:
+        prompt = turns_or_text(prompt, "user", values.name("prompt"))
+    if prompt and values["input"]:
+        prompt[-1]["content"] += f"\n{values['input']}"
+    begins_with_prompt = chosen[0]["role"] != "assistant"
+    _require_prompt(prompt, chosen[:shared], begins_with_prompt)
+    before = chosen[:shared] if begins_with_prompt else prompt + chosen[:shared]
+    for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
+        _require_answer(name, side)
+    return Preference(
+        values.with_system(before),
+        chosen[shared:],
+        rejected[shared:],
+        values.tools(),
+        values.where,
+    )
+
+
+def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool) -> None:
+    """Raise RowError unless both sides answer one prompt. shared: turns that both begin with."""
+    if prompt and in_sides and prompt[-1] not in shared:
+        raise RowError("chosen and rejected do not both begin with the row's own prompt")
+    if not prompt and not shared:
+        raise RowError(
+            "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …,"
+            " chosen: …, rejected: …}'"
+        )
+
+
+def _require_answer(name: str, turns: list[Message]) -> None:
+    """Raise RowError unless the turns that only one side has are an answer."""
+    if not turns:
+        raise RowError(f"{name} is the beginning of the other")
+    if turns[-1]["role"] != "assistant":
+        raise RowError(f"{name} does not end with a turn of the assistant")
+    if turns[0]["role"] == "user":
+        raise RowError(
+            f"{name} begins with a user's turn that is not in the other: both are to"
+            " answer one prompt"
+        )
+
+
+def _side(value: object, name: str) -> list[Message]:
+    if isinstance(value, str) and (pieces := TURN.split(value))[0] == "" and len(pieces) > 1:
+        roles = {"Human": "user", "Assistant": "assistant"}
+        turns = [
+            {"role": roles[role], "content": text}
+            for role, text in zip(pieces[1::2], pieces[2::2], strict=True)
+        ]
+    else:
+        turns = turns_or_text(value, "assistant", name)
+    if not (turns[-1]["content"].strip() or turns[-1].get("tool_calls")):
+        raise RowError(f"{name} is empty")
+    return turns

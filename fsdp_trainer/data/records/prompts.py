@@ -1,0 +1,115 @@
+"""Prompts that the model answers itself, with the rows that answers are judged by."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.records.conversations import Conversation, Readable, Reader, make_reader
+from fsdp_trainer.data.records.messages import Message, turns_or_text
+from fsdp_trainer.data.records.preference_records import Preference
+from fsdp_trainer.data.records.record_formats import FORMATS, column_value, find_format, match
+from fsdp_trainer.data.records.record_values import Values
+from fsdp_trainer.errors import Problem, UserError
+
+ANSWER = "answer"
+"""The column of the reference answer in a row whose turns end with the user's."""
+HOLD_PROMPTS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference")
+NO_PROMPT = """is read as %s, which has no prompt to answer.
+Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'"""
+
+
+@dataclass
+class DataQuestion:
+    """A row as a question.
+
+    messages: turns before the answer. reference: the row's own answer. columns: all columns of the
+    row.
+    """
+
+    messages: list[Message]
+    tools: list[dict] | None
+    reference: str | None
+    columns: dict[str, Any]
+    where: tuple[str, int]
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last turn."""
+        return str(self.messages[-1].get("content") or "")
+
+    @property
+    def as_json(self) -> str:
+        """The JSON that a store keeps of it, to judge answers by."""
+        stored = {
+            "prompt": self.prompt,
+            "reference": self.reference,
+            "row": self.columns,
+            "messages": self.messages,
+        }
+        return json.dumps(stored, default=str)
+
+
+def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
+    """Return a row as a question. Raises RowError for a row without turns or without a prompt."""
+    if isinstance(row, Preference):
+        messages, turns = row.prompt, row.chosen
+    elif isinstance(row, Conversation):
+        answered = row.messages[-1]["role"] == "assistant"
+        messages = row.messages[:-1] if answered else row.messages
+        turns = row.messages[-1:] if answered else []
+    else:
+        raise RowError("holds no prompt: rewards are for answers to prompts, not for plain text")
+    if not messages:
+        raise RowError("holds an answer alone, without a prompt")
+    reference = "\n".join(str(turn.get("content") or "") for turn in turns) if turns else None
+    if not turns and columns.get(ANSWER) is not None:
+        reference = str(columns[ANSWER])
+    return DataQuestion(messages, row.tools, reference, columns, row.where)
+
+
+class QuestionReader(Reader):
+    """Reads the rows of a file as questions."""
+
+    def read(self, row: Row) -> Any:
+        """Return the row as a DataQuestion. Raises RowError if it holds no question."""
+        return question_of(self.readable(row), row.columns)
+
+    def readable(self, row: Row) -> Readable:
+        """Return the row's content before its conversion to a question."""
+        return super().read(row)
+
+
+class PromptReader(QuestionReader):
+    """Reads rows with a prompt and no answer."""
+
+    def readable(self, row: Row) -> Readable:
+        """Return the prompt as a conversation that ends with a user's turn. RowError without it."""
+        column = self.columns["prompt"]
+        value = column_value(row.columns, column)
+        if value is None:
+            raise RowError(f"{column!r} is null" if column in row.columns else f"has no {column!r}")
+        meanings = dict.fromkeys(FORMATS["prompt_completion"])
+        values = Values(meanings | {"prompt": value}, self.columns, row.where)
+        return Conversation(turns_or_text(value, "user", column), values.tools(), row.where)
+
+
+def make_prompt_reader(
+    columns: dict[str, Any], format: str | None, fields: dict[str, str] | None, file: str
+) -> QuestionReader:
+    """Return the reader for a file of prompts, from the columns of its first row.
+
+    Raises UserError if they contain no prompt.
+    """
+    given = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    detected = find_format(columns, given) if format == "auto" else None
+    if format == "auto" and (detected is None or detected[0] not in HOLD_PROMPTS):
+        matched = match("prompt_completion", columns, given)
+        if "prompt" in matched and set(given) <= {"prompt"}:
+            return PromptReader("prompt", {"prompt": matched["prompt"]}, frozenset(columns))
+    reader = make_reader(columns, format, fields, file)
+    if reader.format not in HOLD_PROMPTS:
+        raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])
+    return QuestionReader(
+        reader.format, reader.columns, reader.first, reader.text_only, reader.form
+    )

@@ -1,0 +1,150 @@
+"""Statistics of a data set: two lines at the start of a run, tables in the preview."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.store.findings import DROPPED, Finding, list_findings, percent
+from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.tokens.samples import LOST
+
+
+@dataclass
+class SourceFigures:
+    """Statistics of one source of the data."""
+
+    name: str
+    samples: int
+    tokens: int
+    supervised: int
+
+
+def figures_by_source(store: TokenStore) -> list[SourceFigures]:
+    """Return the statistics of every source, including those without samples."""
+    sources = np.asarray(store.sources)
+    sums = [
+        np.bincount(sources, weights, len(store.source_names))
+        for weights in (None, store.lengths, store.supervised)
+    ]
+    return [
+        SourceFigures(name, *(int(one[i]) for one in sums))
+        for i, name in enumerate(store.source_names)
+    ]
+
+
+def findings(store: TokenStore, seq_len: int) -> list[Finding]:
+    """Return the findings about a store and its sources."""
+    known = list_findings(
+        store.counts, store.examples, len(store), int(store.lengths.sum()), seq_len
+    )
+    for i, source in enumerate(figures_by_source(store)) if len(store.source_names) > 1 else ():
+        if not source.samples:
+            known.append(
+                Finding(
+                    f"source {source.name} has no samples left",
+                    "see above what was dropped, or take it out of data.path",
+                )
+            )
+        elif (
+            store.counts.get("truncated")
+            and (np.asarray(store.lengths)[np.asarray(store.sources) == i] == seq_len).all()
+        ):
+            known.append(
+                Finding(
+                    f"every sample of source {source.name} is cut at batch.seq_len={seq_len}",
+                    "use a larger batch.seq_len",
+                )
+            )
+    return known
+
+
+def all_findings(prepared: Prepared, seq_len: int) -> list[Finding]:
+    """Return findings about all components of the training data and about `data.validation`.
+
+    Warnings come before notes.
+    """
+    every = [*zip(prepared.train, prepared.names, strict=True)]
+    if prepared.validation and prepared.validation.counts:
+        every.append((prepared.validation, "data.validation"))
+    known = [
+        replace(finding, text=(f"{name}: " if len(every) > 1 else "") + finding.text)
+        for store, name in every
+        for finding in findings(store, seq_len)
+    ]
+    return sorted(known, key=lambda finding: not finding.is_warning)
+
+
+def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None) -> list[str]:
+    """Return lines on what is and is not trained on, the first warning, and the unused columns.
+
+    order: rows that the data is packed into; None to omit the row counts.
+    """
+    samples, tokens, supervised = amounts(prepared.train)
+    longest = max(int(store.lengths.max()) for store in prepared.train)
+    packed = f"; {order.rows_per_epoch:,} rows an epoch, {order.fill:.1%} full" if order else ""
+    held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
+    warnings = [finding for finding in all_findings(prepared, seq_len) if finding.is_warning]
+    more = len(warnings) - 1
+    has_prompts = prepared.train[0].question_sizes is not None
+    what = "prompts" if has_prompts else "samples"
+    learnt = "" if has_prompts else f" {supervised / tokens:.1%} supervised,"
+    if has_prompts:
+        packed = ""
+    others = f"{more} more warning{'s' * (more != 1)}:  fsdp-trainer preview  with the same keys"
+    return [
+        f"{samples:,} {what}, {tokens:,} tokens,{learnt} longest {longest:,}{packed}{held_out}",
+        left_out(prepared.train),
+        *(line.strip() for finding in warnings[:1] for line in str(finding).splitlines()),
+        *([others] if more > 0 else []),
+        *prepared.unused,
+    ]
+
+
+def amounts(stores: Sequence[TokenStore]) -> list[int]:
+    """Return the numbers of samples, tokens and supervised tokens in all stores."""
+    return [
+        sum(map(len, stores)),
+        *(
+            sum(int(getattr(store, name).sum()) for store in stores)
+            for name in ("lengths", "supervised")
+        ),
+    ]
+
+
+def lost_share(prepared: Prepared) -> float:
+    """Return the share of training tokens that were dropped or cut off because of length."""
+    lost = sum(store.counts.get(LOST, 0) for store in prepared.train)
+    tokens = sum(int(store.lengths.sum()) for store in prepared.train)
+    return lost / max(1, lost + tokens)
+
+
+def left_out(stores: Sequence[TokenStore]) -> str:
+    """Return a line on data that is not trained on or is duplicated."""
+    count = {
+        key: sum(store.counts.get(key, 0) for store in stores)
+        for key in (*DROPPED, "truncated", "duplicate", "unreadable", LOST)
+    }
+    named = {
+        "too_long": "too long",
+        "unsupervised": "without a supervised token",
+        "empty": "empty",
+        "same_answers": "with the same answer twice",
+    }
+    reason = [f"{count[key]:,} {name}" for key, name in named.items() if count[key]]
+    tokens = sum(int(store.lengths.sum()) for store in stores)
+    parts = []
+    if reason:
+        dropped = sum(count[key] for key in DROPPED)
+        parts.append(f"{dropped:,} dropped ({', '.join(reason)})")
+    if count["truncated"]:
+        parts.append(f"{count['truncated']:,} cut")
+    if count[LOST]:
+        parts.append(f"{percent(count[LOST] / (tokens + count[LOST]))} of the tokens lost")
+    if count["unreadable"]:
+        parts.append(f"{count['unreadable']:,} rows unreadable")
+    if n := count["duplicate"]:
+        parts.append(f"{n:,} duplicate{'s' * (n != 1)} kept")
+    return ", ".join(parts) or "nothing dropped or cut, no duplicates"

@@ -1,0 +1,209 @@
+"""The cache of tokenised data.
+
+Data is tokenised once, into a folder named by a hash of everything that decides the tokens. Later
+runs find it there.
+"""
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from fsdp_trainer.config.data_files import entries, is_mixture
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.files.file_splits import read_rows
+from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.records.preference_records import PAIRS, SINGLE
+from fsdp_trainer.data.store.component_store import (
+    ComponentSources,
+    Preparation,
+    Reporter,
+    commit,
+    read_complete,
+)
+from fsdp_trainer.data.store.fingerprint import contents, fingerprint
+from fsdp_trainer.data.store.token_store import TokenStore, add_totals, merge, read_meta, write_meta
+from fsdp_trainer.data.stream.row_stream import StreamedData
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.records_to_samples import TokenizeOptions
+from fsdp_trainer.data.tokens.tokenize_tasks import TRAIN, VALIDATION
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+
+@dataclass
+class Prepared:
+    """The prepared data, newly made or from the cache."""
+
+    train: list[TokenStore]
+    """One store per component: each entry of a mixture, otherwise all data together."""
+    names: list[str]
+    """The names of the components."""
+    validation: TokenStore | None
+    report: list[str]
+    """Short lines for people."""
+    streamed: StreamedData | None = None
+    """The streams that replace `train` with data.streaming."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Content hashes of the files of `train`, by path."""
+    unused: list[str] = field(default_factory=list)
+    """Lines that name the unused columns of each file."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all samples, including held-out ones."""
+        stores = [
+            *([self.streamed] if self.streamed else self.train),
+            *([self.validation] if self.validation else []),
+        ]
+        return "-".join(store.fingerprint for store in stores)
+
+
+def components(
+    data: Data, root: Path, reporter: Reporter
+) -> tuple[list[ComponentSources], ComponentSources | None]:
+    """Return the components to train on and the one to validate on, after fetching remote files.
+
+    The second is None if validation data is absent or a share of the training data. Raises
+    UserError if there is no data.
+    """
+    sources = find_sources(data.path, "data.path", root, reporter.say, reporter.progress)
+    named = entries(data.path)
+    share = data.validation if isinstance(data.validation, int | float) else 0.0
+    if is_mixture(data.path) and len(named) > 1:
+        train = [ComponentSources(source.name, [source], share) for source in sources]
+    else:
+        train = [ComponentSources(named[0].name or TRAIN, sources, share)]
+    if data.validation is None or share:
+        return train, None
+    return train, ComponentSources(
+        VALIDATION,
+        find_sources(data.validation, "data.validation", root, reporter.say, reporter.progress),
+        key="data.validation",
+    )
+
+
+def preparations(
+    data: Data,
+    batch: Batch,
+    tokenizer: TextTokenizer,
+    template: Template,
+    root: Path,
+    reporter: Reporter,
+    kind: str | None = None,
+) -> list["Preparation"]:
+    """Return the preparation of every component, with separate validation data as the last one.
+
+    kind: passed to `make_reader`.
+    """
+    train, held_out = components(data, root, reporter)
+    every = [*train, *([held_out] if held_out else [])]
+    content = contents(
+        [file for component in every for file in component.files],
+        root,
+        lambda: reporter.progress("data   hashing files"),
+    )
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind)
+    return [
+        Preparation(component, replace(options, share=component.share), content, root, reporter)
+        for component in every
+    ]
+
+
+def prepare(
+    data: Data,
+    batch: Batch,
+    tokenizer: TextTokenizer,
+    template: Template,
+    root: Path,
+    reporter: Reporter | None = None,
+    kind: str | None = None,
+) -> Prepared:
+    """Tokenise the data into folders of `root`, unless it is already there.
+
+    kind: passed to `make_reader`. Raises UserError if the data cannot be used.
+    """
+    reporter = reporter or Reporter()
+    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, kind)
+    opened = [one.stores() for one in preparing]
+    if kind in (SINGLE, PAIRS):
+        for one, stores in zip(preparing, opened, strict=True):
+            require_kind(one, stores, kind)
+    report, validation = [line for one in preparing for line in one.report], None
+    unused = [line for one in preparing for line in one.unused]
+    if preparing[-1].component.key == "data.validation":
+        validation = opened.pop()[TRAIN]
+        preparing.pop()
+    elif preparing[0].component.share:
+        validation = _merge_held_out(preparing, [stores[VALIDATION] for stores in opened], root)
+        if not len(validation):
+            reason = "the share is so small that no sample is in it"
+            raise UserError(
+                "the data cannot be used", [Problem(f"data.validation={data.validation}", reason)]
+            )
+    return Prepared(
+        [stores[TRAIN] for stores in opened],
+        [one.component.name for one in preparing],
+        validation,
+        report,
+        digests={file: digest for one in preparing for file, digest in one.digests.items()},
+        unused=unused,
+    )
+
+
+def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> None:
+    """Raise UserError if cached stores hold pairs but single answers are needed, or vice versa."""
+    samples = sum(map(len, stores.values()))
+    groups = sum(store.groups for store in stores.values())
+    expected = samples // 2 if kind == PAIRS else samples
+    if groups == expected and all(store.kinds is None for store in stores.values()):
+        return
+    for source in one.component.sources:
+        format, fields = source.columns(one.options.data)
+        for file in source.files:
+            row = next((row for row in read_rows(file) if not row.error), None)
+            if row is not None:
+                make_reader(row.columns, format, fields, file, kind)
+
+
+def _merge_held_out(
+    preparing: list["Preparation"], stores: list[TokenStore], root: Path
+) -> TokenStore:
+    """Return the held-out samples of all components as one store."""
+    if len(preparing) == 1:
+        return stores[0]
+    folder = root / fingerprint([one.folder.name for one in preparing])
+    if not read_complete(folder):
+        with tempfile.TemporaryDirectory(
+            prefix=".together-", dir=root, ignore_cleanup_errors=True
+        ) as aside:
+            whole = Path(aside) / "whole"
+            whole.mkdir()
+            of_samples = merge([store.folder for store in stores], whole / VALIDATION, lambda: None)
+            firsts = np.cumsum([0, *(len(one.component.files) for one in preparing)])
+            for column, values in {
+                "sources": [np.full(len(store), i, np.int32) for i, store in enumerate(stores)],
+                "files": [
+                    store.files + np.int32(first)
+                    for store, first in zip(stores, firsts, strict=False)
+                ],
+            }.items():
+                np.concatenate(values).astype(np.int32).tofile(whole / VALIDATION / f"{column}.bin")
+            totals: dict[str, dict[str, int]] = {}
+            for i, one in enumerate(preparing):
+                for source_totals in one.meta["stores"][VALIDATION]["totals"].values():
+                    add_totals(totals, {str(i): source_totals})
+            write_meta(
+                whole, {"stores": {VALIDATION: {"fingerprint": of_samples, "totals": totals}}}
+            )
+            if not read_complete(folder):  # it is damaged; or another rank has made it
+                shutil.rmtree(folder, ignore_errors=True)
+            commit(whole, folder)
+    files = [file for one in preparing for file in one.component.files]
+    about = read_meta(folder)["stores"][VALIDATION]
+    return TokenStore(
+        folder / VALIDATION, about["fingerprint"], [one.component.name for one in preparing], files
+    )

@@ -1,0 +1,345 @@
+"""Tokenised samples on disk: flat memory-mapped columns, renamed into place when complete."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, SharedArrays
+from fsdp_trainer.data.tokens.samples import Sample
+
+COLUMNS = {
+    "tokens": np.int32, "weights": np.float32, "lengths": np.int64, "weight_sums": np.float64,
+    "supervised": np.int64, "sources": np.int32, "files": np.int32,
+    "lines": np.int64, "digests": np.uint64,
+}  # fmt: skip
+PER_TOKEN = ("tokens", "weights")
+GROUP_STARTS, KINDS = "group_starts", "kinds"
+OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
+"""Columns of [samples] that are only written if some value differs from the usual one.
+group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
+samples.py. Values: (dtype, usual value)."""
+QUESTIONS, QUESTION_SIZES = "questions", "question_sizes"
+"""Columns that only stores of prompts have. questions: concatenated JSON of what answers are judged
+by. question_sizes: [samples] int64, bytes of each."""
+BLOCK = 1 << 24  # bytes copied between two calls of `tick`
+
+
+class Damaged(Exception):
+    """Raised for a store that differs from what was written; the message describes the damage."""
+
+
+class TokenStore:
+    """Samples on disk.
+
+    `weights[i]` is the loss weight of `tokens[i]` as a target.
+
+    fingerprint: hash of the samples in order. It depends only on tokens and weights, not on how
+    they were made.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        source_names: Sequence[str] = ("",),
+        files: Sequence[str] = (),
+        counts: dict[str, int] | None = None,
+        examples: dict[str, list[str]] | None = None,
+    ):
+        self.folder, self.fingerprint = folder, fingerprint
+        self.source_names, self.file_names = list(source_names), list(files)
+        self.counts: dict[str, int] = counts or {}
+        """Counts of events while it was written: see SampleBuilder.counts."""
+        self.examples: dict[str, list[str]] = examples or {}
+        """FILE:LINE of the first few rows behind each count."""
+        columns = {name: _map(folder / f"{name}.bin", dtype) for name, dtype in COLUMNS.items()}
+        self.tokens: np.ndarray = columns["tokens"]  # [all tokens] int32
+        self.weights: np.ndarray = columns["weights"]  # [all tokens] float32
+        self.lengths: np.ndarray = columns["lengths"]  # [samples] int64
+        self.weight_sums: np.ndarray = columns["weight_sums"]  # [samples] float64
+        self.supervised: np.ndarray = columns["supervised"]  # [samples] int64: tokens with a weight
+        self.sources: np.ndarray = columns["sources"]  # [samples] int32, indices into source_names
+        self.files: np.ndarray = columns["files"]  # [samples] int32, indices into file_names
+        self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; row of a table
+        # [samples] uint64: hash of a sample's tokens, weights and question, used to find duplicates
+        self.digests: np.ndarray = columns["digests"]
+        self.group_starts = _map_optional(folder, GROUP_STARTS)
+        self.kinds = _map_optional(folder, KINDS)
+        self.question_sizes: np.ndarray | None = None
+        """[samples] int64; None if the samples are not prompts."""
+        if _has(folder, QUESTION_SIZES):
+            self.question_sizes = _map(folder / f"{QUESTION_SIZES}.bin", np.int64)
+            self.question_bytes = _map(folder / f"{QUESTIONS}.bin", np.uint8)
+        for column in (self.tokens, self.weights):
+            # shuffled samples are scattered over the file, so reading ahead is useless
+            if isinstance(column.base, mmap):
+                column.base.madvise(MADV_RANDOM)
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Index of the first token of each sample, then the total count: [samples + 1] int64."""
+
+        def make() -> dict[str, np.ndarray]:
+            return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
+
+        if len(self) < SHARED_FROM:
+            return make()["offsets"]
+        return SharedArrays(self.folder / "plans" / "store").get("offsets", make)["offsets"]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups; equals the number of samples if none share a row by constraint."""
+        starts = self.group_starts
+        return len(self) if starts is None else int(np.count_nonzero(starts))
+
+    def read(
+        self, sample: int, start: int = 0, length: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens, weights) of a sample, at most `length` of them, from `start` on."""
+        first, end = self.offsets[sample] + start, self.offsets[sample + 1]
+        part = slice(first, end if length is None else min(first + length, end))
+        return self.tokens[part], self.weights[part]
+
+    @cached_property
+    def question_offsets(self) -> np.ndarray:
+        """Index of the first byte of each question, then the total count: [samples + 1] int64."""
+        assert self.question_sizes is not None
+        return np.concatenate([[0], np.cumsum(self.question_sizes)])
+
+    def question(self, sample: int) -> dict[str, Any]:
+        """Return what answers to a prompt are judged by: its data row, including `answer`."""
+        first, end = self.question_offsets[sample : sample + 2]
+        return json.loads(self.question_bytes[first:end].tobytes())
+
+    def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
+        """Start reading all these ranges of tokens from disk at once, instead of one by one.
+
+        firsts, counts: [ranges] int64, index of the first token and number of tokens.
+        """
+        for column in (self.tokens, self.weights):
+            if isinstance(column.base, mmap):
+                begins = firsts * column.itemsize // PAGESIZE * PAGESIZE
+                ends = (firsts + counts) * column.itemsize
+                for begin, size in zip(begins.tolist(), (ends - begins).tolist(), strict=True):
+                    column.base.madvise(MADV_WILLNEED, begin, size)
+
+    def where(self, sample: int) -> str:
+        """Return FILE:LINE of the row that a sample was made from."""
+        if not self.file_names:
+            return f"sample {sample}"
+        return f"{self.file_names[self.files[sample]]}:{self.lines[sample]}"
+
+    def number_in_line(self, sample: int) -> tuple[int, int]:
+        """Return a sample's number, from 1, among the samples of its line, and their total."""
+        place = (self.files[sample], self.lines[sample])
+        first, stop = sample, sample + 1
+        while first > 0 and (self.files[first - 1], self.lines[first - 1]) == place:
+            first -= 1
+        while stop < len(self) and (self.files[stop], self.lines[stop]) == place:
+            stop += 1
+        return sample - first + 1, stop - first
+
+
+def _map_optional(folder: Path, column: str) -> np.ndarray | None:
+    """Return a column of OPTIONAL; None if all its values are the usual one."""
+    dtype, _ = OPTIONAL[column]
+    return _map(folder / f"{column}.bin", dtype) if _has(folder, column) else None
+
+
+def _map(file: Path, dtype: Any) -> np.ndarray:
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+
+
+class StoreWriter:
+    """Appends samples to the columns of a store."""
+
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
+        self._folder = folder
+        self._optional = {column: bytearray() for column in OPTIONAL}
+        self.totals: dict[str, dict[str, int]] = {}
+        """Samples, tokens, supervised tokens, longest sample; by source (its index as a string)."""
+
+    def write(
+        self, samples: list[Sample], source: int = 0, file: int = 0, lines: Sequence[int] | int = 0
+    ) -> None:
+        """Append samples in order.
+
+        source, file: indices into the lists of names. lines: line numbers in the file, one per
+        sample.
+        """
+        if not samples:
+            return
+        lengths = np.array([len(s.tokens) for s in samples])
+        weights = np.concatenate([s.weights for s in samples])
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        columns = {
+            "tokens": np.concatenate([s.tokens for s in samples]),
+            "weights": weights,
+            "lengths": lengths,
+            "weight_sums": np.add.reduceat(weights.astype(np.float64), starts),
+            "supervised": np.add.reduceat(weights > 0, starts, dtype=np.int64),
+            "sources": np.full(len(samples), source),
+            "files": np.full(len(samples), file),
+            "lines": np.broadcast_to(lines, len(samples)),
+            "digests": np.array([_digest(s) for s in samples], np.uint64),
+        }
+        for name, dtype in COLUMNS.items():
+            # unlike tofile, write raises an error when the disk is full
+            self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
+        self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
+        self._optional[KINDS] += bytes(sample.kind for sample in samples)
+        self._write_questions([s.question.encode() for s in samples if s.question is not None])
+        totals = {
+            "samples": len(samples),
+            "tokens": lengths.sum(),
+            "supervised": columns["supervised"].sum(),
+            "longest": lengths.max(),
+        }
+        add_totals(self.totals, {str(source): {what: int(n) for what, n in totals.items()}})
+
+    def _write_questions(self, questions: list[bytes]) -> None:
+        if not questions:
+            return
+        with open(self._folder / f"{QUESTIONS}.bin", "ab") as file:
+            file.writelines(questions)
+        with open(self._folder / f"{QUESTION_SIZES}.bin", "ab") as file:
+            file.write(np.array([*map(len, questions)], np.int64).data)
+
+    def close(self) -> None:
+        """Close all columns and write the optional ones."""
+        for file in self._files.values():
+            file.close()
+        starts = self._optional[GROUP_STARTS]
+        assert all(starts[:1]), "parts are joined: a group must not begin in another one"
+        for column, (_, usual) in OPTIONAL.items():
+            if self._optional[column].count(usual) < len(self._optional[column]):
+                (self._folder / f"{column}.bin").write_bytes(self._optional[column])
+
+
+def _digest(sample: Sample) -> int:
+    content = (
+        sample.tokens.astype(np.int32, copy=False).tobytes()
+        + sample.weights.astype(np.float32, copy=False).tobytes()
+    )
+    content += (sample.question or "").encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
+def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]]) -> None:
+    """Add `more` to the totals of each source, in place."""
+    for source, added in more.items():
+        mine = totals.setdefault(source, dict.fromkeys(added, 0))
+        for what, n in added.items():
+            mine[what] = max(mine[what], n) if what == "longest" else mine[what] + n
+
+
+def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
+    """Raise Damaged unless the size of every column matches the totals."""
+    samples = sum(one["samples"] for one in totals.values())
+    tokens = sum(one["tokens"] for one in totals.values())
+    optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
+    columns = COLUMNS | optional
+    columns |= {QUESTION_SIZES: np.int64} if _has(folder, QUESTION_SIZES) else {}
+    for column, dtype in columns.items():
+        file = folder / f"{column}.bin"
+        expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise Damaged(str(error)) from None
+        if size != expected:
+            raise Damaged(f"{file} has {size:,} bytes instead of {expected:,}")
+
+
+def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
+    """Write the columns of all parts, one part after another; return the fingerprint.
+
+    Uses bounded memory. tick: called repeatedly during the copy.
+    """
+    into.mkdir()
+    has_questions = any(_has(part, QUESTION_SIZES) for part in parts)
+    for column in (*COLUMNS, *((QUESTION_SIZES, QUESTIONS) if has_questions else ())):
+        with open(into / f"{column}.bin", "wb") as whole:
+            for part in parts:
+                if column in (QUESTION_SIZES, QUESTIONS) and not _has(part, column):
+                    continue  # a part without samples
+                with open(part / f"{column}.bin", "rb") as piece:
+                    while _copy(piece.fileno(), whole.fileno()):
+                        tick()
+            os.fsync(whole.fileno())
+    with open(into / "digests.bin", "rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=10))
+    for column in OPTIONAL:
+        if any(_has(part, column) for part in parts):
+            values = b"".join(_optional(part, column) for part in parts)
+            (into / f"{column}.bin").write_bytes(values)
+            digest.update(values)
+    return digest.hexdigest()
+
+
+def _has(folder: Path, column: str) -> bool:
+    return (folder / f"{column}.bin").exists()
+
+
+def _optional(folder: Path, column: str) -> bytes:
+    """Return a column of OPTIONAL as one byte per sample."""
+    if _has(folder, column):
+        return (folder / f"{column}.bin").read_bytes()
+    samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize
+    return bytes([OPTIONAL[column][1]]) * samples
+
+
+def _copy(source: int, target: int) -> int:
+    """Copy up to BLOCK bytes from one file's position to the other's; return the number copied.
+
+    The kernel copies if it can, and may then let both files share the blocks on disk.
+    """
+    if hasattr(os, "copy_file_range"):
+        try:
+            if copied := os.copy_file_range(source, target, BLOCK):
+                return copied
+        except OSError:  # not supported between these file systems; other errors recur below
+            pass
+    block = os.read(source, BLOCK)
+    rest = memoryview(block)
+    while rest:
+        rest = rest[os.write(target, rest) :]
+    return len(block)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Return the description that `write_meta` wrote into a folder of stores.
+
+    Raises Damaged if the description cannot be read or a column does not match it.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        for store, about in meta["stores"].items():
+            check_columns(folder / store, about["totals"])
+    except OSError as error:
+        raise Damaged(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"{folder / 'meta.json'} cannot be read: {type(error).__name__} {error}"
+        ) from None
+    return meta
+
+
+def write_meta(folder: Path, meta: dict[str, Any]) -> None:
+    """Write the description of a folder of stores; the folder is complete only with this file."""
+    with open(folder / "meta.json", "w", encoding="utf-8") as file:
+        json.dump(meta, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,299 @@
+"""Chat templates: built in, from a file or from the tokenizer; rendering of conversations."""
+
+from collections.abc import Callable, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.templates.template_forms import Forms, convert_turns
+from fsdp_trainer.data.templates.template_language import (
+    DEFAULT_DATE,
+    RESERVED,
+    mentions,
+    variables,
+    with_defaults,
+)
+from fsdp_trainer.data.templates.template_probes import ANSWER, ASK, find_forms
+from fsdp_trainer.data.templates.template_traces import Renderer
+from fsdp_trainer.data.tokens.tokenizer import DEFAULT, TOOL_USE, TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+# `plain` ends its prompt with a newline: a space would form one token with the first word of the
+# answer, which then would not be supervised.
+BUILT_IN = {
+    file.stem: file.read_text(encoding="utf-8")
+    for file in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))
+}
+CHATML = ("<|im_start|>", "<|im_end|>")
+MARKERS = {
+    "chatml": CHATML, "qwen3": CHATML, "phi4": (*CHATML, "<|im_sep|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+}  # fmt: skip
+"""Texts that must each be a single token."""
+NAMED = {
+    "plain": ("eos_token",), "olmo2": ("eos_token",), "phi3": ("eos_token",),
+    "llama2": ("bos_token", "eos_token"), "mistral": ("bos_token", "eos_token"),
+    "gemma": ("bos_token",), "llama3": ("bos_token",),
+}  # fmt: skip
+"""Special tokens that a template needs from the tokenizer."""
+
+
+class RowTemplate:
+    """A compiled template for rows of one kind, with tools or without.
+
+    forms: the forms in which it reads the content of turns.
+    """
+
+    def __init__(self, name: str, renderer: Renderer, values: Mapping[str, Any], with_tools: bool):
+        self.name, self._renderer, self._values = name, renderer, values
+        self.forms: Forms = find_forms(self.render, with_tools)
+        self.closing: str = self._closing()
+        """Text after the last turn that is not written between turns: eos_token in Phi-3."""
+        self.generation_prompt: str = self._generation_prompt()
+        """Text between a question and its answer; empty if it is unknown."""
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the text of turns in this template's forms; RowError with the error if it fails.
+
+        A template is a program that may raise any exception.
+        """
+        try:
+            return self._renderer.render(messages, tools, add_generation_prompt)
+        except Exception as e:
+            raise RowError(
+                f"the chat template ({self.name}) cannot render this conversation: {e}"
+            ) from None
+
+    def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
+        """Return the text up to where the model answers. Raises RowError as in `render`."""
+        return self.render(messages, tools, add_generation_prompt=True)
+
+    def finished(self, messages: list[Message], tools: list[dict] | None = None) -> str:
+        """Return the text of a conversation as it is when the model has just written its last turn.
+
+        Templates that show the system text only if the last turn is the user's (Mistral's) omit it
+        once there is an answer. But the model has seen it, so the text is the prompt with the
+        system text, plus the text that the answer adds to a prompt without it. Raises RowError as
+        in `render`.
+        """
+        if self.forms.system != "prompt" or messages[-1]["role"] != "assistant":
+            return self.render(messages, tools)
+        others = [message for message in messages if message["role"] != "system"]
+        if len(others) in (1, len(messages)):
+            return self.render(messages, tools)
+        before, after = self.prompt(others[:-1], tools), self.render(others, tools)
+        if not after.startswith(before):
+            return self.render(messages, tools)
+        return self.prompt(messages[:-1], tools) + after[len(before) :]
+
+    def _generation_prompt(self) -> str:
+        messages = convert_turns([ASK], self.forms)
+        try:
+            before, prompt = self.render(messages), self.prompt(messages)
+        except RowError:
+            return ""
+        before = before.removesuffix(self.closing)
+        return prompt[len(before) :] if prompt.startswith(before) else ""
+
+    def _closing(self) -> str:
+        messages = convert_turns([ASK, ANSWER, ASK], self.forms)
+        try:
+            whole, longer = self.render(messages[:2]), self.render(messages)
+        except RowError:
+            return ""
+        if longer.startswith(whole):
+            return ""
+        ends = (value for value in self._values.values() if isinstance(value, str) and value)
+        return next(
+            (
+                end
+                for end in ends
+                if whole.endswith(end) and longer.startswith(whole.removesuffix(end))
+            ),
+            "",
+        )
+
+
+class Template:
+    """The chat template of a run, or several by name, with a tokenizer's special tokens.
+
+    source: its text, or {name: text}, where `tool_use` is for rows with tools. args: further
+    variables of the template. today: the date that it can read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: str | dict[str, str],
+        special: dict[str, str],
+        args: Mapping[str, Any] | None = None,
+        today: date = DEFAULT_DATE,
+    ):
+        self.name, self.sources = name, {DEFAULT: source} if isinstance(source, str) else source
+        self._special, self._args, self._today = special, dict(args or {}), today
+        self.source = self.sources.get(DEFAULT) or next(iter(self.sources.values()))
+        """The template text for rows without tools."""
+        self._values = {**special, **self._args}
+        self._renderers = {
+            name: Renderer(text, today, self._values) for name, text in self.sources.items()
+        }
+        self._for_rows: dict[bool, RowTemplate] = {}
+
+    def __reduce__(self) -> tuple:
+        # compiled templates cannot be pickled
+        return Template, (self.name, self.sources, self._special, self._args, self._today)
+
+    @property
+    def decides(self) -> Any:
+        """Everything that decides its output, for fingerprints."""
+        if len(self.sources) == 1 and not self._args and self._today == DEFAULT_DATE:
+            return self.source
+        return [self.sources, self._args, str(self._today)]
+
+    @property
+    def exported(self) -> dict[str, str]:
+        """The template texts by name, with its arguments as defaults."""
+        return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
+
+    def for_row(self, tools: list[dict] | None) -> RowTemplate:
+        """Return the template for a row with these tools, chosen as in `transformers`."""
+        with_tools = bool(tools)
+        if with_tools not in self._for_rows:
+            named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
+            renderer = self._renderers.get(named) or next(iter(self._renderers.values()))
+            row_template = RowTemplate(self.name, renderer, self._values, with_tools)
+            self._for_rows[with_tools] = row_template
+        return self._for_rows[with_tools]
+
+    def render(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> str:
+        """Return the text of turns in the template's forms; RowError if it refuses them."""
+        return self.for_row(tools).render(messages, tools, add_generation_prompt)
+
+    def adapt(
+        self,
+        messages: list[Message],
+        tools: list[dict] | None,
+        note: Callable[[str], Any] = lambda key: None,
+    ) -> list[Message]:
+        """Return the conversation in the forms that the template reads.
+
+        note: called with a key of `findings.KINDS` for content that the template has no form for.
+        """
+        forms = self.for_row(tools).forms
+        if tools and not forms.tools:
+            note("tools_not_shown")
+        return convert_turns(messages, forms, note)
+
+    def ask(self, messages: list[Message]) -> str:
+        """Return the conversation up to where the model answers. Raises RowError as in `render`."""
+        return self.render(self.adapt(messages, None), add_generation_prompt=True)
+
+
+def load_template(
+    name_or_path: str | None,
+    tokenizer: TextTokenizer,
+    args: Mapping[str, Any] | None = None,
+    today: str | None = None,
+) -> Template:
+    """Return a built-in template, one from a file, or (for None) the tokenizer's own, else `plain`.
+
+    args, today: as data.template_args and data.template_date. Raises UserError for a template that
+    does not match the tokenizer, an argument that the template does not have, or an invalid date.
+    """
+    name = name_or_path or ("tokenizer's own" if tokenizer.chat_templates else "plain")
+    source: str | dict[str, str] = tokenizer.chat_templates
+    if name in BUILT_IN:
+        source = BUILT_IN[name]
+    elif name_or_path:
+        source = _read(name_or_path)
+    _check_markers(name, tokenizer)
+    try:
+        template = Template(name, source, tokenizer.special, args, _date(today))
+        _check_args(template, args or {})
+    except jinja2.TemplateSyntaxError as e:
+        raise _bad(name, f"line {e.lineno}: {e.message}") from None
+    return template
+
+
+def _check_markers(name: str, tokenizer: TextTokenizer) -> None:
+    """Raise UserError if the tokenizer lacks a special token of a built-in template."""
+    missing = [
+        marker for marker in MARKERS.get(name, ()) if tokenizer.backend.token_to_id(marker) is None
+    ]
+    if missing:
+        pieces = len(tokenizer.encode(missing[0]))
+        use = "plain  (needs no special tokens)"
+        if tokenizer.chat_templates:
+            use = "null  (the tokenizer's own)"
+        add = ",".join(f"'{marker}'" for marker in missing)
+        raise _bad(
+            name,
+            f"the tokenizer has no special token {' '.join(missing)}: "
+            f"it would be {pieces} pieces of text.\n"
+            f'Use  data.template={use}  or add what is missing:  "tokenizer.add_tokens=[{add}]"',
+        )
+    missing = [role for role in NAMED.get(name, ()) if role not in tokenizer.special]
+    if missing:
+        raise _bad(
+            name,
+            f"the tokenizer has no {' and no '.join(missing)}, which frames its turns. "
+            "Use a tokenizer that has one",
+        )
+
+
+def _check_args(template: Template, args: Mapping[str, Any]) -> None:
+    """Raise UserError for an argument that no text of the template reads."""
+    texts = template.sources.values()
+    for name, value in args.items():
+        shown = f"data.template_args={{{name}: {value}}}"
+        if name in RESERVED:
+            reason = "the program itself gives this to the template. Leave it out"
+        elif any(mentions(text, name) for text in texts):
+            continue
+        else:
+            known = sorted({known for text in texts for known in variables(text)})
+            has = f"it has:  {'  '.join(known)}" if known else "it has none"
+            reason = f"the chat template ({template.name}) has no such variable; {has}"
+        raise UserError("the chat template cannot be used", [Problem(shown, reason)])
+
+
+def _date(today: str | None) -> date:
+    try:
+        return date.fromisoformat(today) if today else DEFAULT_DATE
+    except ValueError:
+        problem = Problem(
+            f"data.template_date={today}", "is no date. Use  data.template_date=2024-07-26"
+        )
+        raise UserError("the chat template cannot be used", [problem]) from None
+
+
+def _read(path: str) -> str:
+    if not Path(path).expanduser().is_file():
+        raise _bad(
+            path,
+            f"there is no such file, and no template of this name; there is  {'  '.join(BUILT_IN)}",
+        )
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad(path, f"cannot be read: {error}") from None
+
+
+def _bad(name: str, reason: str) -> UserError:
+    return UserError("the chat template cannot be used", [Problem(f"data.template={name}", reason)])

@@ -1,0 +1,135 @@
+"""The pipeline from rows to samples, shared by stored and streamed data."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
+from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.samples import Rendered, Sample, SampleBuilder
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, UserError
+
+T = TypeVar("T")
+CAN_BE_CUT = ("text", "tokens")  # formats whose samples may continue in another row
+
+
+@dataclass
+class TokenizeOptions:
+    """Everything that decides the tokens of a row, for all units of a component.
+
+    share: fraction of the rows that is held out for validation, chosen by content. kind: passed to
+    `make_reader`.
+    """
+
+    data: Data
+    seq_len: int
+    share: float
+    tokenizer: TextTokenizer
+    template: Template
+    kind: str | None = None
+
+    def builder(self) -> SampleBuilder:
+        """Return a builder of samples with these options."""
+        splits = self.kind == UNPAIRED
+        return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template, splits)
+
+
+def read_texts(
+    rows: Iterable[Row],
+    choose: Callable[[Row], Reader],
+    render: Callable[[Readable], T],
+    refuse: Callable[[Row, str], None],
+    first: int = 0,
+) -> Iterator[tuple[int, Row, T]]:
+    """Yield (number, row, result of `render`), from the row with number `first` on.
+
+    choose: returns the reader of all rows for the first row that can be read, even if that is
+    before `first`. refuse: called with each row that cannot be used, and the reason.
+    """
+    reader: Reader | None = None
+    for number, row in enumerate(rows):
+        try:
+            if row.error:
+                raise RowError(row.error)
+            reader = reader or choose(row)
+            if number < first:
+                continue
+            rendered = render(reader.read(row))
+        except (RowError, RecursionError) as error:
+            if number >= first:
+                refuse(row, str(error) if isinstance(error, RowError) else "is nested too deeply")
+        else:
+            yield number, row, rendered
+
+
+def tokenize_in_chunks(
+    texts: Iterator[tuple[Any, Rendered]],
+    builder: SampleBuilder,
+    max_texts: int,
+    max_characters: int,
+) -> Iterator[Iterator[tuple[Any, list[Sample]]]]:
+    """Yield chunks of (key, samples) from (key, text); each chunk is one call of the tokenizer.
+
+    The limits bound the memory of a call.
+    """
+    while chunk := _next_chunk(texts, max_texts, max_characters):
+        samples = builder.tokenize([text for _, text in chunk])
+        yield zip((key for key, _ in chunk), samples, strict=True)
+
+
+def _next_chunk(
+    texts: Iterator[tuple[Any, Rendered]], max_texts: int, max_characters: int
+) -> list[tuple[Any, Rendered]]:
+    chunk, characters = [], 0
+    for key, text in islice(texts, max_texts):
+        chunk.append((key, text))
+        characters += text.size
+        if characters >= max_characters:
+            break
+    return chunk
+
+
+def choose_reader(
+    data: Data,
+    columns: dict[str, Any],
+    file: str,
+    format: str,
+    fields: dict[str, Any] | None,
+    kind: str | None = SINGLE,
+) -> Reader:
+    """Return a reader for rows with these columns. kind: passed to `make_reader`.
+
+    Raises UserError if they cannot be used, or RowError if data.on_error=skip.
+    """
+    try:
+        reader = make_reader(columns, format, fields, file, kind)
+    except UserError as error:
+        if data.on_error == "fail":
+            raise
+        raise RowError(error.problems[0].reason.splitlines()[0]) from None
+    if reader.format in ("preference", UNPAIRED):
+        _require_whole_answers(data, file)
+    if data.too_long == "split" and reader.format not in CAN_BE_CUT:
+        # packing=stream needs too_long=split
+        packing = "data.packing=best_fit " if data.packing == "stream" else ""
+        kind = "segments" if reader.format == "segments" else "conversations"
+        use = f"Use  {packing}data.too_long=drop  or  {packing}data.too_long=truncate"
+        reason = f"only text and tokens can be cut into pieces, and {file} holds {kind}.\n{use}"
+        raise UserError("the data cannot be used", [Problem("data.too_long=split", reason)])
+    return reader
+
+
+def _require_whole_answers(data: Data, file: str) -> None:
+    """Raise UserError for options with which answers could not be compared."""
+    pairs = f"{file} holds preferences, "
+    if data.loss_on == "all":
+        reason = f"{pairs}whose answers alone are compared.\nUse  data.loss_on=assistant"
+        raise UserError("the data cannot be used", [Problem("data.loss_on=all", reason)])
+    if data.too_long == "truncate":
+        reason = f"{pairs}whose answers are compared whole.\nUse  data.too_long=drop"
+        raise UserError("the data cannot be used", [Problem("data.too_long=truncate", reason)])

@@ -1,0 +1,533 @@
+"""Conversations and documents to tokens, each with its loss weight."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.records.conversations import (
+    Conversation,
+    Document,
+    Pretokenised,
+    Readable,
+    Segments,
+)
+from fsdp_trainer.data.records.messages import Message
+from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
+from fsdp_trainer.data.records.prompts import DataQuestion
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.templates.completeness import TEXT as TEXT_LEFT_OUT
+from fsdp_trainer.data.templates.completeness import left_out_of_answer, left_out_of_context
+from fsdp_trainer.data.templates.turns import TurnFinder, merged
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.data.tokens.word_cache import EncodedWords, Encoding
+
+Span = tuple[int, int, float]
+"""Characters [start, end) of a text, and the loss weight of their tokens."""
+EXAMPLES = 3
+FITS = "fits_"
+"""Prefix of keys that count samples too long for a row; the suffix is a sufficient length, as in
+fits_1536."""
+LOST = "lost_tokens"
+"""Key of the number of tokens in samples that were dropped for length, or cut off."""
+REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
+"""Keys of counts for conversations whose template rewrites earlier turns: samples made of them,
+tokens of those samples, and tokens of the last sample of each (the conversation without
+repeats)."""
+HEADER = 80
+"""Characters before an answer that may hold its beginning, if prompt and answer share a prefix."""
+TEXTS = ("content", "reasoning_content")
+"""Keys of a turn that hold text."""
+GOOD, BAD, MISMATCHED = range(3)
+"""Kinds of a sample: an answer; an answer that should become less likely; and a prompt with the
+answer to another prompt, whose mean log(policy / reference) is the baseline for all answers."""
+EMPTY_THINK = re.compile(r"<think>\s*</think>")
+
+
+@dataclass
+class Sample:
+    """Tokens as they are stored; `weights[i]` is the loss weight of `tokens[i]` as a target."""
+
+    tokens: np.ndarray  # [length] int32
+    weights: np.ndarray  # [length] float32
+    starts_group: bool = True
+    """False if packing must keep it in one row with the sample before it."""
+    kind: int = GOOD
+    question: str | None = None
+    """DataQuestion.as_json, for prompts only."""
+
+
+@dataclass
+class Rendered:
+    """A text before tokenisation.
+
+    A document gets bos and eos around it; a conversation is exactly the template's output.
+    """
+
+    text: str
+    spans: list[Span]
+    where: tuple[str, int]
+    """File and line."""
+    is_document: bool = False
+    ends: tuple[int, ...] = ()
+    """Character positions just after the special tokens that end the assistant's turns."""
+    sample: Sample | None = None
+    """The tokens of data that is already tokenised; the text is then empty."""
+    place: tuple[int, int] = (1, 1)
+    """Number of this text among those of its conversation, from 1, and how many there are."""
+    rejected: "Rendered | None" = None
+    """The rejected answer of a preference pair, if this is the chosen one."""
+    is_good: bool | None = None
+    """Label of an answer in good or bad; None for any other text."""
+    question: str | None = None
+    """The same as in Sample, for the text of a prompt."""
+
+    @property
+    def sides(self) -> "list[Rendered]":
+        """This text, then the rejected answer if it is a pair."""
+        return [self] if self.rejected is None else [self, self.rejected]
+
+    @property
+    def size(self) -> int:
+        """Number of characters, estimated as 4 per token for tokenised data."""
+        own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
+        return own + (self.rejected.size if self.rejected else 0)
+
+
+class SampleBuilder:
+    """Renders and tokenises rows, and counts what it leaves out."""
+
+    def __init__(
+        self,
+        data: Data,
+        seq_len: int,
+        tokenizer: TextTokenizer,
+        template: Template,
+        splits_pairs: bool = False,
+    ):
+        """splits_pairs: if True, the answers of a pair become one good and one bad answer."""
+        self.splits_pairs = splits_pairs
+        self._last_answer: Sample | None = None  # the previous answer labelled good or bad
+        self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
+        self.counts: Counter[str] = Counter()
+        """Counts by the keys of `findings.KINDS`."""
+        self.examples: dict[str, list[str]] = {}
+        """The first few FILE:LINE for each key."""
+        self._ends = tuple(tokenizer.special_tokens)
+        self._special = re.compile(
+            "|".join(map(re.escape, sorted(self._ends, key=len, reverse=True))) or "(?!)"
+        )
+        self._special_ids = set(tokenizer.special_tokens.values())
+        self._stripping = [
+            id
+            for id, token in tokenizer.backend.get_added_tokens_decoder().items()
+            if token.lstrip or token.rstrip
+        ]
+
+    def count(self, key: str, where: tuple[str, int]) -> None:
+        """Count one more event, and keep its place if it is among the first few."""
+        self.counts[key] += 1
+        place, places = f"{where[0]}:{where[1]}", self.examples.setdefault(key, [])
+        if len(places) < EXAMPLES and place not in places:
+            places.append(place)
+
+    def render_prompt(self, row: DataQuestion) -> list[Rendered]:
+        """Return the prompt up to where the model answers; RowError if it cannot be rendered."""
+        messages = self.template.adapt(row.messages, row.tools)
+        text = self.template.render(messages, row.tools, add_generation_prompt=True)
+        require_whole_characters(text)
+        return [Rendered(text, [], row.where, question=row.as_json)]
+
+    def render(self, row: Readable) -> list[Rendered]:
+        """Return one text, or several if the template rewrites earlier turns.
+
+        Raises RowError if the template refuses the conversation.
+        """
+        if isinstance(row, Conversation):
+            texts = self._conversation(row)
+        elif isinstance(row, Document):
+            texts = self._document(row)
+        elif isinstance(row, Segments):
+            texts = [self._segments(row)]
+        elif isinstance(row, Preference) and not self.splits_pairs:
+            texts = [self._pair(row)]
+        elif isinstance(row, Preference | LabelledAnswer):
+            texts = self._verdicts(row)
+        else:
+            texts = [self._pretokenised(row)]
+        require_whole_characters(*(side.text for text in texts for side in text.sides))
+        return texts
+
+    def _document(self, row: Document) -> list[Rendered]:
+        if not row.text.strip():
+            return self._left_out("empty", row.where)
+        bos, eos = self.tokenizer.bos_token or "", self.tokenizer.eos_token or ""
+        if self._special.search(row.text.removeprefix(bos).removesuffix(eos)):
+            self.count("special_in_text", row.where)
+        return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
+
+    def _pretokenised(self, row: Pretokenised) -> Rendered:
+        """Return tokens unchanged. Raises RowError if one is not in the tokenizer's vocabulary."""
+        size = self.tokenizer.vocab_size
+        beyond = next((token for token in row.tokens if not 0 <= token < size), None)
+        if beyond is not None:
+            raise RowError(
+                f"holds the token {beyond}, and the tokenizer has 0 to {size - 1}: "
+                "tokenizer.path has to be what the data was tokenised with"
+            )
+        return _with_tokens(row.tokens, row.learnt, row.where)
+
+    def _segments(self, row: Segments) -> Rendered:
+        """Return the tokens of texts that are tokenised separately, as at inference."""
+        try:
+            encoded = self.tokenizer.encode_plain(row.texts)
+        except UnicodeEncodeError:
+            raise RowError("holds half a character, which is no text") from None
+        tokens = [token for ids in encoded for token in ids.tolist()]
+        segments = zip(encoded, row.learnt, strict=True)
+        supervised = [one for ids, one in segments for _ in range(len(ids))]
+        ends = [i for i, one in enumerate(supervised) if one and not any(supervised[i + 1 : i + 2])]
+        if any(tokens[i] not in self._special_ids for i in ends):
+            self.count("no_end", row.where)
+        return _with_tokens(tokens, supervised, row.where)
+
+    def _pair(self, row: Preference) -> Rendered:
+        """Return the prompt with the chosen answer; `rejected` is the prompt with the other one."""
+        chosen, rejected = (self._answer(row, name) for name in SIDES)
+        return replace(chosen, rejected=rejected)
+
+    def _verdicts(self, row: Preference | LabelledAnswer) -> list[Rendered]:
+        """Return each answer of the row with its label, good or bad."""
+        if isinstance(row, LabelledAnswer):
+            return [replace(self._answer(row, "answer"), is_good=row.is_good)]
+        return [replace(self._answer(row, name), is_good=name == SIDES[0]) for name in SIDES]
+
+    def _answer(self, row: Preference | LabelledAnswer, name: str) -> Rendered:
+        """Return the prompt with an answer; only the turns of the answer are supervised."""
+        prompt = [
+            turn | {"weight": 0.0} if turn["role"] == "assistant" else turn for turn in row.prompt
+        ]
+        turns = [*prompt, *getattr(row, name)]
+        texts = self._conversation(Conversation(turns, row.tools, row.where))
+        if len(texts) > 1:
+            raise RowError(
+                f"{name} has several turns, which the template writes in {len(texts)} texts, and"
+                " an answer is compared as one.\nUse  data.loss_on=last"
+            )
+        return texts[0]
+
+    def _conversation(self, row: Conversation) -> list[Rendered]:
+        notes: set[str] = set()
+        messages = self.template.adapt(row.messages, row.tools, notes.add)
+        if any(
+            self._special.search(message[name])
+            for message in row.messages
+            for name in TEXTS
+            if message.get(name)
+        ):
+            notes.add("special_in_text")
+        finder = TurnFinder(self.template.for_row(row.tools), messages, row.tools, self._ends)
+        if self.data.loss_on == "all":
+            texts = self._supervise_all(finder, row, notes)
+        else:
+            texts = self._supervise_turns(finder, row, notes)
+        for key in sorted(notes):
+            self.count(key, row.where)
+        return texts
+
+    def _supervise_all(
+        self, finder: TurnFinder, row: Conversation, notes: set[str]
+    ) -> list[Rendered]:
+        whole = finder.whole
+        spans = [(0, len(whole), 1.0), *self._weighted_turns(finder)]
+        for message in row.messages:
+            if message["role"] == "assistant":
+                notes.update(left_out_of_answer(message, whole))
+        if left_out_of_context(row.messages, whole):
+            notes.add(TEXT_LEFT_OUT)
+        return [Rendered(whole, spans, row.where)]
+
+    def _supervise_turns(
+        self, finder: TurnFinder, row: Conversation, notes: set[str]
+    ) -> list[Rendered]:
+        """Return one text, or several if the template rewrites earlier turns."""
+        turns, spans, behind = [], {}, 0
+        for k, place in self._chosen(finder, row):
+            answer = row.messages[place]
+            weight = answer.get("weight", 1.0)
+            if weight <= 0:
+                continue
+            turn = finder.turn(k)
+            notes.update(left_out_of_answer(answer, turn.text[max(0, turn.start - HEADER) :]))
+            if not turn.begins_as_prompted:
+                self.count("prompt_differs", row.where)
+            if not turn.is_closed:
+                self.count("no_end", row.where)
+            turns.append(turn)
+            context = _context_spans(finder.messages[k], turn.text, turn.start)
+            spans[id(turn)] = [(turn.start, turn.end, weight), *context]
+            behind = place + 1
+        groups = merged(turns, finder.whole)
+        if len(groups) == 1:
+            behind = len(row.messages)
+        # turns after the last supervised answer may be in none of the texts
+        if left_out_of_context(row.messages[:behind], groups[-1][0]):
+            notes.add(TEXT_LEFT_OUT)
+        if len(groups) > 1:
+            notes.add("rewritten")
+            self.counts[REWRITTEN_SAMPLES] += len(groups)
+        return [
+            Rendered(
+                text,
+                [span for turn in held for span in spans[id(turn)]],
+                row.where,
+                ends=tuple(turn.end for turn in held if turn.is_closed),
+                place=(number, len(groups)),
+            )
+            for number, (text, held) in enumerate(groups, 1)
+        ]
+
+    def _chosen(self, finder: TurnFinder, row: Conversation) -> list[tuple[int, int]]:
+        """Return two indices of each supervised answer: in the finder's and the row's messages."""
+        places = [
+            [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+            for messages in (finder.messages, row.messages)
+        ]
+        chosen = list(zip(*places, strict=True))
+        return chosen[-1:] if self.data.loss_on == "last" else chosen
+
+    def _weighted_turns(self, finder: TurnFinder) -> list[Span]:
+        """Return the spans of turns with their own weight, for data.loss_on=all."""
+        spans = []
+        template, messages, tools = finder.template, finder.messages, finder.tools
+        for k in (k for k, message in enumerate(messages) if "weight" in message):
+            before, after = (
+                template.finished(messages[:n], tools).removesuffix(template.closing) if n else ""
+                for n in (k, k + 1)
+            )
+            if not (finder.whole.startswith(after) and after.startswith(before)):
+                raise RowError(
+                    "weights of turns with data.loss_on=all need a template "
+                    "that does not rewrite earlier turns"
+                )
+            spans.append((len(before), len(after), messages[k]["weight"]))
+        return spans
+
+    def tokenize(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
+        """Yield the samples of every text: one, two for a pair, none if the text is left out.
+
+        An answer labelled good or bad comes with a second sample, its prompt with a mismatched
+        answer.
+        """
+        samples = self._tokenized(texts)
+        if any(text.is_good is not None for text in texts):
+            return iter(self._with_mismatched(texts, [*samples]))
+        return samples
+
+    def _tokenized(self, texts: list[Rendered]) -> Iterator[list[Sample]]:
+        sides = [side for text in texts for side in text.sides]
+        plain = [text.text for text in sides if text.is_document]
+        weighed = [text.text for text in sides if not text.is_document and text.sample is None]
+        documents = iter(self.tokenizer.encode_plain(plain))
+        chats = iter(self.tokenizer.encode_batch(weighed))
+        for text in texts:
+            if text.rejected is not None:
+                yield self._keep_pair([self._weigh(next(chats), side) for side in text.sides], text)
+                continue
+            if text.question is not None:
+                yield self._prompt(next(chats), text)
+                continue
+            if text.sample is not None:
+                sample = text.sample
+            elif text.is_document:
+                sample = self._frame(next(documents))
+            else:
+                sample = self._weigh(next(chats), text)
+            yield [one for piece in self._fit(sample, text) for one in self._keep(piece, text)]
+
+    def _with_mismatched(
+        self, texts: list[Rendered], samples: list[list[Sample]]
+    ) -> list[list[Sample]]:
+        """Return each text's sample, followed by its prompt with the answer of the sample before.
+
+        The very first prompt gets the last answer. A mismatched answer is cut where both samples
+        fill the row.
+        """
+        answers = [one for each in samples for one in each]
+        before = self._last_answer or (answers[-1] if answers else None)
+        both: list[list[Sample]] = []
+        for text, each in zip(texts, samples, strict=True):
+            if not each or text.is_good is None:
+                both.append(each)
+                continue
+            assert before is not None
+            kind = GOOD if text.is_good else BAD
+            other = mismatched(each[0], before, self.seq_len - len(each[0].tokens))
+            before = each[0]
+            if other is None:
+                self.counts[f"{FITS}{rounded_length(2 * len(before.tokens))}"] += 1
+                self.counts[LOST] += len(before.tokens)
+            pair = [replace(before, kind=kind), other] if other else None
+            both.append(pair or self._left_out("too_long", text.where))
+        self._last_answer = before
+        return both
+
+    def _keep_pair(self, samples: list[Sample], text: Rendered) -> list[Sample]:
+        """Return both answers, or none: one row must hold both."""
+        length = sum(len(sample.tokens) for sample in samples)
+        if length > self.seq_len:
+            return self._too_long(length, text)
+        chosen, rejected = samples
+        if len(chosen.tokens) == len(rejected.tokens) and (chosen.tokens == rejected.tokens).all():
+            return self._left_out("same_answers", text.where)
+        chosen_kept, rejected_kept = (self._keep(sample, text) for sample in samples)
+        if not (chosen_kept and rejected_kept):
+            return []
+        return [chosen, replace(rejected, starts_group=False)]
+
+    def _prompt(self, encoding: Encoding | EncodedWords, text: Rendered) -> list[Sample]:
+        """Return the prompt, without supervised tokens; nothing if it is too long."""
+        length = len(encoding.ids)
+        if length > self.seq_len:
+            return self._too_long(length, text)
+        return [Sample(encoding.ids, np.zeros(length, np.float32), question=text.question)]
+
+    def _frame(self, ids: np.ndarray) -> Sample:
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        front = [bos] if bos is not None and ids[:1].tolist() != [bos] else []
+        tokens = np.concatenate(
+            [front, ids, [eos] if eos is not None and ids[-1:].tolist() != [eos] else []]
+        ).astype(np.int32)
+        return Sample(tokens, np.ones(len(tokens), np.float32))
+
+    def _weigh(self, encoding: Encoding | EncodedWords, text: Rendered) -> Sample:
+        number, count = text.place
+        if count > 1:
+            self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
+            self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
+        self._leave_out_stripped(encoding, text.text)
+        sample = Sample(encoding.ids, token_weights(encoding, text))
+        self._count_turns(encoding, text, sample)
+        return sample
+
+    def _count_turns(
+        self, encoding: Encoding | EncodedWords, text: Rendered, sample: Sample
+    ) -> None:
+        """Count turns whose beginning or end is not supervised as it should be."""
+        for end in text.ends:
+            at = encoding.first_reaching(end)
+            if (
+                at == len(encoding.ids)
+                or not sample.weights[at]
+                or int(encoding.ids[at]) not in self._special_ids
+            ):
+                self.count("no_end", text.where)
+        for start, end, weight in text.spans:
+            first = encoding.first_reaching(start + 1)
+            in_front = first < len(encoding.ids) and encoding.start_of(first) < start
+            if weight and in_front and not sample.weights[first]:
+                self.count("shared_token", text.where)
+            if EMPTY_THINK.search(text.text, start, end):
+                self.count("empty_think", text.where)
+
+    def _leave_out_stripped(self, encoding: Encoding | EncodedWords, text: str) -> None:
+        """Restrict special tokens that swallow white space (Phi-3's) to their own characters."""
+        for i in np.flatnonzero(np.isin(encoding.ids, self._stripping)) if self._stripping else ():
+            covered = text[encoding.starts[i] : encoding.ends[i]]
+            encoding.starts[i] += len(covered) - len(covered.lstrip())
+            encoding.ends[i] -= len(covered) - len(covered.rstrip())
+
+    def _fit(self, sample: Sample, text: Rendered) -> list[Sample]:
+        length, seq_len = len(sample.tokens), self.seq_len
+        if length <= seq_len:
+            return [sample]
+        if self.data.too_long == "split":  # choose_reader refuses it for conversations
+            self.count("split", text.where)
+            return [sample]  # RowOrder splits it
+        if self.data.too_long == "truncate":
+            self.counts[f"{FITS}{rounded_length(length)}"] += 1
+            self.counts[LOST] += length - seq_len
+            self.count("truncated", text.where)
+            return [Sample(sample.tokens[:seq_len], sample.weights[:seq_len])]
+        return self._too_long(length, text)
+
+    def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
+        bos = self.tokenizer.bos_id
+        if bos is not None and sample.tokens[:2].tolist() == [bos, bos]:
+            self.count("two_bos", text.where)
+        sample.weights[:1] = 0  # no token precedes the first one to predict it from
+        if len(sample.tokens) >= 2 and sample.weights.any():
+            return [sample]
+        return self._left_out("unsupervised", text.where)
+
+    def _too_long(self, length: int, text: Rendered) -> list:
+        """Count a text of `length` tokens that is dropped because no row holds it; return []."""
+        self.counts[f"{FITS}{rounded_length(length)}"] += 1
+        self.counts[LOST] += length
+        return self._left_out("too_long", text.where)
+
+    def _left_out(self, key: str, where: tuple[str, int]) -> list:
+        """Count a dropped row or text; return []."""
+        self.count(key, where)
+        return []
+
+
+def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
+    """Return a sample's prompt with the answer of another sample, at most `room` tokens.
+
+    None if there is no room for any token of the answer.
+    """
+    prompt, begin = int(np.argmax(sample.weights > 0)), int(np.argmax(other.weights > 0))
+    if room <= prompt:
+        return None
+    tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]
+    weights = np.concatenate([sample.weights[:prompt], other.weights[begin:]])[:room]
+    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED)
+
+
+def require_whole_characters(*texts: str) -> None:
+    """Raise RowError for a text that cannot be encoded as UTF-8, with half a surrogate pair."""
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as e:
+        raise RowError(
+            f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
+        ) from None
+
+
+def _with_tokens(tokens: list[int], supervised: list[bool], where: tuple[str, int]) -> Rendered:
+    """Return already tokenised data as a text without characters."""
+    sample = Sample(np.array(tokens, np.int32), np.array(supervised, np.float32))
+    return Rendered("", [], where, sample=sample)
+
+
+def _context_spans(message: Message, text: str, start: int) -> list[Span]:
+    """Return the unsupervised parts of a turn, as character spans of the text from `start` on."""
+    content, parts = message.get("context_parts", ("", []))
+    begin = text.find(content, start)
+    if parts and begin < 0:
+        raise RowError("train_detail: the chat template changes the turn's text")
+    return [(begin + first, begin + stop, 0.0) for first, stop in parts]
+
+
+def token_weights(encoding: Encoding | EncodedWords, text: Rendered) -> np.ndarray:
+    """Return the weight of the span around each token: [tokens] float32.
+
+    A token that crosses a span's edge gets the smaller weight of both sides.
+    """
+    characters = np.zeros(len(text.text) + 1, np.float32)
+    for start, end, weight in text.spans:
+        characters[start:end] = weight
+    return encoding.lower_of_ends(characters)
+
+
+def rounded_length(length: int) -> int:
+    """Return the next usual row length: 1024, 1280, 1536, 1792, 2048, 2560 …"""
+    step = max(1, 1 << max(0, (length - 1).bit_length() - 3))
+    return round_up(length, step)

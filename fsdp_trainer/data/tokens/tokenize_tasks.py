@@ -1,0 +1,280 @@
+"""Tasks of tokenisation: each turns some units of files into one part of a store.
+
+Runs in this process or in workers; imports no torch.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.data.files.file_splits import Unit, read_rows, read_unit
+from fsdp_trainer.data.files.sources import Problems, Row
+from fsdp_trainer.data.records.conversations import (
+    Conversation,
+    Document,
+    Readable,
+    Reader,
+    make_reader,
+)
+from fsdp_trainer.data.records.preference_records import PROMPTS
+from fsdp_trainer.data.records.prompts import make_prompt_reader
+from fsdp_trainer.data.store.token_store import Damaged, StoreWriter, check_columns
+from fsdp_trainer.data.tokens.records_to_samples import (
+    TokenizeOptions,
+    choose_reader,
+    read_texts,
+    tokenize_in_chunks,
+)
+from fsdp_trainer.data.tokens.samples import Rendered, Sample
+from fsdp_trainer.errors import Problem, UserError
+
+CHUNK, CHARACTERS = 1000, 1 << 22  # limits of texts and characters for one call of the tokenizer
+TRAIN, VALIDATION = "train", "validation"
+SKIPPED = "skipped.jsonl"
+"""File in the cache folder that lists each row that data.on_error=skip left out."""
+
+
+@dataclass(frozen=True)
+class TaskUnit:
+    """A unit of a task.
+
+    source, number: indices of its source and of its file. lines_before: number of lines in the file
+    before the unit. format, fields: as data.format and data.fields.
+    """
+
+    unit: Unit
+    source: int
+    number: int
+    lines_before: int
+    format: str
+    fields: tuple[tuple[str, str], ...]
+
+
+Task = list[TaskUnit]
+"""The input of one part: a part of a large file, or several small files."""
+
+
+def task_key(task: Task) -> list[list[int | None]]:
+    """Return (file number, start, stop) of each unit, which identifies the task."""
+    return [[one.number, one.unit.start, one.unit.stop] for one in task]
+
+
+@dataclass
+class TaskResult:
+    """Counts and problems of a task, complete once its rows have been read."""
+
+    task: list[list[int | None]] = field(default_factory=list)
+    """The value of `task_key`."""
+    rows: list[tuple[int, str, int]] = field(default_factory=list)
+    """(file number, format, number of rows) of each unit."""
+    unused: list[tuple[int, list[str]]] = field(default_factory=list)
+    """(file number, columns that are not used) of each unit with such columns."""
+    bad_rows: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    """The first few bad rows."""
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    totals: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    """Samples, tokens, supervised, longest: by store and by source (its index as a string)."""
+
+
+def read_result(part: Path, task: Task) -> TaskResult | None:
+    """Return the result of a part that an earlier process finished; None if there is none.
+
+    Also None if the part was made for another task, since another version may split the work
+    differently.
+    """
+    try:
+        stored = json.loads((part / "done.json").read_text(encoding="utf-8"))
+        for name, by_source in stored["totals"].items():
+            check_columns(part / name, by_source)
+        if stored["task"] != task_key(task):
+            return None
+        problems = [Problem(**problem) for problem in stored["problems"]]
+        return TaskResult(**stored | {"problems": problems})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, Damaged):
+        return None
+
+
+Tick = Callable[[int, int], None]
+"""Called with the numbers of rows read and of tokens written since the last call."""
+Job = tuple[int, Task, Path]
+"""The index of a task, the task, and the folder of its part."""
+
+
+def do_job(options: TokenizeOptions, job: Job, tick: Tick) -> tuple[int, TaskResult]:
+    """Write the part of a task, and return the task's index and result."""
+    place, task, part = job
+    return place, tokenise(task, part, options, tick)
+
+
+def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> TaskResult:
+    """Write the samples of a task into the folder `part`, which appears only once it is complete.
+
+    It does not appear if data.on_error=fail and there are bad rows.
+    """
+    aside = Path(tempfile.mkdtemp(prefix="tmp-", dir=part.parent))
+    try:
+        result = TaskTokenizer(task, aside, options, tick).run()
+        if not (result.bad_rows and options.data.on_error == "fail"):
+            text = json.dumps(asdict(result), ensure_ascii=False)
+            (aside / "done.json").write_text(text, encoding="utf-8")
+            aside.chmod(0o755)  # mkdtemp's folder is private to its owner, but the cache is shared
+            try:
+                os.replace(aside, part)
+            except OSError:
+                # otherwise another process was faster and wrote the same content
+                if read_result(part, task) is None:
+                    shutil.rmtree(part, ignore_errors=True)
+                    os.replace(aside, part)
+        return result
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+class TaskTokenizer:
+    """One pass over a task, in bounded memory: rows → conversations → samples → files."""
+
+    def __init__(self, task: Task, folder: Path, options: TokenizeOptions, tick: Tick):
+        self.task, self.options, self.tick = task, options, tick
+        names = (TRAIN, VALIDATION) if options.share else (TRAIN,)
+        self.writers = {name: StoreWriter(folder / name) for name in names}
+        self.builder = options.builder()
+        on_error, listed = options.data.on_error, None
+        if on_error == "skip":
+            listed = open(folder / SKIPPED, "w", encoding="utf-8")  # noqa: SIM115 - run() closes it
+        self.problems = Problems(on_error, listed=listed)
+        self.result = TaskResult(task_key(task))
+
+    def run(self) -> TaskResult:
+        """Read and write everything; return the counts and problems."""
+        for unit in self.task:
+            self._tokenise_unit(unit)
+            if self.problems.will_raise:  # the message names rows of one file only
+                break
+        for writer in self.writers.values():
+            writer.close()
+        if self.problems.listed:
+            self.problems.listed.close()
+        result = self.result
+        result.bad_rows, result.problems = self.problems.count, self.problems.first
+        result.counts, result.examples = dict(self.builder.counts), self.builder.examples
+        result.totals = {name: writer.totals for name, writer in self.writers.items()}
+        return result
+
+    def _tokenise_unit(self, unit: TaskUnit) -> None:
+        self.rows, reported = 0, 0
+        for chunk in tokenize_in_chunks(self._texts(unit), self.builder, CHUNK, CHARACTERS):
+            samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
+            lines: dict[str, list[int]] = {name: [] for name in self.writers}
+            for (name, line), text_samples in chunk:
+                samples[name] += text_samples
+                lines[name] += [line] * len(text_samples)
+            for name, writer in self.writers.items():
+                writer.write(samples[name], unit.source, unit.number, lines[name])
+            tokens = sum(len(sample.tokens) for one in samples.values() for sample in one)
+            self.tick(self.rows - reported, tokens)
+            reported = self.rows
+
+    def _texts(self, unit: TaskUnit) -> Iterator[tuple[tuple[str, int], Rendered]]:
+        """Yield ((store, line), text) for every text of a unit.
+
+        After a problem that will be raised, rows are only checked for further problems.
+        """
+        self.reader = self._reader_of_file(unit)
+
+        def choose(row: Row) -> Reader:
+            if self.reader is None:
+                fields = dict(unit.fields)
+                file, data = unit.unit.file, self.options.data
+                if self.options.kind == PROMPTS:
+                    self.reader = make_prompt_reader(row.columns, unit.format, fields, file)
+                else:
+                    self.reader = choose_reader(
+                        data, row.columns, file, unit.format, fields, self.options.kind
+                    )
+            return self.reader
+
+        def refuse(row: Row, reason: str) -> None:
+            self.problems.add(row.where, reason)
+
+        for _, row, (name, texts) in read_texts(self._rows(unit), choose, self._render, refuse):
+            if not self.problems.will_raise:
+                for text in texts:
+                    yield (name, row.where[1]), text
+        self._note_unit(unit)
+
+    def _render(self, row: Any) -> tuple[str, list[Rendered]]:
+        """Return the store that a row belongs to, and its texts."""
+        render = self.builder.render_prompt if self.options.kind == PROMPTS else self.builder.render
+        texts, share = render(row), self.options.share
+        return VALIDATION if share and content_place(row) < share else TRAIN, texts
+
+    def _rows(self, unit: TaskUnit) -> Iterator[Row]:
+        for row in read_unit(unit.unit):
+            self.rows += 1
+            row.where = unit.unit.file, row.where[1] + unit.lines_before
+            yield row
+            if self.problems.is_enough:
+                return
+
+    def _reader_of_file(self, unit: TaskUnit) -> Reader | None:
+        """Return the reader chosen by the file's first row; None if the unit holds that row."""
+        if not unit.unit.start:
+            return None
+        prompts = self.options.kind == PROMPTS
+        first = first_reader(unit.unit.file, unit.unit.stamp, unit.format, unit.fields, prompts)
+        return first.again() if first else None
+
+    def _note_unit(self, unit: TaskUnit) -> None:
+        """Note the rows and unused columns of a unit; a file without rows is a problem."""
+        file, start, stop = unit.unit.file, unit.unit.start, unit.unit.stop
+        reader = self.reader
+        if not (self.rows or start or stop is not None):
+            self.problems.add((file, 1), "the file holds no rows")
+        if self.rows or not start:
+            self.result.rows.append((unit.number, str(reader or "of no known format"), self.rows))
+        if reader and reader.unused:
+            self.result.unused.append((unit.number, list(reader.unused)))
+
+
+@lru_cache(maxsize=64)
+def first_reader(
+    file: str,
+    stamp: tuple[int, int] | None,
+    format: str,
+    fields: tuple[tuple[str, str], ...],
+    prompts: bool = False,
+) -> Reader | None:
+    """Return the reader chosen by a file's first readable row; None if no row can be read."""
+    for row in read_rows(file):
+        if not row.error:
+            try:
+                make = make_prompt_reader if prompts else make_reader
+                return make(row.columns, format, dict(fields), file)
+            except UserError:  # the task with the beginning of the file reports it
+                continue
+    return None
+
+
+def content_place(row: Readable) -> float:
+    """Return a number in [0, 1), a hash of a row's content.
+
+    It alone decides whether a row is held out, so the order of rows does not matter.
+    """
+    if isinstance(row, Document):
+        content = row.text
+    elif isinstance(row, Conversation):
+        content = json.dumps([row.messages, row.tools], sort_keys=True, default=str)
+    else:
+        # names of fields are part of it: renaming one would move rows between the stores
+        content = json.dumps(asdict(row) | {"where": None}, sort_keys=True)
+    digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

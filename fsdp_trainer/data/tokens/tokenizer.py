@@ -1,0 +1,459 @@
+"""Text to tokens and back, with any tokenizer of a Hugging Face folder or SentencePiece model."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from fsdp_trainer.data.files import quickstart_data
+from fsdp_trainer.data.tokens.byte_level_files import (
+    is_tiktoken,
+    read_tiktoken,
+    read_vocab_and_merges,
+)
+from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
+from fsdp_trainer.data.tokens.word_cache import (
+    EncodedWords,
+    Encoding,
+    Words,
+    encoding_of,
+    has_spaces,
+    joins_anywhere,
+    looks_across_no_space,
+    separator_of,
+)
+from fsdp_trainer.errors import Problem, UserError
+
+FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+BESIDE_A_CONFIG = ("tokenizer.json", "tokenizer.model", VOCABULARY)
+"""Files that are described by other files in their folder, also if their own path is given."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Names of chat templates: for rows in general, and (optionally) for rows with tools."""
+TEMPLATES = "additional_chat_templates"
+"""Folder of the other templates besides the default one, as `transformers` saves them."""
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+END_TOKENS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "</s>",
+    "<eos>",
+)
+# Likely special tokens of a tokenizer.json without tokenizer_config.json; the first that exists
+USUAL = {
+    "bos_token": ("<s>", "<|begin_of_text|>", "<bos>"),
+    "eos_token": ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"),
+    "pad_token": ("<pad>", "<|pad|>"),
+}
+
+
+LONG, OVERLAP = 1 << 18, 1 << 11  # characters of a piece, and of its overlap with the next one
+
+
+def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | None:
+    """Return the indices of a token that both encodings share, from the middle of the overlap.
+
+    start: first character of the shared text. None if there is no such token.
+    """
+    for here in range(
+        *np.searchsorted(before.starts, (start + OVERLAP // 4, start + OVERLAP // 2))
+    ):
+        there = int(np.searchsorted(after.starts, before.starts[here]))
+        if there < len(after.ids) and (after.starts[there], after.ids[there]) == (
+            before.starts[here],
+            before.ids[here],
+        ):
+            return int(here), there
+    return None
+
+
+class TextTokenizer:
+    """A tokenizer that adds nothing to a text: no bos, no eos, no padding, no truncation.
+
+    Special tokens in a text are recognised.
+    """
+
+    def __init__(
+        self,
+        backend: Tokenizer,
+        special: dict[str, str],
+        stop_ids: set[int],
+        chat_template: str | dict[str, str] | None,
+        files: dict[str, Path] | None = None,
+    ):
+        self._saved = backend.to_str()  # unchanged, including the post-processor
+        self._files = files or {}
+        self.backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        backend.post_processor = None  # ByteLevel's would trim the offsets; templates add bos
+        separator = separator_of(backend) if looks_across_no_space(backend) else None
+        self._words = Words(backend, separator) if separator else None
+        self._joins = joins_anywhere(backend)
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        """Number of ids: the largest id + 1."""
+        self.special = {
+            name: text for name, text in special.items() if backend.token_to_id(text) is not None
+        }
+        """Those of bos_token, eos_token, pad_token and unk_token that exist."""
+        ends = (*END_TOKENS, *self.special.values())  # some tokenizers do not mark them as special
+        self.special_tokens: dict[str, int] = {
+            token.content: id
+            for id, token in added.items()
+            if token.special or token.content in ends
+        }
+        """Text and id of every special token."""
+        self.bos_token, self.eos_token = (
+            self.special.get("bos_token"),
+            self.special.get("eos_token"),
+        )
+        self.bos_id, self.eos_id, self.pad_id = (
+            self._id(name) for name in ("bos_token", "eos_token", "pad_token")
+        )
+        self.stop_ids: set[int] = stop_ids | {
+            id
+            for text, id in self.special_tokens.items()
+            if text in END_TOKENS or id == self.eos_id
+        }
+        """Ids that end a turn during generation."""
+        if isinstance(chat_template, str):
+            chat_template = {DEFAULT: chat_template}
+        self.chat_templates: dict[str, str] = chat_template or {}
+        """The chat templates by name; most tokenizers have one, DEFAULT."""
+        self.fingerprint: str = hashlib.blake2b(
+            f"{self._saved}{sorted(self.special.items())}".encode(), digest_size=16
+        ).hexdigest()
+        """Hash of everything that decides the tokens of a text, whatever the files' format is."""
+
+    def _id(self, name: str) -> int | None:
+        return self.backend.token_to_id(self.special[name]) if name in self.special else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, else the first one; None if there is none."""
+        return self.chat_templates.get(DEFAULT) or next(iter(self.chat_templates.values()), None)
+
+    def encode_batch(self, texts: list[str]) -> list[Encoding | EncodedWords]:
+        """Return the tokens of each text with their positions in it."""
+        by_word = self._words.encode if self._words else list
+        whole = self.backend.encode_batch
+        return self._encode(
+            texts,
+            by_word,
+            lambda some: map(encoding_of, whole(some, add_special_tokens=False)),
+            self._encode_long,
+        )
+
+    def encode_plain(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the tokens of each text, [tokens] int32, without positions, which is faster."""
+        by_word = self._words.plain if self._words else list
+        whole = self.backend.encode_batch_fast
+        return self._encode(
+            texts,
+            by_word,
+            lambda some: (
+                np.array(e.ids, dtype=np.int32) for e in whole(some, add_special_tokens=False)
+            ),
+            lambda text: self._encode_long(text).ids,
+        )
+
+    def _encode(self, texts: list[str], by_word: Callable, whole: Callable, long: Callable) -> list:
+        """Encode each text in the fastest way for it; all ways give the same tokens."""
+
+        def way_of(text: str) -> Callable:
+            if self._words and has_spaces(text):
+                return by_word
+            return long if self._joins and len(text) > LONG else whole
+
+        ways = [(text, way_of(text)) for text in texts]
+        batches = {
+            batch: iter(batch([text for text, way in ways if way is batch]))
+            for batch in (by_word, whole)
+        }
+        return [long(text) if way is long else next(batches[way]) for text, way in ways]
+
+    def _encode_long(self, text: str) -> Encoding:
+        """Encode a text piece by piece.
+
+        The backend's result needs about 100 times the memory of the text's characters.
+        """
+        pieces: list[Encoding] = []
+        for start in range(0, len(text), LONG):
+            piece = encoding_of(
+                self.backend.encode(text[start : start + LONG + OVERLAP], add_special_tokens=False)
+            )
+            piece = Encoding(piece.ids, piece.starts + start, piece.ends + start)
+            if pieces:
+                seam = _seam(pieces[-1], piece, start)
+                if seam is None:
+                    return encoding_of(self.backend.encode(text, add_special_tokens=False))
+                pieces[-1], piece = pieces[-1].cut(stop=seam[0]), piece.cut(start=seam[1])
+            pieces.append(piece)
+        return Encoding(
+            *(
+                np.concatenate([getattr(piece, name) for piece in pieces])
+                for name in ("ids", "starts", "ends")
+            )
+        )
+
+    def as_published(self) -> Tokenizer:
+        """Return the tokenizer unchanged; it may add bos and eos by itself."""
+        return Tokenizer.from_str(self._saved)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        """Return the text of token ids."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def save(self, folder: str | Path, chat_template: str | dict[str, str] | None = None) -> None:
+        """Write the files that `transformers.AutoTokenizer.from_pretrained(folder)` needs.
+
+        chat_template: replaces the tokenizer's own; one text, or several by name.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, file in self._files.items():
+            shutil.copyfile(file, folder / name)
+        if not (folder / "tokenizer.json").exists():
+            (folder / "tokenizer.json").write_text(self._saved, encoding="utf-8")
+        config = folder / "tokenizer_config.json"
+        if not config.exists() or "tokenizer.json" not in self._files:
+            _write_config(config, self._described(config))
+        if isinstance(chat_template, str):
+            chat_template = {DEFAULT: chat_template}
+        templates = chat_template or self.chat_templates
+        if templates != self.chat_templates:
+            values = json.loads(config.read_text(encoding="utf-8"))
+            values.pop("chat_template", None)
+            _write_config(config, values)
+        _write_templates(folder, templates)
+
+    def _described(self, config: Path) -> dict[str, Any]:
+        """Return the content of tokenizer_config.json: the existing one plus special tokens.
+
+        A tokenizer.json does not name the special tokens; other files or a class of transformers
+        did.
+        """
+        values: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
+        if config.exists():
+            written = json.loads(config.read_text(encoding="utf-8"))
+            values = written if isinstance(written, dict) else values
+        return values | {name: text for name, text in self.special.items() if not values.get(name)}
+
+
+def _write_config(file: Path, values: dict[str, Any]) -> None:
+    file.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_templates(folder: Path, templates: dict[str, str]) -> None:
+    """Write the default template to chat_template.jinja, the others to a folder next to it."""
+    for name, text in templates.items():
+        file = folder / "chat_template.jinja"
+        if name != DEFAULT and len(templates) > 1:
+            (folder / TEMPLATES).mkdir(exist_ok=True)
+            file = folder / TEMPLATES / f"{Path(name).name}.jinja"
+        file.write_text(text, encoding="utf-8")
+
+
+def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
+    """Return a tokenizer from a file, from a folder with such a file, or from `demo:bytes`.
+
+    Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, or vocab.json with merges.txt.
+
+    add_tokens: special tokens to add if they are missing; new ones get the next free ids.
+    """
+    if path == quickstart_data.TOKENIZER:
+        backend, special, ends, template = quickstart_data.byte_tokenizer()
+        _add_special(backend, add_tokens)
+        return TextTokenizer(backend, special, ends, template)
+    given = Path(path).expanduser()
+    file = _tokenizer_file(given)
+    folder = file.parent if given.is_dir() or file.name in BESIDE_A_CONFIG else None
+    special_map, config, generation = (
+        _json(folder, f"{name}.json")
+        for name in ("special_tokens_map", "tokenizer_config", "generation_config")
+    )
+    try:
+        backend, special = _read_backend(file, config)
+    except Exception as e:  # tokenizers raises bare Exception
+        raise _bad(path, f"{file.name} cannot be read: {e}") from None
+    if file.suffix == ".model" or file.name == VOCABULARY:
+        _add_later_tokens(backend, folder, config, path)
+    files = _files_to_copy(file, folder)
+    if _add_special(backend, add_tokens):
+        for name in ("tokenizer.json", "added_tokens.json"):
+            files.pop(name, None)  # the new tokenizer is written instead
+    return TextTokenizer(
+        backend,
+        special=_special_tokens(backend, special, special_map, config),
+        stop_ids=_stop_ids(generation),
+        chat_template=_chat_templates(folder, config),
+        files=files,
+    )
+
+
+def _stop_ids(generation: dict[str, Any]) -> set[int]:
+    """Return the ids that end an answer according to generation_config.json."""
+    ids = generation.get("eos_token_id") or []
+    return set(ids if isinstance(ids, list) else [ids])
+
+
+def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
+    """Return the tokenizer's files that are saved unchanged, by the name to save them under."""
+    files = {} if file.name == VOCABULARY else {"tokenizer" + file.suffix: file}
+    if folder:
+        files |= {name: folder / name for name in FILES if (folder / name).is_file()}
+    return files
+
+
+def _add_later_tokens(
+    backend: Tokenizer, folder: Path | None, config: dict[str, Any], path: str
+) -> None:
+    """Add the tokens that the files next to a model name."""
+    later = _json(folder, "added_tokens.json").items()
+    added = {str(id): {"content": text} for text, id in later}
+    _add_tokens(backend, added | config.get("added_tokens_decoder", {}), path)
+
+
+def _read_backend(file: Path, config: dict[str, Any]) -> tuple[Tokenizer, dict[str, str]]:
+    """Return the tokenizer of a file, and the special tokens that the file itself names."""
+    if file.name == VOCABULARY:
+        return read_vocab_and_merges(file.parent, config)
+    if file.suffix != ".model":
+        return Tokenizer.from_file(str(file)), {}
+    if is_tiktoken(file):
+        return read_tiktoken(file, described="added_tokens_decoder" in config)
+    prefix = config.get("add_prefix_space") is not False
+    return read_sentencepiece(file, config.get("legacy") is True, prefix)
+
+
+def _tokenizer_file(path: Path) -> Path:
+    if path.is_dir():
+        names = ["tokenizer.json", "tokenizer.model"]
+        if (path / MERGES).is_file():
+            names.append(VOCABULARY)
+        files = [path / name for name in names if (path / name).is_file()]
+        files += sorted(path.glob("*.model"))
+        if not files:
+            raise _bad(
+                path,
+                "this folder has no tokenizer.json, no .model of SentencePiece or tiktoken,"
+                " and no vocab.json with merges.txt. Name one that has:  tokenizer.path=…",
+            )
+        return files[0]
+    if not path.is_file():
+        raise _bad(
+            path,
+            "there is no such file or folder.\nUse a tokenizer.json, a .model of"
+            " SentencePiece or tiktoken, a folder with either or with vocab.json and"
+            " merges.txt, or  demo:bytes",
+        )
+    if path.suffix not in (".model", ".json"):
+        raise _bad(
+            path, "this is neither a .model of SentencePiece or tiktoken nor a tokenizer.json"
+        )
+    if path.name == VOCABULARY and not (path.parent / MERGES).is_file():
+        raise _bad(path, "its merges.txt is missing from the same folder")
+    return path
+
+
+def _json(folder: Path | None, name: str) -> dict:
+    if folder is None or not (folder / name).is_file():
+        return {}
+    try:
+        read = json.loads((folder / name).read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    except (OSError, ValueError) as e:
+        raise _bad(folder, f"{name} cannot be read: {e}") from None
+
+
+def _special_tokens(backend: Tokenizer, *sources: dict) -> dict[str, str]:
+    """Return bos_token, eos_token … from the last source that names each, else the usual ones.
+
+    A source gives a token as text, or as an object with `content`.
+    """
+    given = {name: source[name] for source in sources for name in SPECIAL if source.get(name)}
+    texts_of = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in given.items()
+    }
+    named = {name: text for name, text in texts_of.items() if isinstance(text, str)}
+    if not named:
+        return {
+            name: text
+            for name, texts in USUAL.items()
+            if (text := next((t for t in texts if backend.token_to_id(t) is not None), None))
+        }
+    return named
+
+
+def _add_tokens(backend: Tokenizer, added: dict[str, dict], path: str) -> None:
+    """Add tokens that are missing in a file other than tokenizer.json, e.g. a chat template's.
+
+    New ids follow those of the file. Raises UserError if `added` requires different ones.
+    """
+    flags = ("special", "lstrip", "rstrip", "single_word")
+    known = backend.get_added_tokens_decoder()
+    for id, token in sorted(added.items(), key=lambda item: int(item[0])):
+        if int(id) not in known:
+            given = {flag: bool(token.get(flag, False)) for flag in flags}
+            backend.add_tokens([AddedToken(token["content"], normalized=False, **given)])
+        if backend.token_to_id(token["content"]) != int(id):
+            raise _bad(
+                path,
+                f"its description gives {token['content']} the id {id}, the file has"
+                f" {backend.token_to_id(token['content'])}",
+            )
+
+
+def _add_special(backend: Tokenizer, tokens: Sequence[str]) -> int:
+    """Add the special tokens that the backend lacks; return their number."""
+    return backend.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in tokens
+            if backend.token_to_id(token) is None
+        ]
+    )
+
+
+def _chat_templates(folder: Path | None, config: dict) -> dict[str, str]:
+    """Return the chat templates by name, from all places where a folder may keep them."""
+    named = config.get("chat_template") or _json(folder, "chat_template.json").get("chat_template")
+    if isinstance(named, str):
+        named = {DEFAULT: named}
+    elif isinstance(named, list):
+        named = {entry.get("name"): entry.get("template") for entry in named}
+    templates = dict(named or {})
+    if folder and (folder / "chat_template.jinja").is_file():
+        # newer than the one in the configuration
+        templates = {DEFAULT: (folder / "chat_template.jinja").read_text(encoding="utf-8")}
+    for file in sorted((folder / TEMPLATES).glob("*.jinja")) if folder else ():
+        templates[file.stem] = file.read_text(encoding="utf-8")
+    return {str(name): text for name, text in templates.items() if isinstance(text, str) and text}
+
+
+def _bad(path: Any, reason: str) -> UserError:
+    return UserError("the tokenizer cannot be used", [Problem(f"tokenizer.path={path}", reason)])

@@ -1,0 +1,272 @@
+"""Generation of continuations of many prompts at once, with a cache of keys and values."""
+
+from collections.abc import Callable, Collection, Iterator
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.generation.decoding import Decoding
+from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
+from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
+from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
+from fsdp_trainer.models.decoder import Decoder
+
+ROWS = 32
+"""Number of answers that are generated at the same time by default."""
+IDLE_PROMPT = [0]
+"""The prompt of a rank that has none left but must join the others' collective forwards."""
+
+
+IsOver = Callable[[list[int]], bool]
+"""A function of an answer's tokens, called after each new one, that returns True to end it."""
+
+
+def never(tokens: list[int]) -> bool:
+    """Return False: an answer is not ended."""
+    return False
+
+
+class Continuation:
+    """The continuation of a prompt: `tokens`, without the stop token that ended it.
+
+    room: largest number of tokens that it may have. place: indices of its prompt and of its sample.
+    stop: the stop token that ended it, or None. log_probabilities: of all tokens and of the stop
+    token, if `sampling` asks for them.
+    """
+
+    def __init__(
+        self, prompt: list[int], sampling: Sampling, room: int, place: tuple[int, int] = (0, 0)
+    ):
+        self.prompt = prompt
+        self.place = place
+        self.room = min(sampling.max_tokens, room)
+        self.tokens: list[int] = []
+        self.stop: int | None = None
+        self.log_probabilities: list[float] = []
+        self.is_done = self.room <= 0
+        self.numbers = None
+        if sampling.temperature > 0:
+            numbers = random_numbers(sampling.seed, prompt, place[1], max(1, self.room))
+            self.numbers = numbers
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of the prompt and the answer."""
+        return len(self.prompt) + len(self.tokens)
+
+    def number(self) -> float:
+        """Return the random number for the next token; any number once the answer is done."""
+        assert self.numbers is not None
+        return float(self.numbers[min(len(self.tokens), len(self.numbers) - 1)])
+
+    def add(self, token: int, stop_ids: Collection[int], is_over: IsOver) -> None:
+        """Append the next token, or end at a stop token."""
+        if self.is_done:
+            return
+        if token in stop_ids:
+            self.is_done = True
+            self.stop = token
+            return
+        self.tokens.append(token)
+        self.is_done = len(self.tokens) == self.room or is_over(self.tokens)
+
+
+class Generation:
+    """Generation of several answers together, one token each with every forward.
+
+    Every step is exactly one forward, whatever the answers, so ranks that take the same number of
+    steps make the same number of forwards.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        sampling: Sampling,
+        device: torch.device,
+        decoding: Decoding | None = None,
+    ):
+        """decoding: of this model, for a caller that generates again with the same weights."""
+        self.model = model
+        self.decoding = decoding or Decoding(model)
+        self.sampling = sampling
+        self.device = device
+        scaling = model.config.rope_scaling or {}
+        is_long = scaling.get("rope_type") == "longrope"
+        # past this length all keys are rotated differently, also those in the cache
+        self.long_from = scaling["original_max_position_embeddings"] if is_long else None
+
+    def run(
+        self,
+        answers: list[Continuation],
+        stop_ids: Collection[int],
+        ranks: Ranks,
+        is_over: IsOver = never,
+    ) -> Iterator[list[Continuation]]:
+        """Continue the answers until those of all ranks are done; yield them after every step."""
+        rows = answers
+        logits = self.start(rows)
+        while True:
+            chosen = ranks.tokens(choose(logits, self.random_column(rows), self.sampling))
+            self.record_log_probabilities(rows, logits, chosen)
+            for answer, token in zip(rows, chosen.tolist(), strict=True):
+                answer.add(token, stop_ids, is_over)
+            yield answers
+            unfinished = [i for i, answer in enumerate(rows) if not answer.is_done]
+            if not ranks.most(len(unfinished)):
+                return
+            if len(unfinished) <= len(rows) // 2:
+                remaining = unfinished or [0]
+                self.cache.keep(remaining)
+                rows = [rows[i] for i in remaining]
+                chosen = chosen[remaining]
+            logits = self.step(rows, chosen, is_idle=not unfinished)
+
+    def record_log_probabilities(
+        self, rows: list[Continuation], logits: Tensor, chosen: Tensor
+    ) -> None:
+        """Append the log-probabilities of the chosen tokens to the rows that are not done."""
+        if not self.sampling.log_probabilities:
+            return
+        values = log_probabilities(logits, chosen, self.sampling).tolist()
+        for answer, value in zip(rows, values, strict=True):
+            if not answer.is_done:
+                answer.log_probabilities.append(value)
+
+    def start(self, rows: list[Continuation]) -> Tensor:
+        """Fill the cache with the rows' tokens; return the next logits, [rows, vocabulary].
+
+        Rows with the same tokens are computed once.
+        """
+        texts = [(*answer.prompt, *answer.tokens) for answer in rows]
+        different = list(dict.fromkeys(texts))
+        number = {text: i for i, text in enumerate(different)}
+        lengths = [len(text) for text in different]
+        ends = list(accumulate(lengths))
+        width = max(lengths)
+        capacity = width + max(answer.room - len(answer.tokens) for answer in rows)
+        names = list(self.model.blocks())
+        row_lengths = [len(text) for text in texts]
+        self.cache = KeyValueCache(names, row_lengths, capacity, self.device)
+        firsts = [ends[number[text]] - len(text) for text in texts]
+        columns = self.cache.prompt_columns(firsts)
+        for block in self.cache.blocks.values():
+            block.columns = columns
+        tokens = np.concatenate([np.array(text, np.int64) for text in different])
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        last = [ends[number[text]] - 1 for text in texts]
+        return self.model.next_logits(
+            to_device(tokens[None], self.device),
+            to_device(positions[None], self.device),
+            Prompts(lengths, self.device),
+            to_device(np.array(last, np.int64), self.device),
+            self.cache.blocks,
+        )
+
+    def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
+        """Return the logits after one more token in each row: [rows, vocabulary].
+
+        is_idle: all rows are done, but not those of other ranks.
+        """
+        if is_idle:
+            return self.start([Continuation(IDLE_PROMPT, self.sampling, 1)])
+        if any(row.length - 1 == self.long_from for row in rows if not row.is_done):
+            return self.start(rows)
+        layout = self.cache.next_layout()
+        copy = self.decoding.model_for(len(rows), self.cache.capacity - self.cache.end)
+        if copy is not None:
+            return copy.next_logits(chosen[:, None], layout, self.cache.blocks)
+        index = torch.arange(len(rows), device=self.device)
+        caches = self.cache.blocks
+        return self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
+
+    def random_column(self, rows: list[Continuation]) -> Tensor | None:
+        """Return the rows' random numbers, [rows, 1] float64; None at temperature 0."""
+        if self.sampling.temperature == 0:
+            return None
+        return to_device(np.array([[answer.number()] for answer in rows]), self.device)
+
+
+def stream_tokens(
+    model: Decoder,
+    prompt: list[int],
+    stop_ids: Collection[int] = (),
+    sampling: Sampling | None = None,
+    decoding: Decoding | None = None,
+) -> Iterator[int]:
+    """Yield the tokens that continue one prompt as they are generated. decoding: see Generation."""
+    sampling = sampling or Sampling()
+    device = model.lm_head.weight.device
+    answer = Continuation(prompt, sampling, room_after(model, prompt))
+    if answer.is_done:
+        return
+    generation = Generation(model, sampling, device, decoding)
+    count = 0
+    for _ in generation.run([answer], stop_ids, OneRank()):
+        yield from answer.tokens[count:]
+        count = len(answer.tokens)
+
+
+def generate_tokens(
+    model: Decoder,
+    prompts: list[list[int]],
+    stop_ids: Collection[int] = (),
+    sampling: Sampling | None = None,
+    *,
+    rows: int = ROWS,
+    device: torch.device | None = None,
+    ranks: Ranks | None = None,
+    check: Callable[[], None] = lambda: None,
+    is_over: IsOver = never,
+) -> list[list[list[int]]]:
+    """Return for each prompt its answers, each a list of tokens.
+
+    rows: number of answers that are generated at the same time; it changes them only by rounding.
+    device: the one that the model computes on, by default that of its weights. check: called before
+    each batch; may raise, on all ranks. is_over: ends an answer after a token, which is kept.
+    Collective if `ranks` is.
+    """
+    sampling = sampling or Sampling()
+    ranks = ranks or OneRank()
+    device = device or model.lm_head.weight.device
+    answers = [
+        Continuation(prompt, sampling, room_after(model, prompt), (number, sample))
+        for number, prompt in enumerate(prompts)
+        for sample in range(sampling.samples)
+    ]
+    generation = Generation(model, sampling, device)
+    continue_all(generation, answers, stop_ids, ranks, rows=rows, check=check, is_over=is_over)
+    results: list[list[list[int]]] = [[] for _ in prompts]
+    for answer in answers:
+        results[answer.place[0]].append(answer.tokens)
+    return results
+
+
+def continue_all(
+    generation: Generation,
+    answers: list[Continuation],
+    stop_ids: Collection[int],
+    ranks: Ranks,
+    *,
+    rows: int = ROWS,
+    check: Callable[[], None] = lambda: None,
+    is_over: IsOver = never,
+) -> None:
+    """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
+    # sorted, so that the answers of a batch have about the same length
+    waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
+    batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
+    for number in range(ranks.most(len(batches))):
+        check()
+        is_idle = number >= len(batches)
+        batch = [Continuation(IDLE_PROMPT, generation.sampling, 1)] if is_idle else batches[number]
+        for _ in generation.run(batch, stop_ids, ranks, is_over):
+            pass
+
+
+def room_after(model: Decoder, prompt: list[int]) -> int:
+    """Return the number of tokens that fit in the model's context after a prompt."""
+    assert prompt, "a prompt needs a token to begin with"
+    return model.config.max_position_embeddings - len(prompt)

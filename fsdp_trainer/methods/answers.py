@@ -1,0 +1,175 @@
+"""Rewarded answers of a step, packed into rows that training reads like stored rows."""
+
+import base64
+import io
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.data.order.packing import best_fit
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.methods.policy_gradient import (
+    ADVANTAGE,
+    SAMPLED,
+    advantages,
+    step_weight,
+    token_weight,
+)
+from fsdp_trainer.methods.sampler import SampledAnswer
+from fsdp_trainer.training.batches import StepPlan
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """An answer to a prompt, with its rewards.
+
+    row, sample: see Request. reward: weighted sum of the scores, used for training. scores:
+    unweighted score of each reward.
+    """
+
+    row: int
+    sample: int
+    prompt: list[int]
+    answer: SampledAnswer
+    reward: float
+    scores: list[float]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of prompt and answer."""
+        return len(self.prompt) + len(self.answer.tokens)
+
+
+class PackedAnswers:
+    """The answers of a step in packed rows, with the interface of stored rows for `Batches`.
+
+    rollouts: answers to all prompts of the step, ordered by row, then by sample.
+    """
+
+    source_names = ("",)
+    folder = "answers"
+
+    def __init__(
+        self,
+        cfg: ObjectiveChoice,
+        seq_len: int,
+        rollouts: Sequence[Rollout],
+        attention_cost: Callable[[np.ndarray], np.ndarray],
+        where: Callable[[int], list[str]],
+    ):
+        """Pack the answers.
+
+        attention_cost: function from lengths of documents to their attention costs. where: function
+        from the row of a prompt to its FILE:LINE.
+        """
+        self.cfg, self.seq_len, self.rollouts = cfg, seq_len, list(rollouts)
+        self._where = where
+        lengths = np.array([rollout.tokens for rollout in rollouts], np.int64)
+        packing = best_fit(lengths, seq_len)
+        self.in_row = np.split(packing.documents, packing.offsets[1:-1])
+        """Indices into `rollouts` of the documents in each packed row."""
+        self.costs = attention_cost(lengths)
+        rewards = np.array([rollout.reward for rollout in rollouts])
+        self.rewards = rewards.reshape(-1, cfg.samples)
+        """[prompts, samples] float64."""
+        self.advantages = advantages(cfg, self.rewards).ravel()
+        self.is_supervised = np.array(
+            [rollout.answer.finished or not cfg.mask_truncated for rollout in rollouts]
+        )
+
+    def __len__(self) -> int:
+        """Return the number of packed rows."""
+        return len(self.in_row)
+
+    def plan(self, step: int, start: int, stop: int, figures: dict[str, Any]) -> StepPlan:
+        """Return the plan of the step. start, stop: range of the rows of its prompts."""
+        answers = [rollout.answer for rollout in self.rollouts]
+        counts = [len(answer.tokens) for answer in answers]
+        supervised = sum(n for n, used in zip(counts, self.is_supervised, strict=True) if used)
+        return StepPlan(
+            step,
+            start,
+            stop,
+            weight=step_weight(self.cfg, supervised, len(answers)),
+            tokens=sum(rollout.tokens for rollout in self.rollouts),
+            supervised=supervised,
+            attention_cost=int(self.costs.sum()),
+            documents=len(answers),
+            figures=figures,
+        )
+
+    def attention_costs(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the attention cost of each of these rows, [rows]."""
+        return np.array([self.costs[self.in_row[row]].sum() for row in rows])
+
+    def where(self, row: int) -> list[str]:
+        """Return FILE:LINE of the prompts in a row."""
+        return [self._where(self.rollouts[i].row)[0] for i in self.in_row[row].tolist()]
+
+    def read_rows(self, indices: Sequence[int] | np.ndarray) -> Rows:
+        """Return the rows with these indices, in this order."""
+        rows = Rows.empty(len(indices), self.seq_len)
+        shape = rows.weights.shape
+        rows.columns = {name: np.zeros(shape, np.float32) for name in (ADVANTAGE, SAMPLED)}
+        for place, row in enumerate(indices):
+            start = 0
+            for i in self.in_row[row].tolist():
+                self._put(rows, place, start, i)
+                start += self.rollouts[i].tokens
+            rows.documents[place] = [self.rollouts[i].tokens for i in self.in_row[row].tolist()]
+            rows.group_starts[place] = [True] * len(self.in_row[row])
+        return rows
+
+    def _put(self, rows: Rows, row: int, start: int, i: int) -> None:
+        """Write a prompt and its answer into a row; only tokens of the answer are supervised."""
+        rollout, answer = self.rollouts[i], self.rollouts[i].answer
+        whole = slice(start, start + rollout.tokens)
+        first = whole.start + len(rollout.prompt) - 1
+        supervised = slice(first, first + len(answer.tokens))
+        rows.tokens[row, whole] = [*rollout.prompt, *answer.tokens]
+        rows.positions[row, whole] = np.arange(rollout.tokens)
+        rows.labels[row, supervised] = answer.tokens
+        weight = token_weight(self.cfg, len(answer.tokens)) if self.is_supervised[i] else 0.0
+        rows.weights[row, supervised] = weight
+        assert rows.columns is not None
+        rows.columns[ADVANTAGE][row, supervised] = self.advantages[i]
+        rows.columns[SAMPLED][row, supervised] = answer.log_probabilities
+
+
+# --- answers in a checkpoint ----------------------------------------------------------------------
+
+
+def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
+    """Encode rollouts as text for a checkpoint; `decode_rollouts` decodes it."""
+    arrays = {
+        "numbers": np.array(
+            [[r.row, r.sample, r.answer.finished, r.answer.version] for r in rollouts]
+        ),
+        "rewards": np.array([[r.reward, *r.scores] for r in rollouts]),
+        "sizes": np.array([[len(r.prompt), len(r.answer.tokens)] for r in rollouts]),
+        "tokens": np.array([t for r in rollouts for t in (*r.prompt, *r.answer.tokens)], np.int32),
+        "sampled": np.array([p for r in rollouts for p in r.answer.log_probabilities], np.float32),
+    }
+    file = io.BytesIO()
+    np.savez(file, allow_pickle=False, **arrays)
+    return base64.b64encode(zlib.compress(file.getvalue())).decode()
+
+
+def decode_rollouts(text: str) -> list[Rollout]:
+    """Decode the rollouts that `encode_rollouts` encoded."""
+    stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
+    tokens, sampled = iter(stored["tokens"].tolist()), iter(stored["sampled"].tolist())
+    rollouts = []
+    columns = [stored[name].tolist() for name in ("numbers", "rewards", "sizes")]
+    sizes = zip(*columns, strict=True)
+    for (row, sample, finished, version), (reward, *scores), (before, length) in sizes:
+        prompt = list(islice(tokens, before))
+        answered, scored = list(islice(tokens, length)), list(islice(sampled, length))
+        answer = SampledAnswer(answered, scored, bool(finished), version)
+        rollouts.append(Rollout(row, sample, prompt, answer, reward, scores))
+    return rollouts

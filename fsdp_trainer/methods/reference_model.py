@@ -1,0 +1,67 @@
+"""A reference model in memory, for a model that is trained on its own answers.
+
+For preference pairs, whose rows are known before training, see stored_reference.py.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.config.rules.rules_objective import loads_reference
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.methods.teacher import FrozenModel, frozen, share_frozen, with_teacher
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.parallel.parallelize import reshard
+
+
+@dataclass
+class ReferenceModel(FrozenModel):
+    """A frozen model with the run's initial weights, or another one with the same vocabulary."""
+
+    name = "reference"
+    advice = "Give  model.init_from  and  objective.reference  as they were"
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probability of each target, [supervised]. Collective."""
+        try:
+            scores = self.model(replace(batch, token_share=None)).scores
+        finally:
+            if not self.stays_gathered:
+                reshard(self.model)
+        return scores.log_probability
+
+
+def build_reference(
+    cfg: TrainConfig,
+    source: Path | None,
+    init_from: Path | None,
+    trained: ModelConfig,
+    adapters: AdapterSpec | None,
+    dims: Dims,
+    compiled: bool,
+) -> ReferenceModel | None:
+    """Return a reference without weights, on the meta device; None: the run loads none. Collective.
+
+    source: folder of the reference; None: the weights that the run begins with, which are those of
+    init_from with their adapters. trained: architecture of the model in training. Must be called
+    before `parallelize` of that model, whose budget for activations must stay in force.
+    """
+    if not loads_reference(cfg):
+        return None
+    if source is None:
+        own, config, source = frozen(cfg, cfg.adapter), trained, init_from
+    else:
+        own, adapters = frozen(cfg), None
+        _, config = with_teacher(trained, source, cfg.sharding.tensor)
+    model = meta_decoder(config)
+    model.lm_head.chunk_mib = cfg.loss.chunk_mib
+    model.lm_head.temperature = cfg.objective.temperature
+    model = share_frozen(model, own, dims, compiled, adapters)
+    return ReferenceModel(model, source, own, keeps_gathered(cfg.sharding))

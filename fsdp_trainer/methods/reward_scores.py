@@ -1,0 +1,128 @@
+"""Scoring of texts by a reward model, which is an export or a run with objective=reward."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.paths import tokenizer_folder
+from fsdp_trainer.data.order.packing import best_fit
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import RunFailed
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.rewards.model import ModelReward
+from fsdp_trainer.rewards.reward import Reward
+from fsdp_trainer.training.batches import Assembler
+
+ROW_TOKENS = 4096
+"""Length of a packed row in tokens, unless a text is longer."""
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A model that computes one number per text. Not collective: each process has all weights."""
+
+    model: Decoder
+    tokenizer: TextTokenizer
+    device: torch.device
+
+    @cached_property
+    def template(self) -> Template:
+        """The model's own chat template, or `plain` if it has none."""
+        return load_template(None, self.tokenizer)
+
+    def scores_of_answers(
+        self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
+    ) -> list[float]:
+        """Return the score of each answer, rendered with its prompt by the model's chat template.
+
+        prompts: for each answer, the turns before it.
+        """
+        pairs = zip(prompts, answers, strict=True)
+        return self.scores([self._written(prompt, answer) for prompt, answer in pairs])
+
+    def _written(self, prompt: list[dict[str, Any]], answer: str) -> str:
+        turns = [*prompt, {"role": "assistant", "content": answer}]
+        return self.template.for_row(None).finished(self.template.adapt(turns, None))
+
+    def scores(self, texts: Sequence[str]) -> list[float]:
+        """Return the score of each text; special tokens in it are recognised as such.
+
+        texts: prompt and answer as rendered by the chat template, including the end of the turn.
+        """
+        return self.scores_of_tokens([self.tokenizer.encode(text) for text in texts])
+
+    @torch.no_grad()
+    def scores_of_tokens(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Return the score of each text, given as one token or more.
+
+        Raises RunFailed for a text longer than the model's context.
+        """
+        longest, positions = (
+            max(map(len, texts), default=0),
+            self.model.config.max_position_embeddings,
+        )
+        if longest > positions:
+            raise RunFailed(
+                f"a text of {longest:,} tokens is longer than a reward model reads: {positions:,}"
+            )
+        scores = torch.zeros(len(texts))
+        for numbers, rows in packed_rows(texts):
+            length = rows.tokens.shape[1]
+            assembler = Assembler(
+                length, 1, 1, 0, 1, self.device, number_documents=True, last_tokens=True
+            )
+            batch = assembler.assemble(rows)
+            by_text = self.model(batch).scores.log_probability[: len(numbers)]
+            scores[numbers] = by_text.float().cpu()
+        return scores.tolist()
+
+
+def open_reward_model(
+    source: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> RewardModel:
+    """Return the reward model of a run, a checkpoint or a Hugging Face folder.
+
+    Raises UserError for a language model, and the errors of `load_model`.
+    """
+    path = Path(source).expanduser()
+    model = load_model(path, device, dtype, scores=True)
+    tokenizer = load_tokenizer(str(tokenizer_folder(path)))
+    return RewardModel(model, tokenizer, torch.device(device))
+
+
+def open_models(rewards: Sequence[Reward], device: torch.device) -> list[Reward]:
+    """Return the rewards after loading the reward models among them. Raises UserError."""
+    return [_opened(one, device) if isinstance(one, ModelReward) else one for one in rewards]
+
+
+def _opened(reward: ModelReward, device: torch.device) -> ModelReward:
+    source = fetch(str(reward.source), key="objective.rewards: model: source")
+    return replace(reward, scorer=open_reward_model(source, device, getattr(torch, reward.dtype)))
+
+
+def packed_rows(texts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Rows]]:
+    """Pack texts into rows; yield for each row the indices of its texts, and the row."""
+    if not texts:
+        return
+    lengths = np.array([len(text) for text in texts])
+    width = max(int(lengths.max()), min(ROW_TOKENS, int(lengths.sum())))
+    packing = best_fit(lengths, width)
+    for numbers in np.split(packing.documents, packing.offsets[1:-1]):
+        rows, at = Rows.empty(1, width), 0
+        rows.documents = [lengths[numbers].tolist()]
+        rows.group_starts = [[True] * len(numbers)]
+        for number in numbers:
+            end = at + len(texts[number])
+            rows.tokens[0, at:end] = texts[number]
+            rows.positions[0, at:end] = np.arange(end - at)
+            at = end
+        yield numbers.tolist(), rows

@@ -1,0 +1,314 @@
+"""Prompts as a data source: the model answers them, and rewards score the answers."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order.mixture import Mixture
+from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.methods.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.methods.sampler import AnswerSampler, Request, SampledAnswer
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.observe.step_log import StepReport
+from fsdp_trainer.rewards.reward import Attempt, Reward, totals
+from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
+from fsdp_trainer.training.batches import REMEMBERED_STEPS, Batches, StepPlan, ranks_with_highest
+from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
+from fsdp_trainer.training.feed import Feed
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.stop import DataLost
+
+WINDOW, MOSTLY_EQUAL = 20, 0.9
+"""Number of steps over which prompts whose answers have equal rewards are counted, and the share of
+them above which the run prints a warning."""
+
+Questions = dict[int, dict[str, Any]]
+"""The data for scoring answers, by the row of the prompt."""
+
+
+@dataclass
+class AnswerMaker:
+    """Makes answers and scores them.
+
+    own_share, shares: index of this rank's part of a step's answers, and number of parts.
+    is_first: False for a rank that makes the same answers as the first rank of its group.
+    """
+
+    sampler: AnswerSampler
+    rewards: Sequence[Reward]
+    tokenizer: TextTokenizer
+    own_share: int
+    shares: int
+    is_first: bool = True
+
+    def make(
+        self,
+        requests: list[Request],
+        questions: Questions,
+        step: int,
+        check: Callable[[], None],
+    ) -> list[Rollout]:
+        """Return the answers to all requests, in order, on every rank. Collective.
+
+        requests: the same on every rank; each rank makes a part of the answers. questions: see
+        Questions. step: optimizer steps done so far. check: see AnswerSampler.
+        """
+        count = len(requests)
+        first, stop = (
+            count * share // self.shares for share in (self.own_share, self.own_share + 1)
+        )
+        own = requests[first:stop]
+        try:
+            answers = self.sampler.sample(own, step, check)
+            phases.enter("rewards")
+            rollouts = self._judge(own, answers, questions)
+        except (RunFailed, UserError) as error:  # from a server or a reward, on all ranks
+            raise DataLost(error) from None
+        by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
+        return [by_request[request.row, request.sample] for request in requests]
+
+    def _judge(
+        self,
+        requests: list[Request],
+        answers: list[SampledAnswer],
+        questions: Questions,
+    ) -> list[Rollout]:
+        """Score answers; return this rank's rollouts, none if another rank makes the same ones.
+
+        Collective.
+        """
+        pairs = list(zip(requests, answers, strict=True)) if self.is_first else []
+        attempts = [self._attempt(request, answer, questions) for request, answer in pairs]
+        scores = score_on_ranks(self.rewards, attempts)
+        by_attempt = list(zip(*scores, strict=True)) if attempts else []
+        judged = zip(pairs, totals(self.rewards, scores), by_attempt, strict=True)
+        return [
+            Rollout(request.row, request.sample, [*request.prompt], answer, total, [*each])
+            for (request, answer), total, each in judged
+        ]
+
+    def _attempt(self, request: Request, answer: SampledAnswer, questions: Questions) -> Attempt:
+        question = questions[request.row]
+        return Attempt(
+            question["prompt"],
+            self.tokenizer.decode(answer.tokens),
+            question["row"],
+            question["reference"],
+            len(answer.tokens) - answer.finished,  # without the stop token
+            answer.finished,
+            question["messages"],
+        )
+
+
+class AnswerBatches(Batches):
+    """This rank's micro-batches of a step's packed answers."""
+
+    order: Any
+    """PackedAnswers of the current step."""
+
+    def count(self, plan: StepPlan) -> int:
+        """Return the number of micro-batches per rank. plan: ignored: its rows are prompts."""
+        return -(-len(self.order) // (self.micro_rows * self.ranks))
+
+    def packed_plan(self, plan: StepPlan) -> StepPlan:
+        """Return the plan of the step's packed rows."""
+        return StepPlan(plan.step, 0, len(self.order))
+
+
+class RolloutSource:
+    """Stored prompts, of which each step uses the next ones and trains on answers to them."""
+
+    def __init__(self, prompts: StoredRows, maker: AnswerMaker, context: SourceContext):
+        self.prompts, self.maker, self.context = prompts, maker, context
+        self.cfg: TrainConfig = context.cfg
+        self.order: Mixture = prompts.order
+        self.source_names = [""]
+        self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
+        self._waiting: list[list[Rollout]] = []
+        """Answers for the next steps, made together with an earlier step's, one list per step."""
+        self._steps: dict[int, tuple[PackedAnswers, np.ndarray]] = {}
+        self._equal: deque[float] = deque(maxlen=WINDOW)
+        self._has_warned = False
+
+    @classmethod
+    def build(cls, order: Mixture, progress: Progress, context: SourceContext) -> "RolloutSource":
+        """Return the source of the prompts of a mixture."""
+        assert context.answers is not None
+        return cls(StoredRows.build(order, progress, context), context.answers, context)
+
+    def total_steps(self, progress: Progress) -> int:
+        """See DataSource."""
+        return self.prompts.total_steps(progress)
+
+    def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
+        """Begin to read the rows after `progress`. Answers are made when a step needs them."""
+        options = self.context.assembler
+        batches = AnswerBatches(self.order, **options)
+        batches.order = None
+        items = self._read(batches, progress, leave)
+        what = f"prompts prepared in {self.order.folder}"
+        return Feed(batches, what, items, 0, self.context.signals)
+
+    def _read(
+        self, batches: AnswerBatches, progress: Progress, leave: LeaveTogether
+    ) -> Iterator[StepPlan | MicroBatch]:
+        """Yield each plan, followed by this rank's micro-batches of that step."""
+        plans = self.prompts.plans(progress)
+        self._waiting = self._stored(progress)
+        while block := list(islice(plans, len(self._waiting) or self.cfg.objective.updates)):
+            if not self._waiting:
+                self._waiting = self._answer(block, leave)
+            for plan in block:
+                packed = self._pack(plan, self._waiting[0])
+                batches.order = packed
+                self._remember(batches, plan, packed)
+                figures = self._figures(packed, plan)
+                yield packed.plan(plan.step, plan.start, plan.stop, figures)
+                self._waiting = self._waiting[1:]
+                yield from batches.micro_batches(batches.packed_plan(plan))
+
+    def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> list[list[Rollout]]:
+        """Make the rollouts of some steps together; return one list per step.
+
+        Collective. Raises Stop.
+        """
+
+        def check() -> None:
+            leave()
+            self.context.signals.raise_if_agreed()
+            phases.enter("rollouts")
+
+        samples = range(self.cfg.objective.samples)
+        rows = [row for plan in block for row in range(plan.start, plan.stop)]
+        prompts = {row: self._prompt(row) for row in rows}
+        requests = [Request(prompts[row][0], row, i) for row in rows for i in samples]
+        questions = {row: each for row, (_, each) in prompts.items()}
+        phases.enter("rollouts")
+        rollouts = self.maker.make(requests, questions, block[0].step - 1, check)
+        phases.enter("data")
+        sizes = [(plan.stop - plan.start) * len(samples) for plan in block]
+        ends = np.cumsum(sizes).tolist()
+        return [rollouts[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens of a prompt, and the data for scoring answers to it."""
+        [(store, sample)] = self.order.samples_of(row)
+        return store.read(sample)[0].tolist(), store.question(sample)
+
+    def _pack(self, plan: StepPlan, rollouts: list[Rollout]) -> PackedAnswers:
+        seq_len, cost = self.cfg.batch.seq_len, self.context.attention_cost
+        return PackedAnswers(self.cfg.objective, seq_len, rollouts, cost, self.order.where)
+
+    def _stored(self, progress: Progress) -> list[list[Rollout]]:
+        """Return the answers in a checkpoint for the next steps; empty if those use other rows."""
+        by_step = [decode_rollouts(text) for text in progress.rollouts]
+        rows = [sorted({rollout.row for rollout in step}) for step in by_step]
+        plans = islice(self.prompts.plans(progress), len(rows))
+        wanted = [list(range(plan.start, plan.stop)) for plan in plans]
+        return by_step if rows == wanted else []
+
+    # --- metrics and records
+
+    def _figures(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
+        """Return the metrics of a step's answers for its line; warn, and record some answers."""
+        answers = [rollout.answer for rollout in packed.rollouts]
+        scores = np.array([rollout.scores for rollout in packed.rollouts])
+        titles = [reward.title for reward in self.maker.rewards]
+        equal = float((np.ptp(packed.rewards, 1) == 0).mean())
+        self._warn(equal, plan.step)
+        self._record(packed, plan.step)
+        return {
+            "reward": float(packed.rewards.mean()),
+            "reward_std": float(packed.rewards.std()),
+            **{f"reward/{title}": float(scores[:, i].mean()) for i, title in enumerate(titles)},
+            "equal_groups": equal,
+            "answer_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
+            "answer_tokens_max": max(len(answer.tokens) for answer in answers),
+            "truncated_share": float(np.mean([not answer.finished for answer in answers])),
+            "staleness": float(np.mean([plan.step - 1 - answer.version for answer in answers])),
+        }
+
+    def _warn(self, equal: float, step: int) -> None:
+        """Warn once if almost all prompts have answers with equal rewards."""
+        self._equal.append(equal)
+        share = sum(self._equal) / WINDOW
+        if self._has_warned or len(self._equal) < WINDOW or share <= MOSTLY_EQUAL:
+            return
+        self._has_warned = True
+        self.context.observer.event("equal_rewards", step=step, share=round(share, 3))
+        self.context.observer.say(
+            f"warning: up to step {step} {share:.0%} of the prompts had answers with equal rewards,"
+            " which contribute nothing to the update.\n"
+            "  Prompts that are neither too easy nor too hard, a larger objective.samples or a"
+            " reward with more values tell answers apart"
+        )
+
+    def _record(self, packed: PackedAnswers, step: int) -> None:
+        """Record the best and the worst answer to the step's first prompt, at logging steps."""
+        every = self.cfg.logging.every or 1
+        if step % every:
+            return
+        group = sorted(packed.rollouts[: self.cfg.objective.samples], key=lambda r: -r.reward)
+        shown = [group[0], group[-1]] if group[0].reward != group[-1].reward else group[:1]
+        decode = self.maker.tokenizer.decode
+        lines = [
+            (decode(r.prompt), decode(r.answer.tokens, skip_special=False), r.reward) for r in shown
+        ]
+        self.context.observer.answered(step, lines)
+
+    def _remember(self, batches: AnswerBatches, plan: StepPlan, packed: PackedAnswers) -> None:
+        assigned = batches.assign_rows_to_ranks(batches.packed_plan(plan))
+        self._steps[plan.step] = packed, assigned
+        self._steps.pop(plan.step - REMEMBERED_STEPS, None)
+        self.assembler = batches
+
+    def suspects(self, report: StepReport) -> dict[str, Any]:
+        """Return the ranks with the highest loss, and the prompts of their micro-batches.
+
+        No prompts are returned for steps longer ago than REMEMBERED_STEPS.
+        """
+        ranks = ranks_with_highest(report.worst_losses)
+        if report.plan.step not in self._steps:
+            return self.assembler.suspects_event(ranks, [])
+        packed, assigned = self._steps[report.plan.step]
+        places = [
+            place
+            for rank in ranks
+            for row in assigned[int(report.worst_micro_batches[rank]), rank]
+            if row >= 0
+            for place in packed.where(int(row))
+        ]
+        return self.assembler.suspects_event(ranks, places)
+
+    def state(self, progress: Progress) -> dict[str, Any]:
+        """Return the mixtures that prompts were read from, and answers made for future steps."""
+        stored = self.prompts.state(progress)
+        return stored | {"rollouts": [encode_rollouts(step) for step in self._waiting]}
+
+    def shares(self, progress: Progress) -> list[dict[str, Any]]:
+        """See DataSource."""
+        return self.prompts.shares(progress)
+
+    def about(self, prepared: Prepared, progress: Progress) -> list[str]:
+        """Return printed lines about the prompts, their answers and the rewards."""
+        choice, rows = self.cfg.objective, self.cfg.batch.rows
+        titles = ", ".join(reward.title for reward in self.maker.rewards)
+        together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
+        return [
+            *self.prompts.about(prepared, progress),
+            f"{rows:,} prompts a step × {choice.samples} answers of at most "
+            f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
+        ]
+
+    def epochs(self, progress: Progress) -> float:
+        """See DataSource."""
+        return self.prompts.epochs(progress)

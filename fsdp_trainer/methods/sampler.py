@@ -1,0 +1,118 @@
+"""The protocol for making answers to prompts, and its implementation by the model in training."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.evaluation.scoring import Shares
+from fsdp_trainer.generation.continuations import Continuation, Generation, continue_all, room_after
+from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.compile import without_compiling
+from fsdp_trainer.parallel.parallelize import reshard, stay_gathered
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request for one answer.
+
+    prompt: tokens. row: number of the prompt in the running order, unique in the run. sample: index
+    of the answer among those to the prompt.
+    """
+
+    prompt: Sequence[int]
+    row: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """An answer of the model.
+
+    tokens: including the stop token that ended it. log_probabilities: log-probability of each token
+    when it was sampled, at objective.temperature. finished: False if the answer was cut at the
+    maximum length. version: number of optimizer steps done by the weights that made it.
+    """
+
+    tokens: list[int]
+    log_probabilities: list[float]
+    finished: bool
+    version: int
+
+
+class AnswerSampler(Protocol):
+    """Makes answers to prompts."""
+
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """Return an answer to each request of this rank, which may have none. Collective.
+
+        step: optimizer steps done so far. check: called from time to time, on all ranks together;
+        may raise.
+        """
+
+
+class OwnSampler:
+    """Samples from the model in training, on the ranks that train it.
+
+    The random draws depend on run.seed, the prompt and its row, and the sample, not on the ranks.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        model: Decoder,
+        tokenizer: TextTokenizer,
+        shares: Shares,
+        device: torch.device,
+    ):
+        choice = cfg.objective
+        self.model, self.shares, self.device = model, shares, device
+        self.stop_ids = tokenizer.stop_ids
+        self.samples, self.rows = choice.samples, choice.answer_rows
+        self.cfg = cfg
+        self.sampling = Sampling(
+            max_tokens=choice.max_new_tokens,
+            temperature=choice.temperature,
+            seed=cfg.run.seed,
+            log_probabilities=True,
+        )
+
+    @torch.no_grad()
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """See AnswerSampler. check: called before each batch of answers."""
+        continuations = [self._begin(request, i) for i, request in enumerate(requests)]
+        gathered = stay_gathered(self.model, self.cfg, self.device)
+        try:
+            with without_compiling(self.cfg.compile.enabled), gathered:
+                generation = Generation(self.model, self.sampling, self.device)
+                ranks, rows = self.shares.ranks, self.rows
+                continue_all(
+                    generation, continuations, self.stop_ids, ranks, rows=rows, check=check
+                )
+        finally:
+            reshard(self.model)
+        return [as_answer(continuation, step) for continuation in continuations]
+
+    def _begin(self, request: Request, place: int) -> Continuation:
+        prompt = list(request.prompt)
+        number = request.row * self.samples + request.sample
+        return Continuation(prompt, self.sampling, room_after(self.model, prompt), (place, number))
+
+
+def as_answer(continuation: Continuation, version: int) -> SampledAnswer:
+    """Return a finished continuation as an answer."""
+    stop = [] if continuation.stop is None else [continuation.stop]
+    return SampledAnswer(
+        [*continuation.tokens, *stop],
+        continuation.log_probabilities,
+        continuation.stop is not None,
+        version,
+    )

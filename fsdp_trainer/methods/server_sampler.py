@@ -1,0 +1,225 @@
+"""Answers of a vLLM server, to which the weights in training are sent."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.base.web import RequestFailed
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.methods.policy_server import Completion, PolicyServer, ServedModel
+from fsdp_trainer.methods.policy_weights import PolicyWeights
+from fsdp_trainer.methods.sampler import Request, SampledAnswer
+from fsdp_trainer.models.decoder import Decoder
+
+POLL_SECONDS = 0.5
+"""Seconds between two exchanges among the ranks on whether their requests are done."""
+
+
+class ServerSampler:
+    """Samples from a server, which answers the prompts of all ranks.
+
+    Its weights are at most objective.max_staleness optimizer steps behind. The random draws depend
+    on run.seed, the row of the prompt and the sample, as far as the server respects seeds.
+    """
+
+    def __init__(
+        self,
+        cfg: TrainConfig,
+        server: PolicyServer,
+        served: ServedModel,
+        weights: PolicyWeights,
+        stop_ids: Sequence[int],
+        context: int,
+        sends: bool = True,
+    ):
+        """Set up without sending weights or requests.
+
+        context: maximum number of tokens that the model can read. sends: False for a rank whose
+        requests are the same as those of another rank, which sends them.
+        """
+        self.cfg, self.server, self.weights = cfg, server, weights
+        self.stop_ids, self.sends = sorted(stop_ids), sends
+        self.context = min(context, served.context or context)
+        self.model, self.version = "", -1
+
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """See AnswerSampler. check: called every POLL_SECONDS while the server works."""
+        check()
+        behind = step - self.version
+        if not self.model or behind < 0 or behind > self.cfg.objective.max_staleness:
+            self.model, self.version = self.weights.send(step), step
+            phases.enter("rollouts", step + 1)
+        calls = [self._call(request) for request in requests] if self.sends else []
+        work = ParallelCalls(calls, self.cfg.objective.answer_rows)
+        try:
+            while True:
+                work.wait(POLL_SECONDS)
+                check()
+                states = gather((work.is_done, work.failure))
+                if reason := next((reason for _, reason in states if reason), ""):
+                    raise RunFailed(self._lost(reason))
+                if all(done for done, _ in states):
+                    break
+        finally:
+            work.stop()
+        return [
+            SampledAnswer(each.tokens, each.log_probabilities, each.finished, self.version)
+            for each in work.results
+        ]
+
+    def _call(self, request: Request) -> Callable[[], Completion]:
+        choice = self.cfg.objective
+        room = min(choice.max_new_tokens, self.context - len(request.prompt))
+        seed = seed_of(self.cfg.run.seed, request.row, request.sample)
+        model, temperature = self.model, choice.temperature
+        return lambda: self.server.complete(
+            model, request.prompt, room, temperature, seed, self.stop_ids
+        )
+
+    def _lost(self, reason: str) -> str:
+        return (
+            f"the server {self.server.url} answers no more prompts: {reason}\n"
+            "Start it again, then the same command resumes from the newest checkpoint"
+        )
+
+
+class ParallelCalls:
+    """Calls that run in daemon threads. threads: number of calls at the same time.
+
+    After one call has failed, no further calls are started.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Completion]], threads: int):
+        self.calls = calls
+        self.failure = ""
+        self._results: dict[int, Completion] = {}
+        self._next = iter(range(len(calls)))
+        self._lock = threading.Condition()
+        self._stopped = False
+        for _ in range(min(threads, len(calls))):
+            threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def is_done(self) -> bool:
+        """True if every call has succeeded."""
+        return len(self._results) == len(self.calls)
+
+    @property
+    def results(self) -> list[Completion]:
+        """Results of the calls, in the order of the calls."""
+        return [self._results[place] for place in range(len(self.calls))]
+
+    def wait(self, seconds: float) -> None:
+        """Wait until all calls are done or one has failed, at most `seconds`."""
+        with self._lock:
+            self._lock.wait_for(lambda: self.is_done or self.failure, seconds)
+
+    def stop(self) -> None:
+        """Start no further calls."""
+        self._stopped = True
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                place = next(self._next, None)
+            if place is None or self._stopped:
+                return
+            try:
+                result, failure = self.calls[place](), ""
+            except RequestFailed as error:
+                result, failure = None, str(error.args[0])
+            except Exception as error:  # if the thread just ended, the rank would wait forever
+                result, failure = None, f"{type(error).__name__}: {error}"
+            with self._lock:
+                if result is None:
+                    self.failure = self.failure or failure
+                    self._stopped = True
+                else:
+                    self._results[place] = result
+                self._lock.notify_all()
+
+
+def seed_of(*numbers: int) -> int:
+    """Return a 31-bit seed, computed as a hash of the numbers."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
+
+
+def server_sampler(
+    cfg: TrainConfig,
+    model: Decoder,
+    tokenizer: TextTokenizer,
+    run: Path,
+    sends: bool,
+    write_assets: Callable[[Path, dict[str, Any]], None],
+) -> ServerSampler:
+    """Return the sampler of a run. Collective.
+
+    sends: see ServerSampler. write_assets: see CheckpointStore. Raises UserError, see find_served.
+    """
+    server = PolicyServer(str(cfg.objective.server))
+    served = find_served(cfg, server)
+    timeout = parse_duration(cfg.launch.timeout)
+    weights = PolicyWeights.of_run(cfg, model, server, served.name, run, timeout, write_assets)
+    context = model.config.max_position_embeddings
+    return ServerSampler(cfg, server, served, weights, list(tokenizer.stop_ids), context, sends)
+
+
+def find_served(cfg: TrainConfig, server: PolicyServer) -> ServedModel:
+    """Return the model that the server serves. Collective: rank 0 sends the request.
+
+    Raises UserError on all ranks if the server cannot be reached or serves another model.
+    """
+    outcome: tuple[ServedModel | None, str] = (None, "")
+    if dist.get_rank() == 0:
+        outcome = _ask_for_model(cfg, server)
+    served, reason = gather(outcome)[0]
+    if served is None:
+        problem = Problem(f"objective.server={server.url}", reason)
+        raise UserError("the server cannot answer prompts", [problem])
+    return served
+
+
+def _ask_for_model(cfg: TrainConfig, server: PolicyServer) -> tuple[ServedModel | None, str]:
+    wanted = model_to_serve(cfg)
+    start = f"Start it with  vllm serve {wanted}"
+    try:
+        models = server.base_models()
+    except RequestFailed as error:
+        return None, f"cannot be reached: {error.args[0]}\n{start}"
+    for model in models:
+        if is_same_model(model.root, wanted, exactly=not sends_adapter(cfg)):
+            return model, ""
+    names = ", ".join(model.root for model in models) or "no model"
+    return None, f"serves {names}, and this run trains {wanted}.\n{start}"
+
+
+def model_to_serve(cfg: TrainConfig) -> str:
+    """Return the folder or hub id with which the server must be started."""
+    if sends_adapter(cfg) and cfg.model.init_from:
+        return cfg.model.init_from
+    return str(server_folder(cfg))
+
+
+def is_same_model(root: str, wanted: str, exactly: bool) -> bool:
+    """Return True if the model that a server serves may be the wanted one.
+
+    exactly: require the same folder, because new weights are written to it; otherwise a copy in a
+    folder of the same name, or a folder inside the wanted one, is accepted too.
+    """
+    there, here = Path(root).resolve(), Path(wanted).resolve()
+    if root == wanted or there == here:
+        return True
+    return not exactly and (there.name == here.name or here in there.parents)

@@ -1,0 +1,334 @@
+"""A frozen second model in memory, sharded over the ranks that train.
+
+It is a teacher, which is most of this file, or a reference (reference_model.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.config.context_methods import context_method, context_problems
+from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.paths import model_folder, tokenizer_folder
+from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
+from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.stored_reference import digest_of_weights
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.resolve import tensor_problems
+from fsdp_trainer.models.soft_targets import TeacherLogits
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.parallel.parallelize import parallelize, reshard
+from fsdp_trainer.training.weights import fill
+
+
+@dataclass
+class FrozenModel:
+    """A second model that only runs forward.
+
+    source: its folder; None: random weights. cfg: its configuration, see `frozen`. stays_gathered:
+    True if each rank keeps all weights, as for the model in training.
+    """
+
+    name: ClassVar[str]
+    """Name in messages, and key of the model's digest in a checkpoint's state."""
+    advice: ClassVar[str]
+    """Advice for the user if it is not the model that was used before."""
+
+    model: Decoder
+    source: Path | None
+    cfg: TrainConfig
+    stays_gathered: bool
+
+
+@dataclass
+class Teacher(FrozenModel):
+    """A frozen model whose probabilities a student is trained on.
+
+    vocabulary: number of tokens that both models know.
+    """
+
+    name = "teacher"
+    advice = "Give that one"
+    vocabulary: int
+
+    @contextmanager
+    def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
+        """Yield the batch with soft targets, which are valid inside the context. Collective."""
+        try:
+            yield replace(batch, soft=self._soft_targets(batch))
+        finally:
+            if not self.stays_gathered:
+                reshard(self.model)
+
+    @torch.no_grad()
+    def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
+        """Run the teacher; return its hidden states at the targets and its gathered head."""
+        hidden: Tensor = self.model(replace(batch, token_share=None)).scores
+        choice = self.cfg.objective
+        heat, kl = choice.temperature, choice.divergence
+        return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)
+
+
+def build_teacher(
+    cfg: TrainConfig, source: Path | None, student: ModelConfig, dims: Dims, compiled: bool
+) -> Teacher | None:
+    """Return a teacher without weights, on the meta device; None: the run has none in memory.
+
+    source: folder of the teacher. Must be called before `parallelize` of the student, whose budget
+    for activations must stay in force. Collective.
+    """
+    if source is None or has_stored_teacher(cfg):
+        return None
+    _, config = with_teacher(student, source, cfg.sharding.tensor)
+    return share_teacher(cfg, source, config, student, dims, compiled)
+
+
+def share_teacher(
+    cfg: TrainConfig,
+    source: Path,
+    config: ModelConfig,
+    student: ModelConfig,
+    dims: Dims,
+    compiled: bool,
+) -> Teacher:
+    """Return a teacher with this architecture. See build_teacher."""
+    model = meta_decoder(config)
+    model.lm_head.forward = lambda hidden, *_: (None, hidden)  # the student's head makes the logits
+    own = frozen(cfg)
+    model = share_frozen(model, own, dims, compiled)
+    known = min(config.vocab_size, student.vocab_size)
+    return Teacher(model, source, own, keeps_gathered(cfg.sharding), known)
+
+
+def share_frozen(
+    model: Decoder,
+    cfg: TrainConfig,
+    dims: Dims,
+    compiled: bool,
+    adapters: AdapterSpec | None = None,
+) -> Decoder:
+    """Shard a model on the meta device for forward only, and freeze it. cfg: see `frozen`."""
+    give_own_graphs(model)
+    model = parallelize(model, dims, cfg, adapters, compiled)
+    model.requires_grad_(False)
+    return model
+
+
+def fill_frozen(
+    frozen_model: FrozenModel | None,
+    cfg: TrainConfig,
+    checkpoint: Path | None,
+    device: torch.device,
+    computing: torch.device,
+    files: str | None = None,
+) -> dict[str, str]:
+    """Read a frozen model's weights; return {name: "FORMAT:DIGEST"}, empty without such a model.
+
+    device: where the weights are kept. computing: device that computes. files: digest of the files
+    of a teacher whose lists are stored; it is returned in place of a digest of weights.
+
+    Collective. Raises UserError if `checkpoint`, from which the run resumes, was trained with other
+    weights. They are not compared if they were in another format or if lists were stored.
+    """
+    if frozen_model is None:
+        return {Teacher.name: record_of_lists(files)} if files else {}
+    allocate(frozen_model.model, device, computing)
+    fill(frozen_model.model, frozen_model.cfg, frozen_model.source)
+    digest = f"{cfg.precision.param_dtype}:{digest_of_weights(frozen_model.model)}"
+    require_same(type(frozen_model), cfg, checkpoint, digest)
+    return {frozen_model.name: digest}
+
+
+def record_of_lists(digest: str) -> str:
+    """Return the entry in a checkpoint for a teacher with stored lists. digest: of its files."""
+    return f"lists:{digest}"
+
+
+def require_same(
+    kind: type[FrozenModel], cfg: TrainConfig, checkpoint: Path | None, digest: str
+) -> None:
+    """Raise UserError if `checkpoint` was trained with another model of this kind.
+
+    digest: "FORM:DIGEST" as stored in a checkpoint; only digests of the same form are compared.
+    checkpoint: None if the run is new.
+    """
+    form = digest.partition(":")[0]
+    known = (read_progress(checkpoint).get(kind.name) if checkpoint else None) or ""
+    if known.startswith(f"{form}:") and known != digest:
+        text = (
+            f"holds other weights than the {kind.name} that {checkpoint} was trained with.\n"
+            f"{kind.advice}, or begin a new run:  run.name=NEW"
+        )
+        raise UserError(f"the {kind.name} is another one", [Problem(frozen_setting(cfg), text)])
+
+
+def readers(trained: ModelConfig, frozen_model: FrozenModel | None) -> list[ModelConfig]:
+    """Return the architectures of all models that read the rows, the trained model's first."""
+    return [trained] if frozen_model is None else [trained, frozen_model.model.config]
+
+
+def give_own_graphs(model: Decoder) -> None:
+    """Give the blocks a copy of their forward under another name.
+
+    torch.compile remembers shapes per function: with a shared function, the second model's shapes
+    would turn sizes in the first one's graphs into symbols.
+    """
+    forward = Block.forward
+    code = forward.__code__.replace(co_name="teacher_forward")
+    own = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__)
+    for block in model.blocks().values():
+        block.forward = MethodType(own, block)
+
+
+def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
+    """Return the configuration, with the same layout, for a model that only runs forward.
+
+    Its weights are stored in the number format used for computing. adapter: None if it has none.
+    """
+    dtype = cfg.precision.param_dtype
+    return replace(
+        cfg,
+        adapter=adapter or Adapter(),
+        train=Train(),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        precision=replace(cfg.precision, master_dtype=dtype, float8=None),
+        sharding=replace(cfg.sharding, separate_reduce_scatter=False, reduce_scatter_buffers=1),
+    )
+
+
+# --- origin of the frozen model, and checks -------------------------------------------------------
+
+
+def frozen_setting(cfg: TrainConfig) -> str:
+    """Return the setting that names the frozen model, `key=value`."""
+    return "=".join(frozen_source(cfg) or ())
+
+
+def role_of(cfg: TrainConfig) -> str:
+    """Return the name of the frozen model in messages: `teacher` or `reference`."""
+    return frozen_setting(cfg).partition("=")[0].removeprefix("objective.")
+
+
+def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
+    """Return the folder of a teacher or of a reference in memory, fetched from the hub if needed.
+
+    None: there is no such model, or it is the model that the run begins with.
+    """
+    key, value = frozen_source(cfg) or ("", REFERENCES[0])
+    return None if value in REFERENCES else fetch(value, key=key)
+
+
+def with_teacher(
+    student: ModelConfig, source: Path | None, ranks: int
+) -> tuple[ModelConfig, ModelConfig]:
+    """Return student and teacher, with vocabularies padded to be divided equally by `ranks` ranks.
+
+    source: folder of the teacher; None: it has the student's architecture. Raises UserError for an
+    architecture that is not supported.
+    """
+    teacher = ModelConfig.from_hf(model_folder(source)) if source else student
+    if ranks == 1:
+        return student, teacher
+    rows = max(one.with_equal_rows(ranks).embedding_rows for one in (student, teacher))
+    return replace(student, vocab_multiple=rows), replace(teacher, vocab_multiple=rows)
+
+
+def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig) -> None:
+    """Raise UserError for a frozen model that cannot read the rows on the ranks of the run.
+
+    teacher: architecture of the frozen model. student: architecture of the model in training.
+    """
+    what = frozen_setting(cfg)
+    problems = [
+        Problem(what, f"{problem.what} {problem.reason}")
+        for problem in (*tensor_problems(cfg, teacher), *context_problems(cfg, teacher))
+    ]
+    length, positions = cfg.batch.seq_len, teacher.max_position_embeddings
+    if length > positions:
+        reason = f"has a shorter context than the rows.\nUse  batch.seq_len={positions}"
+        problems.append(Problem(what, reason))
+    if EXPERTS in teacher.feed_forwards and cfg.sharding.tensor > 1:
+        reason = "has experts, which tensor groups do not share with it.\nUse  sharding.tensor=1"
+        problems.append(Problem(what, reason))
+    if cfg.sharding.context > 1:
+        problems += _other_methods(cfg, what, student, teacher)
+    if problems:
+        raise UserError(f"the {role_of(cfg)} cannot read what the trained model reads", problems)
+
+
+def _other_methods(
+    cfg: TrainConfig, what: str, student: ModelConfig, teacher: ModelConfig
+) -> Iterator[Problem]:
+    """Yield a problem if the models would divide rows by different methods.
+
+    The rows are laid out for one method only.
+    """
+    shares = cfg.sharding.tensor
+    methods = [
+        context_method(cfg, replace(one, num_attention_heads=one.num_attention_heads // shares))
+        for one in (student, teacher)
+    ]
+    if methods[0].method != methods[1].method:
+        reason = (
+            f"shares rows by {methods[1].method}, the trained model by {methods[0].method}.\n"
+            "Use  sharding.context_method=gathered"
+        )
+        yield Problem(what, reason)
+
+
+def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: Path) -> None:
+    """Raise UserError unless every ordinary token of the run has the same id in a frozen model.
+
+    source: folder of the frozen model. If it has no tokenizer, only the sizes are compared.
+    """
+    rows = ModelConfig.from_hf(model_folder(source)).vocab_size
+    if tokenizer.vocab_size > rows:
+        reason = (
+            f"knows {rows:,} tokens, and the run's tokenizer has {tokenizer.vocab_size:,}"
+            f"{_first_beyond(tokenizer, rows)}"
+        )
+        raise _other_vocabulary(cfg, reason)
+    try:
+        other = load_tokenizer(str(tokenizer_folder(source)))
+    except UserError:
+        return
+    special = {*tokenizer.special_tokens.values(), *other.special_tokens.values()}
+    theirs = {id: text for text, id in other.backend.get_vocab().items()}
+    different = [
+        (id, text)
+        for text, id in tokenizer.backend.get_vocab().items()
+        if id not in special and theirs.get(id) != text
+    ]
+    if different:
+        id, text = min(different)
+        there = f"{theirs[id]!r}" if id in theirs else "no token"
+        reason = (
+            f"has another vocabulary: {len(theirs):,} tokens, the run's tokenizer "
+            f"{tokenizer.vocab_size:,}. The first that differs is {id:,}: {text!r} here, {there} "
+            "there"
+        )
+        raise _other_vocabulary(cfg, reason)
+
+
+def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
+    text = tokenizer.backend.id_to_token(rows)
+    return f".\nThe first that differs is {rows:,}: {text!r} here, no token there"
+
+
+def _other_vocabulary(cfg: TrainConfig, reason: str) -> UserError:
+    instead = "\nUse one of the same vocabulary: its probabilities are of its own tokens"
+    problem = Problem(frozen_setting(cfg), reason + instead)
+    return UserError(f"the {role_of(cfg)} knows other tokens than the trained model", [problem])

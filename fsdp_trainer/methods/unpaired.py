@@ -1,0 +1,164 @@
+"""Training on answers labelled good or bad: KTO (Ethayarajh et al. 2024, arXiv 2402.01306).
+
+In the data, each answer is followed by its prompt with a mismatched answer, one to another prompt.
+The mean over a step of log(policy / reference) of the mismatched answers, at least 0, is the
+baseline: good answers are trained to exceed it, and bad ones to stay below it. It is needed for the
+step's gradients, so the micro-batches are computed once without gradients before.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
+from fsdp_trainer.methods.pair_step import PairForwardBackward
+from fsdp_trainer.methods.preferences import answer_sums, counted_once
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.metrics import MicroBatchResult
+
+VERDICTS = ("good", "bad")
+"""Names of the kinds of answers that are trained on, indexed by their numbers in the data."""
+FIGURES = ("reward", "log_probability", "answer_tokens")
+
+
+@dataclass(frozen=True)
+class UnpairedObjective:
+    """Σ loss of a micro-batch's answers / count. The head calls it once.
+
+    batch: micro-batch with the reference's sums. baseline: scalar, see the module's docstring.
+    count: number of answers in the step, without mismatched ones. dims: see PairObjective.
+    """
+
+    batch: MicroBatch
+    cfg: ObjectiveChoice
+    baseline: Tensor
+    count: float | Tensor = 1.0
+    dims: Dims | None = None
+    needs_mean = False
+    needs_all_tokens = True
+
+    def __call__(self, scores: Scores, tokens: slice) -> Tensor:
+        """Return the sum over all answers. scores: those of all tokens."""
+        gains = gains_of(scores.log_probability, self.batch, self.dims)
+        ahead = self.cfg.beta * (gains - self.baseline)
+        kinds = self.batch.kinds
+        if kinds is None:  # this rank has no data
+            return counted_once((ahead.sum() / self.count).float(), self.dims)
+        good = self.cfg.desirable_weight * torch.sigmoid(-ahead)
+        bad = self.cfg.undesirable_weight * torch.sigmoid(ahead)
+        losses = torch.where(kinds == GOOD, good, bad).masked_fill(kinds == MISMATCHED, 0.0)
+        return counted_once((losses.sum() / self.count).float(), self.dims)
+
+
+def gains_of(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return log(policy / reference) of each document, [documents] float64. Collective."""
+    sums = answer_sums(log_probability, batch, dims)
+    return sums if batch.reference is None else sums - batch.reference
+
+
+def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
+    """Return Σ log(policy / reference) of mismatched answers, and their number: [2] float64.
+
+    Collective.
+    """
+    gains = gains_of(log_probability, batch, dims)
+    if batch.kinds is None:
+        return gains.new_zeros(2)
+    is_other = batch.kinds == MISMATCHED
+    return torch.stack([gains[is_other].sum(), is_other.sum().double()])
+
+
+@dataclass(kw_only=True)
+class UnpairedForwardBackward(PairForwardBackward):
+    """Runs micro-batches of good and bad answers. The reported loss is a mean over the answers."""
+
+    baseline: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+
+    def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Compute the baseline without gradients first, then run the step. See ForwardBackward."""
+        phases.enter("forward")
+        batches = [self.reference(batch) for batch in micro_batches]
+        with torch.no_grad():
+            scores = (self.model(batch).scores for batch in batches)
+            self._set_baseline(batches, scores)
+        return super().run(step, batches)
+
+    def scores(
+        self, step: StepBatches, before: Callable[[], None]
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """Yield all scores after the baseline has been computed from them. See ForwardBackward."""
+        every = [*super().scores(step, before)]
+        self._set_baseline([batch for batch, _ in every], (scores for _, scores in every))
+        yield from every
+
+    def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
+        """See PairForwardBackward."""
+        baseline = self.baseline.to(batch.weights.device)
+        return UnpairedObjective(batch, self.choice, baseline, count, self.dims)
+
+    def _set_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
+        """Set the baseline from these micro-batches. Collective.
+
+        It is the mean gain, at least 0, of all ranks' mismatched answers.
+        """
+        sums = batches[0].weights.new_zeros(2, dtype=torch.float64)
+        for batch, one in zip(batches, scores, strict=True):
+            sums += counted_once(mismatched_gains(one.log_probability, batch, self.dims), self.dims)
+        self.dims.sum_over_tokens(sums)
+        self.baseline = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
+
+
+class UnpairedFigures:
+    """The baseline, and mean rewards, log-probabilities and lengths of good and bad answers.
+
+    Sums: the number, the reward, the log-probability and the number of tokens, each for good and
+    for bad answers; then Σ log(policy / reference) of mismatched answers, and their number.
+    """
+
+    means = tuple(f"{name}_{verdict}" for name in FIGURES for verdict in VERDICTS)
+    keys = ("reward_margin", "baseline", *means)
+    size = len(VERDICTS) * (1 + len(FIGURES)) + 2
+
+    def __init__(self, cfg: ObjectiveChoice, dims: Dims | None = None):
+        self.cfg, self.dims = cfg, dims
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [size] float64. Collective: see answer_sums."""
+        batch, values = result.batch, result.scores.log_probability
+        policy, tokens = answer_sums(
+            torch.stack([values, torch.ones_like(values)]), batch, self.dims
+        )
+        if batch.kinds is None:
+            return policy.new_zeros(self.size)
+        reference = 0 if batch.reference is None else batch.reference
+        gains = policy - reference
+        figures = torch.stack([torch.ones_like(policy), self.cfg.beta * gains, policy, tokens])
+        sums = [figures[:, batch.kinds == kind].sum(1) for kind in (GOOD, BAD)]
+        is_other = batch.kinds == MISMATCHED
+        other = torch.stack([gains[is_other].sum(), is_other.sum().double()])
+        return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return the means, such as reward_good, of each kind of answer that occurs.
+
+        The margin is only returned if both kinds occur.
+        """
+        *totals, gain, others = sums
+        counts, totals = totals[: len(VERDICTS)], totals[len(VERDICTS) :]
+        figures: dict[str, Any] = {"baseline": max(0.0, gain / others) if others else 0.0}
+        for place, (key, total) in enumerate(zip(self.means, totals, strict=True)):
+            count = counts[place % len(VERDICTS)]
+            if count:
+                figures[key] = total / count
+        if all(counts):
+            figures["reward_margin"] = figures["reward_good"] - figures["reward_bad"]
+        return {key: finite_or_none(value) for key, value in figures.items()}

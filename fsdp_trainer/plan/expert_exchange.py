@@ -1,0 +1,149 @@
+"""Expert parallelism in a plan: the experts that each rank holds, and the rows that it exchanges.
+
+With even routing each rank sends the same number of rows to every other one, and receives as many.
+`load` is the number of rows that the busiest rank receives, divided by this number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.schema import Sharding, TrainConfig
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.moe import MixtureOfExperts
+from fsdp_trainer.observe.flops import count_numbers
+from fsdp_trainer.parallel.experts import ROWS, SHARED, ExpertRanks, divided
+from fsdp_trainer.parallel.memory_check import expert_modules
+
+EXCHANGES = 2
+"""All-to-alls of a mixture in forward: rows, and results. Backward has as many."""
+HOST_WAIT = 100e-6
+"""Seconds for which a device is idle until the host knows how many rows will arrive.
+
+The time of a small all-to-all, a copy to the host and the first launches after it. Assumed.
+"""
+
+
+class EvenRanks(ExpertRanks):
+    """Stand-in for an expert group whose other ranks do not exist."""
+
+    def __init__(self, size: int, load: float, rows: int):
+        """Set the size of the group.
+
+        load: rows that this rank receives, divided by the number with even routing; rows: number
+        of rows that it sends.
+        """
+        super().__init__(None, size)
+        self.load, self.rows = load, rows
+
+    def exchange(
+        self,
+        received: Tensor,
+        sent: Tensor,
+        come: list[int] | None = None,
+        to: list[int] | None = None,
+    ) -> None:
+        """Do nothing: the values of tensors do not matter."""
+
+    def row_numbers(self, counts: Tensor, received: Tensor) -> list[list[int]]:
+        """Return the rows sent to and received from each rank, both divided evenly."""
+        return [
+            even_parts(self.rows, self.size),
+            even_parts(round(self.rows * self.load), self.size),
+        ]
+
+
+def even_parts(rows: int, count: int) -> list[int]:
+    """Divide `rows` into `count` numbers that differ by at most 1."""
+    return [rows // count + (i < rows % count) for i in range(count)]
+
+
+class OwnExperts:
+    """Experts whose parameters contain only those of one rank."""
+
+    def own(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter that belongs to this rank: all of it."""
+        return parameter
+
+
+TRACED = {kind: type(f"Traced{kind.__name__}", (OwnExperts, SHARED[kind]), {}) for kind in SHARED}
+"""The class with which experts are traced, by the class of a block's experts."""
+
+
+def divide_experts(block: nn.Module, ranks: int, load: float, rows: int) -> None:
+    """Make a block compute with a part of its experts, as one of `ranks` ranks of an expert group.
+
+    rows: number of rows that a rank sends. Nothing is communicated: only sizes matter for a trace.
+    """
+    if ranks == 1:
+        return
+    for experts in expert_modules([block]):
+        traced: Any = experts
+        traced.__class__ = TRACED[traced.__class__]
+        traced.expert_ranks = EvenRanks(ranks, load, rows)
+        for module in experts.modules():  # matrices, and those of their adapters
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                own = parameter.detach()[: len(parameter) // ranks].clone()
+                setattr(module, name, nn.Parameter(own, parameter.requires_grad))
+
+
+def separate_parameters(block: nn.Module, sharding: Sharding) -> set[Tensor]:
+    """Return the parameters of a block that are sharded on the separate mesh of experts."""
+    if sharding.expert == 1 and sharding.tensor == 1:
+        return set()
+    return {p for module in expert_modules([block]) for p in module.parameters()}
+
+
+def own_numbers(parameter: Tensor, sharding: Sharding, shards: int) -> tuple[int, int]:
+    """Return the size of the experts' parameter that a rank gathers, and the same with padding.
+
+    Padding makes the shards of all ranks equal. shards: number of ranks that hold the same experts.
+    """
+    own = len(parameter) // sharding.expert
+    each = parameter[0].numel()
+    if divided(parameter, sharding.expert, shards) == ROWS:
+        return own * each, own * each
+    return own * each, round_up(own, shards) * each
+
+
+def mixtures(config: ModelConfig, blocks: tuple[int, ...] | None = None) -> int:
+    """Return how many blocks have experts. blocks: indices of the blocks to count, None for all."""
+    numbers = range(config.num_hidden_layers) if blocks is None else blocks
+    return sum(config.feed_forwards[i] == EXPERTS for i in numbers)
+
+
+def routed_numbers(block: nn.Module) -> tuple[int, int]:
+    """Return how many parameters of router and experts a token uses, and how many are trained."""
+    mixture: Any = getattr(block, "mlp", None)
+    if not isinstance(mixture, MixtureOfExperts):
+        return 0, 0
+    experts, router = count_numbers(mixture.experts), count_numbers(mixture.gate)
+    return experts[0] + router[0], experts[1] + router[1]
+
+
+def rows_of_rank(cfg: TrainConfig, config: ModelConfig) -> int:
+    """Return how many rows a rank sends to the experts of one block in a micro-batch."""
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    return tokens // cfg.sharding.tensor * config.num_experts_per_tok
+
+
+def exchanged_bytes(cfg: TrainConfig, config: ModelConfig) -> float:
+    """Return the bytes of one all-to-all of rows, including those that stay on the rank."""
+    number = getattr(torch, cfg.precision.param_dtype).itemsize
+    return rows_of_rank(cfg, config) * config.hidden_size * number
+
+
+def busiest_over_mean(cfg: TrainConfig, config: ModelConfig, load: float) -> float:
+    """Return the factor by which blocks take longer because all wait for the busiest rank.
+
+    That rank computes `load` times the experts' products, which are a part of all products.
+    """
+    if cfg.sharding.expert == 1:
+        return 1.0
+    ends = 2 * config.embedding_rows * config.hidden_size
+    blocks = max(1, config.parameters(active=True) - ends)
+    of_experts = 3 * config.num_experts_per_tok * config.hidden_size * config.expert_size
+    return 1 + (load - 1) * min(1.0, mixtures(config) * of_experts / blocks)

@@ -1,0 +1,364 @@
+"""Sizes of FSDP units: parameters that `fully_shard` gathers and reduces together.
+
+Computed from the model to train, with its adapters and 4-bit matrices, on the meta device.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.adapters.adapters import adapted_layers, frozen_dtype
+from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.four_bit import Linear4, is_encoded
+from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.models.moe import Experts
+from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
+from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
+from fsdp_trainer.optim.muon_owners import stack_shape
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes, expert_modules
+from fsdp_trainer.plan.expert_exchange import own_numbers, routed_numbers, separate_parameters
+
+
+class Sizes(NamedTuple):
+    """Bytes of a number in a trained weight (master), a frozen weight, and a gathered weight."""
+
+    master: int
+    frozen: int
+    compute: int
+
+
+class FsdpUnit(NamedTuple):
+    """Parameters that are gathered and reduced together.
+
+    trained: how many numbers are trained; trained_padded: the same with the shards of all ranks
+    padded to equal size; gathered: bytes of the gathered weights, padded; own: how many trained
+    numbers the largest shard has; frozen, state: bytes of its frozen weights and of its optimizer
+    state; experts, trained_experts: the part of `gathered` and `trained_padded` that is sharded on
+    the separate mesh of experts.
+    """
+
+    trained: int = 0
+    trained_padded: float = 0
+    gathered: float = 0
+    own: float = 0
+    frozen: float = 0
+    state: float = 0
+    experts: float = 0
+    trained_experts: float = 0
+
+    @classmethod
+    def of(
+        cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int, in_block: bool = False
+    ) -> "FsdpUnit":
+        """Return the unit of some parameters.
+
+        group: number of ranks over which the rows of each parameter are sharded; in_block: True if
+        the parameters belong to a block.
+        """
+        sizes = number_sizes(cfg)
+        units = []
+        for parameter in parameters:
+            padded = round_up(len(parameter), group) * parameter[0].numel()
+            numbers = parameter.numel(), padded
+            units.append(_of_one(parameter, numbers, cfg, sizes, group, in_block))
+        return sum_of(units)
+
+    @classmethod
+    def of_block(cls, block: nn.Module, cfg: TrainConfig, group: int) -> "FsdpUnit":
+        """Return the unit of a block.
+
+        group: number of ranks over which parameters are sharded, except experts on a separate mesh.
+        """
+        separate = separate_parameters(block, cfg.sharding)
+        others = [p for p in block.parameters() if p not in separate]
+        unit = cls.of(others, cfg, group, in_block=True)
+        if not separate:
+            return unit
+        shards = max(1, group * cfg.sharding.tensor // cfg.sharding.expert)
+        sizes = number_sizes(cfg)
+        units = [
+            _of_one(p, own_numbers(p, cfg.sharding, shards), cfg, sizes, shards, True)
+            for p in separate
+        ]
+        experts = sum_of(units)
+        return sum_of(
+            [
+                unit,
+                experts._replace(experts=experts.gathered, trained_experts=experts.trained_padded),
+            ]
+        )
+
+
+def _of_one(
+    parameter: Tensor,
+    numbers: tuple[int, int],
+    cfg: TrainConfig,
+    sizes: Sizes,
+    shards: int,
+    in_block: bool,
+) -> FsdpUnit:
+    """Return the unit of one parameter. numbers: size when gathered, and the same with padding."""
+    own, padded = numbers
+    encoded = is_encoded(parameter)
+    gathered = padded * (1 if encoded else sizes.compute)
+    if not parameter.requires_grad:
+        frozen = padded * (1 if encoded else sizes.frozen) / shards
+        return FsdpUnit(gathered=gathered, frozen=frozen)
+    each = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape, in_block)
+    shard = padded / shards
+    return FsdpUnit(own, padded, gathered, shard, state=each * shard)
+
+
+def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
+    """Combine several units into one."""
+    return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
+
+
+def number_sizes(cfg: TrainConfig) -> Sizes:
+    """Return the bytes of a number in each kind of weight."""
+    precision = cfg.precision
+    adapters = cfg.adapter if cfg.adapter.name != "none" else None
+    names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
+    return Sizes(*(getattr(torch, name).itemsize for name in names))
+
+
+class AdapterCounts(NamedTuple):
+    """Sizes of the adapters and 4-bit matrices of blocks, which add to their work.
+
+    numbers: size of A and B; ranks: sum of the ranks; adapted, encoded: size of the matrices that
+    have adapters, and of those in 4 bits; inputs, outputs: sums of the widths of adapted layers;
+    encoded_experts: size of the experts in 4 bits. Of adapted experts only those that a token uses
+    are counted. Of encoded experts all are counted, since all are decoded.
+    """
+
+    numbers: int = 0
+    ranks: int = 0
+    adapted: int = 0
+    inputs: int = 0
+    outputs: int = 0
+    encoded: int = 0
+    encoded_experts: int = 0
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "AdapterCounts":
+        """Return the sizes for one block."""
+        layers = adapted_layers(block).values()
+        encoded = [m for m in block.modules() if isinstance(m, Linear4)]
+        linears = cls(
+            numbers=sum(m.lora_A.weight.numel() + m.lora_B.weight.numel() for m in layers),
+            ranks=sum(m.lora_A.out_features for m in layers),
+            adapted=sum(m.in_features * m.out_features for m in layers),
+            inputs=sum(m.in_features for m in layers),
+            outputs=sum(m.out_features for m in layers),
+            encoded=sum(m.in_features * m.out_features for m in encoded),
+            encoded_experts=encoded_in_experts(block),
+        )
+        experts = [cls.of_experts(*pair) for pair in adapted_experts(block).values()]
+        return cls(*map(sum, zip(linears, *experts, strict=True)))
+
+    @classmethod
+    def of_experts(cls, module: Experts, matrix: str) -> "AdapterCounts":
+        """Return the sizes for one matrix of the experts, counting only experts a token uses."""
+        count, outputs, inputs = module.shapes[matrix]
+        chosen = round(count * module.active_share)
+        rank = getattr(module.lora_A, matrix).shape[1]
+        return cls(
+            numbers=chosen * rank * (inputs + outputs),
+            ranks=chosen * rank,
+            adapted=chosen * inputs * outputs,
+            inputs=chosen * inputs,
+            outputs=chosen * outputs,
+        )
+
+
+def encoded_in_experts(block: nn.Module) -> int:
+    """Return how many numbers of a block's experts are stored in 4 bits."""
+    modules: list[Any] = [*expert_modules([block])]
+    return sum(
+        math.prod(shape)
+        for module in modules
+        for name, shape in module.shapes.items()
+        if is_encoded(getattr(module, name))
+    )
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """A kind of block: blocks with the same parameters.
+
+    block: one of them; signature: the same for equal kinds, even in different models.
+    """
+
+    block: nn.Module
+    signature: str
+
+    @cached_property
+    def counts(self) -> AdapterCounts:
+        """Sizes of the adapters and 4-bit matrices of the block."""
+        return AdapterCounts.of(self.block)
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """True if any parameter is trained."""
+        return any(parameter.requires_grad for parameter in self.block.parameters())
+
+
+class ModelParts:
+    """A model on the meta device, divided into the parts that `fully_shard` shards.
+
+    kinds: the kinds of blocks; kind_of: for each block the index of its kind; adapters: sizes for
+    all blocks together; backward_from: index of the first block that backward reaches, before which
+    nothing is trained.
+    """
+
+    def __init__(self, model: Decoder):
+        self.model = model
+        self.tied = model.config.tie_word_embeddings
+        self.embedding: Tensor = model.model.embed_tokens.weight
+        self.head: Tensor = self.embedding if self.tied else model.lm_head.weight
+        self.norm: nn.Module = model.model.norm
+        self.last = [self.head, *self.norm.parameters()]
+        self.first = self.last if self.tied else [self.embedding]
+        self.kinds: list[BlockKind] = []
+        self.kind_of: list[int] = []
+        known: dict[str, int] = {}
+        for block in model.blocks().values():
+            signature = signature_of(block)
+            if signature not in known:
+                known[signature] = len(self.kinds)
+                self.kinds.append(BlockKind(block, signature))
+            self.kind_of.append(known[signature])
+        counts = [self.kinds[kind].counts for kind in self.kind_of]
+        self.adapters = AdapterCounts(*map(sum, zip(*counts, strict=True)))
+        self.backward_from = self._first_with_gradient()
+        self._units: dict[str, ModelUnits] = {}
+        self._checkpoints: dict[str, float] = {}
+        self.owners_work: dict[tuple[int, ...], float] = {}
+        """Operations of Muon's owners, by number of ranks and kinds of blocks: see plan/muon_update.py."""
+
+    def _first_with_gradient(self) -> int:
+        """Return the index of the first block whose output has a gradient, where backward ends."""
+        if self.embedding.requires_grad:
+            return 0
+        trained = (i for i, kind in enumerate(self.kind_of) if self.kinds[kind].is_trained)
+        return next(trained, len(self.kind_of))
+
+    @property
+    def backward_share(self) -> float:
+        """Share of the blocks that backward reaches."""
+        return 1 - self.backward_from / len(self.kind_of)
+
+    @cached_property
+    def trained_active(self) -> int:
+        """Size of the trained parameters in the blocks that a token uses."""
+        each = [count_numbers(kind.block)[1] for kind in self.kinds]
+        return sum(each[kind] for kind in self.kind_of)
+
+    def matrices(self, kinds: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return (matrices, rows, columns) of each trained stack of matrices in some blocks.
+
+        kinds: index of the kind of each block.
+        """
+        return [shape for kind in kinds for shape in self._matrices_by_kind[kind]]
+
+    @cached_property
+    def _matrices_by_kind(self) -> list[list[tuple[int, int, int]]]:
+        return [trained_matrices(kind.block) for kind in self.kinds]
+
+    @cached_property
+    def routed(self) -> tuple[int, int]:
+        """Size of the experts and routers that a token uses, and of their trained part."""
+        each = [routed_numbers(kind.block) for kind in self.kinds]
+        whole, trained = zip(*(each[kind] for kind in self.kind_of), strict=True)
+        return sum(whole), sum(trained)
+
+    @cached_property
+    def work(self) -> TrainedWork:
+        """The arithmetic of a step."""
+        return trained_work(self.model)
+
+    def input_has_gradient(self, block: int) -> bool:
+        """Return True if backward continues before this block."""
+        return self.embedding.requires_grad or block > self.backward_from
+
+    def checkpoint(self, cfg: TrainConfig) -> float:
+        """Return the bytes of a checkpoint."""
+        key = f"{cfg.precision.master_dtype} {cfg.optim}"
+        if key not in self._checkpoints:
+            size = checkpoint_bytes(self.model, cfg.precision, cfg.optim)
+            self._checkpoints[key] = size
+        return self._checkpoints[key]
+
+    def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
+        """Return the units if each parameter is sharded over `group` ranks."""
+        ranks = cfg.sharding.tensor, cfg.sharding.expert
+        key = f"{group} {ranks} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
+        if key not in self._units:
+            kinds = [FsdpUnit.of_block(kind.block, cfg, group) for kind in self.kinds]
+            blocks = tuple(kinds[kind] for kind in self.kind_of)
+            last = FsdpUnit.of(self.last, cfg, group)
+            first = last if self.tied else FsdpUnit.of(self.first, cfg, group)
+            self._units[key] = ModelUnits(first, blocks, last, self.tied)
+        return self._units[key]
+
+
+def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
+    """Return (matrices, rows, columns) of each trained stack of matrices in a block."""
+    named = block.named_parameters(prefix="model.layers.0")
+    trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
+    return [stack_shape(p.shape) for p in trained]
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """The units of a model, or of the stages of one rank.
+
+    first: unit of the embedding; last: unit of norm and head. With tied weights they are the same.
+    """
+
+    first: FsdpUnit
+    blocks: tuple[FsdpUnit, ...]
+    last: FsdpUnit
+    tied: bool
+
+    @cached_property
+    def all_blocks(self) -> FsdpUnit:
+        """All blocks as one unit."""
+        return sum_of(self.blocks)
+
+    @cached_property
+    def all(self) -> FsdpUnit:
+        """The complete model as one unit."""
+        ends = [self.last] if self.tied else [self.first, self.last]
+        return sum_of([*self.blocks, *ends])
+
+
+def signature_of(block: nn.Module) -> str:
+    """Return a text with name, shape and dtype of each parameter, and a mark if it is trained."""
+    return " ".join(
+        f"{name}{[*p.shape]}{p.dtype}{'+' if p.requires_grad else ''}"
+        for name, p in block.named_parameters()
+    )
+
+
+_parts: dict[int, ModelParts] = {}  # a plan tries hundreds of configurations of one model
+
+
+def model_parts(config: ModelConfig, cfg: TrainConfig) -> ModelParts:
+    """Return the parts of the model, with weights frozen as `adapter` and `train.freeze` require.
+
+    Raises UserError as `model_to_train` does.
+    """
+    model = model_to_train(config, cfg)
+    if id(model) not in _parts:
+        _parts[id(model)] = ModelParts(model)
+    return _parts[id(model)]

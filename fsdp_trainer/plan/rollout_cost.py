@@ -1,0 +1,67 @@
+"""The answers of a step with objective=grpo: cost of generating them, and the rows they fill."""
+
+import math
+from dataclasses import dataclass, replace
+
+from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.schema import PROMPTED, TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+
+PROMPT_TOKENS = 256
+"""Assumed tokens of a prompt, if a row has room for them."""
+REACHED = (0.25, 0.75)
+"""Assumed range of the share of the memory's rate that eager generation reaches."""
+BYTES = 2
+"""Bytes of a number in generation: bfloat16."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The answers generated in a step.
+
+    answers: number on all ranks; at_once: number that a rank generates at the same time; cache:
+    bytes of keys and values on a rank; weights: bytes of the model gathered for generation;
+    seconds: shortest and longest time, if all answers have objective.max_new_tokens.
+    """
+
+    answers: int
+    at_once: int
+    cache: float
+    weights: float
+    seconds: tuple[float, float]
+
+
+def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
+    """Return `cfg` with batch.rows set to the number of packed rows that answers fill in a step."""
+    if cfg.objective.name not in PROMPTED:
+        return cfg
+    each = answer_tokens(cfg)
+    in_a_row = max(1, cfg.batch.seq_len // each)
+    rows = math.ceil(cfg.batch.rows * cfg.objective.samples / in_a_row)
+    return replace(cfg, batch=replace(cfg.batch, rows=rows))
+
+
+def answer_tokens(cfg: TrainConfig) -> int:
+    """Return the maximum number of tokens of a prompt with its answer."""
+    return min(cfg.batch.seq_len, PROMPT_TOKENS + cfg.objective.max_new_tokens)
+
+
+def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
+    """Return the cost of generating answers; None for an objective that generates none.
+
+    Each generated token reads all weights once, and on average half of the cache.
+    """
+    if cfg.objective.name not in PROMPTED:
+        return None
+    choice, tensor = cfg.objective, cfg.sharding.tensor
+    answers = cfg.batch.rows * choice.samples
+    own = math.ceil(answers * tensor / world)
+    at_once = min(own, choice.answer_rows)
+    heads = max(1, config.num_key_value_heads // tensor)
+    of_token = 2 * config.num_hidden_layers * heads * config.head_dim * BYTES
+    cache = float(at_once * answer_tokens(cfg) * of_token)
+    weights = config.parameters() * BYTES / tensor
+    forwards = math.ceil(own / choice.answer_rows) * choice.max_new_tokens
+    ideal = forwards * (weights + cache / 2) / (device.memory_rate or 1.0)
+    slow, fast = (ideal / share for share in REACHED)
+    return Rollouts(answers, at_once, cache, weights, (fast, slow))

@@ -1,0 +1,136 @@
+"""Memory and time that a teacher or a reference model adds to a plan.
+
+These are its weights, its forward before that of the trained model, and its logits, or the disk
+space of its stored lists.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
+from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
+from fsdp_trainer.data.store.top_lists import bytes_per_token
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.plan.fsdp_units import FsdpUnit, model_parts
+from fsdp_trainer.plan.plan_inputs import architecture
+from fsdp_trainer.plan.rank_part import share_of_rank
+
+COMPARED_BYTES = 12
+"""Bytes for each logit while both models are compared.
+
+The student's log-probabilities, the teacher's, and a temporary tensor of the same size, in float32.
+"""
+SOFT_BYTES = 60
+"""Memory traffic for each logit of this comparison, in about fifteen passes that are not fused."""
+
+
+class PlannedTeacher(NamedTuple):
+    """A teacher, or a reference model in memory.
+
+    cfg: configuration of a run of the teacher itself; compares: True if all its logits are compared
+    with the student's, in which case they are computed chunk by chunk inside the student's head.
+    """
+
+    config: ModelConfig
+    cfg: TrainConfig
+    name: str
+    compares: bool
+
+
+class TeacherUnits(NamedTuple):
+    """The units of a teacher on one rank.
+
+    states: bytes of its shards; first, last: units at the ends; block: the largest unit of a block;
+    gathered: bytes of all units when gathered; stays: True if they are gathered all the time.
+    """
+
+    states: float
+    first: FsdpUnit
+    last: FsdpUnit
+    block: FsdpUnit
+    gathered: float
+    stays: bool
+
+
+def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
+    """Return the teacher or reference model in a run's memory; None if there is neither.
+
+    Raises UserError as `architecture` does.
+    """
+    return None if has_stored_teacher(cfg) else named_teacher(cfg, student)
+
+
+def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
+    """Return the teacher or reference model like `teacher_of`, even if its lists are stored."""
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None:
+        return None
+    key, source = frozen_model
+    is_start = source in REFERENCES
+    precision = replace(cfg.precision, master_dtype=cfg.precision.param_dtype, float8=None)
+    own = replace(
+        cfg,
+        model=cfg.model
+        if is_start
+        else replace(Model(), attention=cfg.model.attention, init_from=source),
+        adapter=Adapter(),
+        train=replace(cfg.train, freeze=[]),
+        precision=precision,
+        activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps only inputs of blocks
+        objective=replace(cfg.objective, name="sft", teacher=None),
+    )
+    config = student if is_start else _architecture(source)
+    return PlannedTeacher(config, own, key.removeprefix("objective."), cfg.objective.name == DISTIL)
+
+
+@lru_cache
+def _architecture(named: str) -> ModelConfig:
+    """Return the architecture of a teacher. Cached, because plans need it hundreds of times."""
+    return architecture(replace(TrainConfig(), model=Model(init_from=named)))[0]
+
+
+def assumed_of(cfg: TrainConfig) -> list[str]:
+    """Return a sentence for each assumption about a run's teacher or reference model."""
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None or frozen_model[1] in REFERENCES:
+        return []
+    return architecture(replace(TrainConfig(), model=Model(init_from=frozen_model[1])))[1]
+
+
+def compares_logits(cfg: TrainConfig) -> bool:
+    """Return True if all logits of a chunk are compared with a teacher's."""
+    return cfg.objective.name == DISTIL and cfg.objective.teacher is not None
+
+
+def list_bytes(cfg: TrainConfig) -> int:
+    """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
+    named = cfg.objective.teacher
+    if named is None or not has_stored_teacher(cfg):
+        return 0
+    return bytes_per_token(cfg.objective.top_k or 0, _architecture(named).vocab_size)
+
+
+def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:
+    """Return a teacher's units on a rank. group: ranks over which each parameter is sharded."""
+    config, cfg = share_of_rank(teacher.config, teacher.cfg.sharding.tensor), teacher.cfg
+    units = model_parts(config, cfg).units(cfg, group)
+    size = getattr(torch, cfg.precision.param_dtype).itemsize
+    block = max(units.blocks, key=lambda unit: unit.gathered)
+    gathered = units.all.gathered
+    stays = keeps_gathered(cfg.sharding) or group == 1
+    return TeacherUnits(
+        units.all.own * size, units.first, units.last, block, gathered, stays and group > 1
+    )
+
+
+def hidden_bytes(teacher: PlannedTeacher) -> float:
+    """Return the bytes of a teacher's hidden states for all tokens of a micro-batch."""
+    cfg = teacher.cfg
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    size = getattr(torch, cfg.precision.param_dtype).itemsize
+    return tokens * teacher.config.hidden_size * size

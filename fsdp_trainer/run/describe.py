@@ -1,0 +1,212 @@
+"""The lines printed before training starts, which describe the run."""
+
+import math
+from pathlib import Path
+
+from fsdp_trainer.config.context_methods import ContextChoice
+from fsdp_trainer.config.depth import depth_in_words
+from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.paths import is_adapter, model_folder
+from fsdp_trainer.config.pipeline_schedules import idle_share, micro_batches
+from fsdp_trainer.config.rules.rules_objective import frozen_source, loads_reference
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.prepared_data import lossy, renumbered
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.models.adapters.adapters import MAGNITUDE, adapted_layers
+from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
+from fsdp_trainer.models.adapters.peft_config import read_config, without_effect
+from fsdp_trainer.models.attention_choice import AttentionChoice
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
+from fsdp_trainer.observe.console import short
+from fsdp_trainer.optim.schedules import peak_learning_rate
+from fsdp_trainer.parallel.convert import float8_layers
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.pipeline import blocks_by_stage
+from fsdp_trainer.training.data_source import DataSource
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_inputs import RunInputs
+
+
+def describe(
+    cfg: TrainConfig,
+    model: Decoder,
+    data: DataSource,
+    progress: Progress,
+    inputs: RunInputs,
+    world: World,
+    dims: Dims,
+    attention: AttentionChoice,
+    context: ContextChoice,
+    run: Path,
+) -> list[str]:
+    """Return lines on the run, model, ranks, data, attention, head, step and number of steps."""
+    config = model.config
+    origin = cfg.model.init_from or "random weights"
+    token_notes = renumbered(cfg, inputs.tokenizer, inputs.init_from)
+    token_notes += lossy(inputs.tokenizer)
+    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
+    at_once = model.lm_head.rows_at_once(tokens, world.device.type)
+    epochs = data.epochs(progress)
+    trained = trained_numbers(config, cfg)
+    stored = "trained weights" if frozen_parameters(model) else "weights"
+    frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
+    return [
+        f"run    {run}",
+        f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
+        f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
+        *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
+        *further_blocks(config),
+        *adapters(model),
+        *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
+        *line_on_frozen_model(cfg, config, inputs.frozen_model),
+        *(f"token  {note}" for note in token_notes),
+        f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
+        f"{tensor_groups(dims)}, "
+        f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
+        *number_formats(cfg, model, world.device.type),
+        *(f"data   {line}" for line in data.about(inputs.data, progress)),
+        f"attend {attention}",
+        *row_parts(cfg, context),
+        *stages(cfg, model, world),
+        f"head   logits of at most {at_once:,} tokens at once",
+        *step_arithmetic(cfg, dims),
+        f"train  {data.total_steps(progress):,} steps"
+        + (f", {epochs:.2f} epochs" if epochs is not None else ""),
+    ]
+
+
+def tensor_groups(dims: Dims) -> str:
+    """Return the part of the line on ranks about groups that divide matrices and experts."""
+    size = dims.sizes["tensor"]
+    tensor = f" over groups of {size} ranks (sharding.tensor)" if size > 1 else ""
+    size = dims.expert_sizes["expert"]
+    return tensor + (f", experts divided by {size} ranks (sharding.expert)" if size > 1 else "")
+
+
+def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
+    """Return the line on ranks that share rows, if they do."""
+    size = cfg.sharding.context
+    if size == 1:
+        return []
+    tokens = own_length(cfg.sharding, cfg.batch.seq_len)
+    return [f"rows   shared by {size} ranks, {tokens:,} tokens each, {context}"]
+
+
+def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
+    """Return the line on the stages of a pipeline, if there is one. model: with all its blocks."""
+    sharding = cfg.sharding
+    if sharding.pipeline == 1:
+        return []
+    blocks = [f"{part[0]}-{part[-1]}" for part in blocks_by_stage(model, sharding)]
+    idle = idle_share(sharding, micro_batches(cfg, world.size))
+    return [
+        f"stages {', '.join(blocks)} (blocks) on {sharding.pipeline} ranks in a row, "
+        f"{sharding.pipeline_schedule}: idle {idle:.0%} of a step if all take equally long"
+    ]
+
+
+def further_blocks(config: ModelConfig) -> list[str]:
+    """Return the line on blocks for multi-token prediction in the model's folder, if it has any."""
+    key = config.family_spec.further_blocks
+    count = config.source.get(key)
+    if not key or not count:
+        return []
+    return [f"model  {key}={count}: blocks for further tokens are not trained, no export has them"]
+
+
+def adapters(model: Decoder) -> list[str]:
+    """Return the line on the model's adapters and the format of the frozen weights, if any."""
+    layers, experts = adapted_layers(model), adapted_experts(model)
+    names = dict.fromkeys(name.rpartition(".")[2] for name in (*layers, *experts))
+    if not names:
+        return []
+    kind = "DoRA" if any(hasattr(layer, MAGNITUDE) for layer in layers.values()) else "LoRA"
+    all_ranks = {layer.lora_A.out_features for layer in layers.values()}
+    all_scales = {round(layer.lora_scale, 4) for layer in layers.values()}
+    for module, matrix in experts.values():
+        all_ranks.add(getattr(module.lora_A, matrix).shape[1])
+        all_scales.add(round(module.lora_scales[matrix], 4))
+    ranks, scales = sorted(all_ranks), sorted(all_scales)
+    formats = dict.fromkeys(str(p.dtype)[6:] for p in frozen_parameters(model).values())
+    of_experts = f" and {len(experts)} stacks of experts" if experts else ""
+    frozen = " and ".join("4 bits" if name == "uint8" else name for name in formats)
+    return [
+        f"adapt  {kind} on {len(layers)} layers{of_experts} ({', '.join(names)}), "
+        f"rank {one_or_range(ranks)}, scale {one_or_range(scales)}; frozen weights in {frozen}"
+    ]
+
+
+def not_followed(init_from: str | None) -> list[str]:
+    """Return a line for each setting of a PEFT folder that has no effect in training."""
+    folder = Path(init_from or "")
+    if not init_from or not is_adapter(folder):
+        return []
+    return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
+
+
+def line_on_frozen_model(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
+    """Return the line on a teacher, or on a reference in memory, if there is one.
+
+    folder: folder of the frozen model; None: it has the architecture of the trained model.
+    """
+    frozen_model = frozen_source(cfg)
+    if frozen_model is None:
+        return []
+    choice, config = cfg.objective, ModelConfig.from_hf(model_folder(folder)) if folder else trained
+    size = f"{config.family}, {short(config.parameters())} parameters, from {frozen_model[1]}"
+    if loads_reference(cfg):
+        return [f"refer  {size}; kl {choice.kl:g}"]
+    stored = f"; not in memory, its {choice.top_k} likeliest tokens are stored"
+    return [
+        f"teach  {size}; "
+        f"share {choice.share:g} of the loss, temperature {choice.temperature:g}, "
+        f"{choice.divergence} divergence{stored if choice.top_k else ''}"
+    ]
+
+
+def one_or_range(values: list[float]) -> str:
+    """Return the only value of a sorted list, or its first and last value, as text."""
+    return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+
+
+def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:
+    """Return notes on 16-bit formats on a CPU and on float8."""
+    lines = []
+    if device_type == "cpu" and cfg.precision.param_dtype != "float32":
+        lines.append(
+            f"few CPUs have instructions for {cfg.precision.param_dtype}; without them  "
+            "precision=fp32  is ten times faster"
+        )
+    layers = float8_layers(model)
+    if layers:
+        lines.append(
+            f"float8 products ({cfg.precision.float8}) in {layers} linear layers; "
+            "MFU counts against the bfloat16 peak"
+        )
+    if layers and not cfg.compile.enabled:
+        lines.append("float8 without  compile=enabled  is slower than bfloat16")
+    return [f"       {line}" for line in lines]
+
+
+def step_arithmetic(cfg: TrainConfig, dims: Dims) -> list[str]:
+    """Return a line on how a step's rows are divided.
+
+    A second line shows the learning rate if it depends on the step's tokens.
+    """
+    batch, optim = cfg.batch, cfg.optim
+    readers = f"{dims.batch_ranks} {'ranks' if dims.same_rows == 1 else 'groups'}"
+    slots = batch.micro_rows * dims.batch_ranks
+    micro_batches = math.ceil(batch.rows / slots)
+    empty = micro_batches * slots - batch.rows
+    lines = [
+        f"step   {batch.rows} rows = {micro_batches} micro-batches × {batch.micro_rows} rows "
+        f"× {readers}" + (f", {empty} of the slots empty" if empty else "")
+    ]
+    if optim.lr_batch_tokens:
+        lines.append(
+            f"lr     {peak_learning_rate(optim, batch):.3g} for {batch.rows * batch.seq_len:,} "
+            f"tokens a step: optim.lr {optim.lr:g} at {optim.lr_batch_tokens:,} tokens a step"
+        )
+    return lines

@@ -1,0 +1,283 @@
+"""The checkpoint that a run resumes from, and the changes allowed since then."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import yaml
+
+from fsdp_trainer.checkpoint.atomic_files import read_manifest
+from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
+from fsdp_trainer.config.check import as_text
+from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
+from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
+from fsdp_trainer.data.files.file_changes import describe_changed_files
+from fsdp_trainer.data.order.mixture import Component, Mixture
+from fsdp_trainer.data.stream.row_stream import StreamedData
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.training.progress import Progress
+
+Order = Mixture | StreamedData
+"""The rows of training data, in order."""
+FREE = {
+    "adapter.init_from",
+    "data.cache",
+    "data.max_lost",
+    "data.pad_to_multiple",
+    "data.path",
+    "data.prefetch",
+    "data.validation",
+    "data.workers",
+    "loss.chunk_mib",
+    "model.attention",
+    "model.attention_kernel",
+    "objective.teacher",
+    "objective.answer_rows",
+    "objective.server",
+    "objective.server_folder",
+    "optim.implementation",
+    "tokenizer.path",
+}
+"""Keys of the compared groups that may change, since they affect how something is read or computed
+and not its content. The content of data and tokenizer is compared by data.fingerprint, a teacher by
+its weights."""
+NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
+OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
+NEW_STREAM = (
+    "another list of files, other content, or another tokenizer: a stream starts again with them"
+)
+STREAMS_BEGIN_ANEW = "the streams begin anew: samples may be seen a second time"
+OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
+REORDERED = "the same sources are in another order, or mixed otherwise"
+
+
+def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
+    """Return the checkpoint to resume from; None: start at the beginning. Collective.
+
+    It is the one that checkpoint.resume names, else the newest undamaged one of the run. A path
+    outside the run's folder is only used for the start: once the run has checkpoints of its own, it
+    resumes from those.
+    """
+    if cfg.checkpoint.resume == "never":
+        return None
+    if cfg.checkpoint.resume != "auto":
+        named = named_checkpoint(cfg.checkpoint.resume)
+        if named.resolve().is_relative_to(store.run.resolve()) or not store.listed():
+            require_whole(named)
+            return named
+    good = store.newest_good(partial(report_damaged, observer))
+    if good is None and store.listed(checkpoint_folders):
+        observer.say("no checkpoint of this run is intact: it starts from the beginning")
+    return good
+
+
+def report_damaged(observer: Observer, checkpoint: Path, problems: list[Problem]) -> None:
+    """Record and print that a checkpoint is damaged and not used."""
+    texts = [f"{problem.what} {problem.reason}" for problem in problems]
+    observer.event("damaged", path=str(checkpoint), problems=texts)
+    observer.say(f"{checkpoint} is damaged and not used: {texts[0]}")
+
+
+def named_checkpoint(path: str) -> Path:
+    """Return the checkpoint that checkpoint.resume=PATH names. Raises UserError if it has none."""
+    checkpoint = find_checkpoint(path)
+    if checkpoint is None:
+        problem = Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")
+        raise UserError("there is no checkpoint to resume from", [problem])
+    return checkpoint
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Raise UserError if files of a checkpoint are damaged. Collective: ranks share the work."""
+    if problems := damage_anywhere(checkpoint):
+        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
+
+
+def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[str, list[Any]]:
+    """Return every key that has changed since the checkpoint, with its values then and now.
+
+    Raises UserError with the changed keys that affect the training result and are not in
+    allow_changes.
+    """
+    stored = read_progress(checkpoint)
+    then = {
+        # a key added after the checkpoint was written had its default value
+        **DEFAULTS,
+        **flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())),
+        "data.fingerprint": stored["data"],
+        "world_size": read_manifest(checkpoint)["world_size"],
+    }
+    now = {
+        **flatten(asdict(cfg)),
+        "data.fingerprint": order.fingerprint,
+        "world_size": dist.get_world_size(),
+    }
+    changes = {
+        key: [then.get(key), value]
+        for key, value in now.items()
+        if then.get(key) != value and key not in NOT_COMPARED
+    }
+    allowed = set(cfg.checkpoint.allow_changes)
+    if "data.path" in allowed:
+        allowed.add("data.fingerprint")
+    refused = sorted(
+        key for key in changes.keys() & COMPARED if not allowed & {key, key.split(".")[0]}
+    )
+    if not refused:
+        return changes
+    problems = []
+    for key in refused:
+        lines = [f"the checkpoint was trained with {as_text(changes[key][0])}"]
+        if key == "data.fingerprint":
+            lines += describe_data_change(order, stored.get("segments"))
+        problems.append(Problem(f"{key}={as_text(changes[key][1])}", "\n".join(lines)))
+    problems[-1].reason += (
+        "\nStart another run with  run.name=NEW  or resume anyway with  "
+        f"'checkpoint.allow_changes=[{','.join(refused)}]'"
+    )
+    raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+
+
+def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:
+    """Return lines on the differences between the data and that of a checkpoint's segments."""
+    if not segments:
+        return [OLDER if order.components else NEW_STREAM]
+    matches = match_components(order.components, segments)
+    lines = [f"{m.name} {m.change}" for m in matches if m.change] or [REORDERED]
+    if not order.components:
+        lines = [NEW_STREAM]
+    return lines + changed_files(matches, segments, order)
+
+
+def changed_files(
+    matches: Sequence["Match"], segments: list[dict[str, Any]], order: Order
+) -> list[str]:
+    """Return lines with the names of files that have changed since the last of these segments."""
+    # digests of streamed files cover only their ends
+    streamed = not order.components
+    if not segments or bool(segments[-1]["sources"]) == streamed:
+        return []
+    content_changes = {OTHER_CONTENT, NEW, LEFT_OUT}
+    if not streamed and all(match.change not in content_changes for match in matches):
+        return []  # only weights or the order have changed
+    return describe_changed_files(segments[-1], order.digests)
+
+
+class Match(NamedTuple):
+    """A component of the data, and the point at which it continues after a resume."""
+
+    name: str
+    change: str
+    """Text on the difference from the checkpoint's component; empty: none."""
+    continuation: str
+    """Text on the point at which it continues."""
+    start: tuple[int, int] = (0, 0)
+    """Number of rows of this component that were trained on before, and of tokens in them."""
+
+    @property
+    def note(self) -> str:
+        """A line with the difference and the continuation."""
+        return f"{self.name} " + ": ".join(filter(None, (self.change, self.continuation)))
+
+
+def match_components(
+    components: Sequence[Component], segments: list[dict[str, Any]]
+) -> list[Match]:
+    """Return a match for each component, then for each source of the last segment that is left out.
+
+    A component with the key of a source has the same rows and continues after those trained on,
+    whichever segment the source is from. A component that shares only the name begins anew.
+    segments: those of the checkpoint, see Mixture.state.
+    """
+    sources = list(segments[-1]["sources"]) if segments else []
+    older = {source["key"]: source for segment in segments[:-1] for source in segment["sources"]}
+    same = [take_first(sources, "key", component.key) for component in components]
+    matches = []
+    for component, source in zip(components, same, strict=True):
+        if source := source or older.get(component.key):
+            matches.append(continued(component, source))
+        elif source := take_first(sources, "name", component.name):
+            matches.append(replaced_content(component, source))
+        else:
+            matches.append(Match(component.name, NEW, "begins at its first row"))
+    for source in sources:
+        epochs = source["rows"] / source["rows_per_epoch"]
+        matches.append(Match(source["name"], LEFT_OUT, f"was seen for {epochs:.2f} epochs"))
+    return matches
+
+
+def take_first(sources: list[dict[str, Any]], field: str, value: str) -> dict[str, Any] | None:
+    """Remove and return the first source with this value of a field; None if there is none."""
+    for i, source in enumerate(sources):
+        if source[field] == value:
+            return sources.pop(i)
+    return None
+
+
+def continued(component: Component, source: dict[str, Any]) -> Match:
+    """Return the match of a component that has the same rows as a source in the checkpoint."""
+    change = ""
+    if source["asked"] != component.requested:
+        change = f"was requested with {source['asked']:g}, now with {component.requested:g}"
+    rows_per_epoch = component.order.rows_per_epoch
+    epoch, row = divmod(source["rows"], rows_per_epoch)
+    where = f"continues at epoch {epoch + 1}, row {row:,} of {rows_per_epoch:,}"
+    return Match(component.name, change, where, (source["rows"], source["tokens"]))
+
+
+def replaced_content(component: Component, source: dict[str, Any]) -> Match:
+    """Return the match of a component with the name, but not the rows, of a checkpoint's source."""
+    same_content = source["key"].split("/")[0] == component.key.split("/")[0]
+    return Match(
+        component.name,
+        "is the same, in other rows or another order" if same_content else OTHER_CONTENT,
+        "begins at the first row of what it is now; what was seen of it may come again",
+    )
+
+
+def resume_data(
+    order: Order, progress: Progress, fingerprint: str
+) -> tuple[Order, Progress, list[str]]:
+    """Return data and progress that continue from a checkpoint, and lines about what has changed.
+
+    progress: that of the checkpoint. fingerprint: hash of the checkpoint's data.
+    """
+    segments = progress.segments
+    if segments and segments[-1]["key"] == order.key:
+        starts = [(source["start"], source["start_tokens"]) for source in segments[-1]["sources"]]
+        return order.started_at(segments[-1]["start"], starts), progress, []
+    if not segments and fingerprint == order.fingerprint:
+        return order, progress, []  # the checkpoint is from a version without segments
+    matches = match_components(order.components, segments)
+    notes = [match.note for match in matches] + changed_files(matches, segments, order)
+    if not segments and progress.rows:
+        segments = [{**order.state(0), "key": fingerprint, "start": 0, "sources": []}]
+        notes = [f"{OLDER}: its rows begin anew, in another order; what was seen may come again"]
+    if not order.components:
+        notes.append(STREAMS_BEGIN_ANEW)
+    starts = [match.start for match in matches[: len(order.components)]]
+    order = order.started_at(progress.rows, starts)
+    # only files of the last segment are ever compared, see describe_data_change
+    earlier = [segment | {"files": {}} for segment in segments]
+    # skipped ranges refer to row numbers of the earlier data
+    progress = replace(
+        progress, skipped_row_ranges=[], segments=[*earlier, order.state(progress.rows)]
+    )
+    return order, progress, [f"data   {note}" for note in notes]
+
+
+def flatten(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert {"group": {"key": value}} to {"group.key": value}."""
+    return {
+        f"{group}.{key}": value for group, keys in config.items() for key, value in keys.items()
+    }
+
+
+DEFAULTS = flatten(asdict(TrainConfig()))
+COMPARED = {key for key in DEFAULTS if key.split(".")[0] in COMPARED_GROUPS} - FREE
+COMPARED |= {"data.fingerprint", "run.seed", "train.freeze"}
+"""Keys that affect the training result: they may not change when a run resumes."""

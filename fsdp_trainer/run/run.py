@@ -1,0 +1,520 @@
+"""The run of one rank: join the other ranks, prepare data, build, train, and leave."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather, run_on_rank_0
+from fsdp_trainer.base.folders import NewFolders
+from fsdp_trainer.base.process import STOPPED, pid_namespace
+from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.export import export_checkpoint, is_export_of
+from fsdp_trainer.checkpoint.frozen_weights import read_base
+from fsdp_trainer.config.check import as_text
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.paths import (
+    BEST,
+    checkpoint_name,
+    committed_checkpoints,
+    find_checkpoint,
+    is_hub_id,
+    run_folder,
+    step_of,
+)
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.yaml_text import dump_yaml
+from fsdp_trainer.data.prepared_data import build_data, require_most_tokens
+from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
+from fsdp_trainer.extensions import RunInfo
+from fsdp_trainer.launch.facts import preflight
+from fsdp_trainer.launch.start import how_to_go_on
+from fsdp_trainer.launch.watchdog import watched
+from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
+from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
+from fsdp_trainer.methods.teacher_lists import digest_for_lists
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.observe.console import Console, time_line
+from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.stragglers import Straggler, comparing
+from fsdp_trainer.parallel.compile import summarize_compiler_errors
+from fsdp_trainer.parallel.memory_check import checkpoint_bytes
+from fsdp_trainer.run.build import Start, build, check_room, resolve_architecture
+from fsdp_trainer.run.deterministic import deterministic_kernels
+from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
+from fsdp_trainer.run.rewind import rewind
+from fsdp_trainer.run.run_lock import RunLock, clear_unused
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
+from fsdp_trainer.training.saving import CheckpointManager
+from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
+
+
+def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
+    """Train as one rank.
+
+    Returns the exit code; raises UserError and RunFailed, which the caller must print. new_folders:
+    folders that did not exist when the command began.
+    """
+    rank = Rank(cfg, new_folders)
+    reason, code = "failed", 1
+    try:
+        reason, code = rank.run()
+    except Stopped as stopped:
+        reason, code = stopped.args[0], stopped.exit_code
+        rank.console.say(
+            f"stopped by {reason}, with nothing more to save: {how_to_go_on(rank.cfg)}"
+        )
+    except (UserError, RunFailed) as error:
+        reason, code = error.args[0], error.exit_code
+        rank.report(error)
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        if failure := rank.explain(error):
+            reason = failure.args[0].partition("\n")[0]
+            rank.report(failure)
+            raise failure from None
+        raise
+    finally:
+        rank.leave(reason, code)
+    return code
+
+
+class Rank:
+    """This process's part of a run, from start to end."""
+
+    def __init__(self, cfg: TrainConfig, new_folders: NewFolders):
+        self.cfg, self.run_folder = cfg, run_folder(cfg)
+        self.is_new = self.run_folder in new_folders
+        self.env = environment_of_ranks(os.environ) or os.environ
+        self.console = Console(quiet=self.env.get("RANK", "0") != "0")
+        self.records = Records(self.run_folder, self.console.say)
+        self.signals = StopSignals(cfg.train.time_limit, self.console.say, self._record_forced_exit)
+        self.patience = parse_duration(cfg.launch.data_timeout)
+        self.timeout = parse_duration(cfg.launch.timeout)
+        self.open = ExitStack()
+        """Resources to close when this rank leaves: the folder's lock, the watchdog."""
+        self.world: World | None = None
+        self.lock: TextIO | None = None
+        self.trainer: Trainer | None = None
+
+    def run(self) -> Outcome:
+        """Join the other ranks, claim the run's folder, prepare data, build and train."""
+        world = self.join()
+        launchers = world.launchers(self.patience)
+        # rank 0 reads it for all ranks, since it then overwrites it when it claims the folder
+        attempt, stopped_code = world.from_main(
+            "earlier attempt", lambda: earlier_attempt(self.run_folder, launchers), self.patience
+        )
+        if stopped_code is not None:
+            world.wait_until_heard("earlier attempt")
+            return "stopped before", stopped_code
+        if attempt:  # restarted by the launcher: the folder holds this run's own files
+            self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, resume="auto"))
+        claim = RunLock(launchers, attempt)
+        self.claim(world, claim)
+        inputs = world.rank0_then_nodes_then_all(
+            "preparing the data",
+            lambda: self.signals.stoppable(lambda: self.prepare(world)),
+            self.patience,
+        )
+        config = resolve_architecture(self.cfg, inputs)
+        self.preflight(world, inputs, config, claim)
+        connect(world, self.timeout)
+        self.signals.watch_ranks(pids_of_node(world))
+        self.signals.sync()
+        self.signals.raise_if_agreed()
+        records = self.records if world.main else None
+        seq_len = self.cfg.batch.seq_len
+        observer = Observer(self.console, records, world.device, config, seq_len)
+        self.open.enter_context(deterministic_kernels(self.cfg.train.deterministic))
+        self.trainer, start = build(
+            self.cfg, inputs, world, self.run_folder, self.signals, observer
+        )
+        return train(self.trainer, start, world, attempt)
+
+    def join(self) -> World:
+        """Wait for the other ranks, and begin to exchange signals with them."""
+        with self.signals.waiting():  # some ranks may never start
+            world = join(self.env, self.cfg.launch.device, self.timeout)
+        self.world = world
+        self.signals.connect(world.store, world.main)
+        return world
+
+    def claim(self, world: World, claim: RunLock) -> None:
+        """Start the watchdog, then have rank 0 lock the run's folder against other runs."""
+        watch = watched(self.cfg.launch, self.run_folder, world)
+        if watch:
+            self.open.callback(watch.close)
+
+        def claim_on_main() -> TextIO | None:
+            if not world.main:
+                return None
+            # unlike `stoppable`, this claims the folder even if a signal has arrived already, so
+            # that the stop is recorded in it
+            with self.signals.waiting():
+                return claim.acquire(self.cfg, self.run_folder)
+
+        self.lock = world.rank0_then_nodes_then_all(
+            "claiming the run's folder", claim_on_main, self.patience
+        )
+        if self.lock:
+            self.open.enter_context(self.lock)
+            if self.cfg.launch.slurm_time_limit:
+                self.signals.limits.watch_slurm()
+
+    def prepare(self, world: World) -> RunInputs:
+        """Fetch the models and tokenise the data, unless an earlier rank or run has done so."""
+        cfg = self.cfg
+        wanted = cfg.model.init_from
+        gone = wanted and not is_hub_id(wanted) and not Path(wanted).exists()
+        own = find_checkpoint(self.run_folder) if cfg.checkpoint.resume == "auto" else None
+        if gone and own:
+            self.console.say(
+                f"model  {wanted} does not exist; the run resumes with configuration and tokenizer "
+                f"of its own {own}"
+            )
+            cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
+        init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
+        frozen_model = fetch_frozen_model(cfg)
+        # only one rank per node checks: free memory changes, so that ranks could disagree
+        if world.local_rank == 0:
+            check_room(cfg, init_from, world, frozen_model)
+        report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
+        inputs = RunInputs(*build_data(cfg, report), init_from, frozen_model)
+        if frozen_model and world.local_rank == 0:
+            require_same_vocabulary(cfg, inputs.tokenizer, frozen_model)
+        inputs.teacher_files = digest_for_lists(cfg, frozen_model, report.progress)
+        require_most_tokens(cfg.data, inputs.data)
+        return inputs
+
+    def preflight(
+        self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock
+    ) -> None:
+        """Check that the ranks agree and the disk has room, before building. Raises UserError."""
+        cfg = self.cfg
+        checkpoint = checkpoint_bytes(model_to_train(config, cfg), cfg.precision, cfg.optim)
+        claim_of_main = world.from_main("claim", lambda: claim, self.patience)
+        shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
+        fingerprint = inputs.data.fingerprint
+        notes = preflight(
+            cfg, world, self.run_folder, shared, fingerprint, checkpoint, self.timeout
+        )
+        for note in notes:
+            self.console.say(f"note   {note}")
+
+    def explain(self, error: BaseException) -> RunFailed | None:
+        """Return the actual cause of a failure if `error` is only its consequence, else None."""
+        if self.world and is_out_of_memory(error):
+            return report_out_of_memory(error, self.trainer, self.world, self.records, self.signals)
+        if not isinstance(error, RuntimeError):  # the type raised by failed collectives
+            return None
+        if reported := self.signals.reported_failure():
+            return RunFailed(reported)
+        if ended := self.signals.wait_for_ended_ranks():
+            names = " and ".join(f"rank {rank}" for rank in ended)
+            return RunFailed(
+                f"{names} ended unexpectedly, and the others cannot continue without it"
+            )
+        return None
+
+    def report(self, error: UserError | RunFailed) -> None:
+        """Print an error before leaving, which may take long if other ranks have failed too."""
+        if self.world and self.world.size > 1:
+            report(error)
+
+    def leave(self, reason: str, code: int) -> None:
+        """Finish a checkpoint in progress, write the last event, and leave the process group."""
+        self.signals.leaving = True
+        phases.enter("end")
+        if self.trainer:
+            self._close_trainer(self.trainer, code)
+        refused = code == UserError.exit_code
+        # with the lock, this process is the one that writes into the run's folder
+        if self.lock and not (refused and self._clear_new_folder()):
+            lately = phases.seconds_since_last_call()
+            self.records.event("end", reason=reason, exit_code=code, phases=lately)
+            self.records.close()
+        self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
+        self.signals.close()
+        self.open.close()
+
+    def _clear_new_folder(self) -> bool:
+        """Empty the run's folder if this command created it and no run began; return True if so.
+
+        The folder itself is deleted later by the code that created it, after the lock file is
+        closed, since NFS keeps a file in the folder as long as it is open. Under torchrun the
+        folder is kept: further attempts read in it that there is nothing to do.
+        """
+        return self.is_new and ELASTIC not in os.environ and clear_unused(self.run_folder)
+
+    def _close_trainer(self, trainer: Trainer, code: int) -> None:
+        if not self.signals.ended_ranks:  # otherwise this would wait for a rank that has ended
+            try:
+                trainer.checkpoints.store.wait()
+            except BaseException as error:  # the error that ended the run is reported elsewhere
+                self.console.say(f"the checkpoint on its way was lost: {error}")
+        trainer.profiler.close(alone=True)
+        if trainer.observer.trackers:
+            trainer.observer.trackers.close(code)
+
+    def _leave_groups(self, in_order: bool) -> None:
+        """Destroy the process groups, unless that could wait for a rank that failed.
+
+        NCCL's destroy waits for all collectives that have begun, and those of a failed run may
+        never end; the groups are then closed when the process ends. A single rank has no others to
+        wait for, and its process may continue, such as a notebook, so it always destroys them.
+        """
+        if not dist.is_initialized():
+            return
+        if in_order:
+            dist.destroy_process_group()
+        elif dist.get_world_size() == 1:
+            with suppress(RuntimeError):  # caused by a device error that was reported already
+                dist.destroy_process_group()
+
+    def _record_forced_exit(self, reason: str, code: int) -> None:
+        if self.lock:
+            self.records.event("end", reason=reason, exit_code=code)
+
+
+def pids_of_node(world: World) -> dict[int, int]:
+    """Return the process ids of this node's ranks, by rank. Collective."""
+    here = (world.node, pid_namespace())
+    places = enumerate(gather((here, os.getpid())))
+    return {rank: pid for rank, (place, pid) in places if place == here}
+
+
+def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
+    """Return the number of earlier attempts by this launch, and an exit code or None.
+
+    The exit code is that of the last attempt if the run must not continue after it. torchrun
+    restarts after every exit code except 0, also after a clean stop: such a run stays stopped.
+    However, if a node has joined or left since, the ranks were stopped because of that node, and
+    the run continues.
+    """
+    before = RunLock.read(run)
+    if not set(before.launchers) & set(launchers):
+        return 0, None
+    code = Records(run).last_event().get("exit_code")  # only an attempt's last event has one
+    same_nodes = set(before.launchers) == set(launchers)
+    final = code == UserError.exit_code or (code == Stopped.exit_code and same_nodes)
+    return before.attempt + 1, code if final else None
+
+
+# --- training, from the first record to the export
+
+
+def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
+    """Open the records at the run's current step, train, and export at the end. Collective."""
+    run, say = trainer.checkpoints.store.run, trainer.observer.say
+    if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
+        say(already_finished(trainer))
+        export_hf(trainer, world)
+        return "already finished", 0
+    record_start(trainer, start, world, attempt)
+    observer = trainer.observer
+    observer.run = RunInfo(run, world.rank, world.size, trainer.cfg, trainer.model)
+    observer.call("start")
+    with summarize_compiler_errors(), comparing_ranks(trainer, world):
+        reason, code = fit_with_rewinds(trainer)
+    observer.call("end", reason, code)
+    if code == 0:
+        report_end(trainer, reason)
+        export_hf(trainer, world)
+        end = f"done: {run}"
+    else:
+        step = trainer.progress.step
+        saved = "checkpoint committed" if step else "nothing to save yet"
+        end = f"stopped by {reason} after step {step:,}, {saved}: {how_to_go_on(trainer.cfg)}"
+    say(time_line(phases.seconds()))
+    say(end)
+    return reason, code
+
+
+def fit_with_rewinds(trainer: Trainer) -> Outcome:
+    """Train to the end; with train.on_spike=rewind, rewind after each spike and train on."""
+    while True:
+        try:
+            return trainer.fit()
+        except Rewind as spike:
+            rewind(trainer, spike.args[0])
+
+
+def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
+    """Cut the run's files to its current step, and record its start or resumption. Collective."""
+    observer, progress = trainer.observer, trainer.progress
+    before = run_on_rank_0("open the run's records", partial(open_records, trainer))
+    event = {
+        "step": progress.step,
+        "rows": progress.rows,
+        "world_size": world.size,
+        "attempt": attempt,
+        "seconds": round(sum(phases.seconds().values()), 3),
+        "about": observer.about,
+    }
+    if not progress.step:
+        observer.event("start", **event)
+        return
+    observer.event("resume", **event, changes=start.changes, reached=before)
+    observer.say(f"resumes after step {progress.step:,}")
+    for key, (then, now) in sorted(start.changes.items()):
+        observer.say(f"       {key} was {as_text(then)}, is {as_text(now)}")
+
+
+def open_records(trainer: Trainer) -> dict[str, Any]:
+    """Cut the run's files to its current step, and open them. Called on rank 0.
+
+    Returns the step and time that the run had reached before; the report counts the difference as
+    lost.
+    """
+    cfg, observer, step = trainer.cfg, trainer.observer, trainer.progress.step
+    store = trainer.checkpoints.store
+    assert observer.records
+    last = observer.records.last_line()
+    observer.records.cut_after(step)
+    store.clear_up(step)
+    resolved, file = asdict(cfg), store.run / "config.yaml"
+    try:
+        file.write_text(dump_yaml(resolved))
+    except OSError as error:  # not fatal, since each checkpoint has its own config.yaml
+        observer.say(f"{file} cannot be written: {error}; training continues")
+    observer.open_trackers(cfg.logging, store.run, resolved, step)
+    return {name: last.get(name) for name in ("step", "time")}
+
+
+def comparing_ranks(trainer: Trainer, world: World):
+    """Return a context manager that detects slow ranks if logging.stragglers is set."""
+    every = trainer.cfg.logging.stragglers
+    return comparing(
+        parse_duration(every) if every else None,
+        world.store,
+        world.rank,
+        world.size,
+        socket.gethostname(),
+        trainer.optimizer,
+        partial(report_straggler, trainer.observer),
+        trainer.dims.stages(),
+    )
+
+
+def report_straggler(observer: Observer, straggler: Straggler, step: int) -> None:
+    """Record and print that the others wait for a slow rank."""
+    observer.event("straggler", step=step, **asdict(straggler))
+    observer.say(
+        f"rank {straggler.rank} on {straggler.host} is slow in {straggler.phase}: "
+        f"{straggler.seconds:.3f} s a step, the others {straggler.others:.3f} s; "
+        f"all wait for it in {straggler.lost:.0%} of the time"
+    )
+
+
+def already_finished(trainer: Trainer) -> str:
+    """Return the message for a run that has nothing left to do, with overrides to train on."""
+    step, total = trainer.progress.step, trainer.total_steps
+    reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
+    if trainer.finished == "early_stop":
+        reason = (
+            f"stopped early after step {step:,}, {trainer.progress.stale} validations without a "
+            "lower loss. More with  train.early_stop=null"
+        )
+    run = trainer.checkpoints.store.run
+    return f"{run} is already finished: {reason},  anew with  run.name=NEW"
+
+
+def report_end(trainer: Trainer, reason: str) -> None:
+    """Print the run's data by source, its last loss and its validation losses."""
+    progress, say = trainer.progress, trainer.observer.say
+    since = " since the data was changed" if len(progress.segments) > 1 else ""
+    for source in trainer.data.shares(progress):
+        say(
+            f"data   {source['name']}: {source['share']:.2%} of the tokens{since}, "
+            f"requested {source['share_asked']:.2%}; {source['tokens']:,} tokens, "
+            f"{source['epochs']:.2f} epochs in total"
+        )
+    if reason == "early_stop":
+        say(f"stopped early: {progress.stale} validations in a row without a lower loss")
+    if trainer.observer.last_loss is not None:
+        say(f"loss   {trainer.observer.last_loss:.4f} in the last step")
+    for line in describe_validation(progress, trainer.cfg.checkpoint.best, trainer.checkpoints):
+        say(line)
+
+
+def describe_validation(
+    progress: Progress, keeps_best: bool, checkpoints: CheckpointManager
+) -> list[str]:
+    """Return lines on the first, last and lowest validation loss and the best model's folder."""
+    if progress.last_validation is None or progress.best_step is None:
+        return []
+    first = progress.first_validation
+    before = "" if first is None else f", before the first step {first:.4f}"
+    lines = [f"valid  loss {progress.last_validation:.4f} at the last validation{before}"]
+    folder = checkpoints.store.folder
+    best = folder / checkpoint_name(progress.best_step)
+    if keeps_best:
+        where = str(folder / BEST)
+    else:
+        where = str(best) if best.is_dir() else "not kept: checkpoint.best=true would keep it"
+    lowest = f"{progress.best_loss:.4f} after step {progress.best_step:,}"
+    return [*lines, f"best   validation loss {lowest}: {where}"]
+
+
+def export_hf(trainer: Trainer, world: World) -> None:
+    """Export the finished run to a Hugging Face folder (checkpoint.export_hf), if not yet done."""
+    if not trainer.cfg.checkpoint.export_hf:
+        return
+    phases.enter("export")
+    # not in a collective, since exporting a large model takes longer than launch.timeout
+    world.rank0_then_nodes_then_all(
+        "exporting the model",
+        lambda: trainer.signals.stoppable(lambda: export_on_main(trainer, world)),
+        parse_duration(trainer.cfg.launch.data_timeout),
+    )
+    dist.barrier()  # rank 0 owns the store and must not leave before all have read from it
+
+
+def export_on_main(trainer: Trainer, world: World) -> None:
+    """Export the best checkpoint, or the last one, on rank 0. Raises RunFailed.
+
+    A run with an adapter exports the adapter, and with checkpoint.merge also the merged model.
+    """
+    cfg, store = trainer.cfg.checkpoint, trainer.checkpoints.store
+    best = store.folder / BEST
+    newest = committed_checkpoints(store.run)[-1]
+    checkpoint = best.resolve() if cfg.best and best.exists() else newest
+    if not world.main:
+        return
+    adapted = bool(read_base(checkpoint).adapters)
+    if adapted:
+        export_once(trainer, store.run / "adapter", checkpoint, export_adapter)
+    if cfg.merge or not adapted:
+        export_once(trainer, store.run / "hf", checkpoint, export_checkpoint)
+
+
+def export_once(
+    trainer: Trainer, out: Path, checkpoint: Path, write: Callable[[Path, Path, str | None], None]
+) -> None:
+    """Write an export and record it, unless it exists already. Raises RunFailed."""
+    dtype = trainer.cfg.checkpoint.export_dtype
+    if is_export_of(out, checkpoint, dtype):
+        return
+    began = time.monotonic()
+    try:
+        write(checkpoint, out, dtype)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}") from None
+    seconds = round(time.monotonic() - began, 3)
+    trainer.observer.event("export", step=step_of(checkpoint), path=str(out), seconds=seconds)

@@ -1,0 +1,169 @@
+"""The lock on a run's folder, which lets only one run at a time write into it."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from fsdp_trainer.base.process import wait_until
+from fsdp_trainer.checkpoint.atomic_files import put_back, replaced
+from fsdp_trainer.config.paths import LAG_SECONDS
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.errors import Problem, UserError
+
+LOCK = ".lock"
+LOCK_SECONDS = 120.0
+"""Seconds that a restarted run waits for the lock: rank 0 of the previous attempt, if its host lost
+its connection, holds the lock until its torchrun gives up."""
+NOT_OF_A_RUN = (LOCK, "jobs", "sweep.jsonl", "output.log")
+"""Files that a sweep or a launch script writes into the folder before the run begins."""
+
+
+@dataclass
+class RunLock:
+    """The content of a folder's lock file: the attempt that trains in the folder."""
+
+    launchers: list[str]
+    """The launchers of all nodes, see World."""
+    attempt: int = 0
+    """Number of earlier attempts by these launchers."""
+
+    @classmethod
+    def read(cls, run: Path) -> "RunLock":
+        """Read the lock file of a run's folder; without one, the list of launchers is empty."""
+        content = read_lock_file(run)
+        return cls(content.get("launchers", []), content.get("attempt", 0))
+
+    def is_visible_in(self, run: Path, timeout: float) -> bool:
+        """Wait for this lock to be visible on this node; return False if it is not.
+
+        Network file systems show with a delay what another node has written. Waits at most
+        LAG_SECONDS, or `timeout` seconds if that is less.
+        """
+        return wait_until(lambda: RunLock.read(run) == self, min(LAG_SECONDS, timeout))
+
+    def acquire(self, cfg: TrainConfig, run: Path) -> TextIO:
+        """Create the run's folder and return its lock file, locked.
+
+        Rank 0 calls it before any rank writes into the folder. The system releases the lock when
+        the file is closed or the process ends in any way. Raises UserError if another process holds
+        it, or, with checkpoint.resume=never, if the folder holds a run that run.overwrite does not
+        allow to delete.
+        """
+        try:
+            file = lock_folder(run, LOCK_SECONDS if self.attempt else 0)
+            try:
+                if cfg.checkpoint.resume == "never":
+                    empty_folder(cfg, run)
+                restore_replaced_checkpoints(run)
+                self._write(file)
+            except BaseException:
+                file.close()  # the process of a notebook continues, and may try again
+                raise
+            return file
+        except OSError as error:
+            problem = Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")
+            raise UserError("the run's folder cannot be used", [problem]) from None
+
+    def _write(self, file: TextIO) -> None:
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+        file.truncate(0)
+        file.write(json.dumps(asdict(self) | holder))
+        file.flush()
+        os.fsync(file.fileno())  # makes it visible to other nodes on NFS, see is_visible_in
+
+
+def lock_folder(run: Path, patience: float) -> TextIO:
+    """Create the run's folder and return its lock file, locked.
+
+    Starts again if a start that was refused deletes the file meanwhile. Raises UserError if another
+    process still holds the lock after `patience` seconds, and OSError.
+    """
+    while True:
+        run.mkdir(parents=True, exist_ok=True)
+        try:
+            file = (run / LOCK).open("a")  # does not truncate: another run may own it until locked
+        except FileNotFoundError:
+            if run.is_dir():
+                raise
+            continue
+        with ExitStack() as stack:
+            stack.enter_context(file)
+            if not wait_until(partial(try_lock, file), patience):
+                reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
+                raise UserError("the run's folder is in use", [Problem(str(run), reason)])
+            if is_open_file(run / LOCK, file):
+                stack.pop_all()
+                return file
+
+
+def is_open_file(path: Path, file: TextIO) -> bool:
+    """Return True if a path still refers to this open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def clear_unused(run: Path) -> bool:
+    """Delete the lock file if it is the only file in the folder; return True if it was deleted.
+
+    The caller must hold the lock.
+    """
+    if [path.name for path in run.iterdir()] != [LOCK]:
+        return False
+    (run / LOCK).unlink()
+    return True
+
+
+def try_lock(file: TextIO) -> bool:
+    """Lock an open file; return False if another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def read_lock_file(run: Path) -> dict[str, Any]:
+    """Return the content of the lock file; empty if nothing is written in it, or not yet."""
+    try:
+        return json.loads((run / LOCK).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def describe_holder(run: Path) -> str:
+    """Return a text about the process that holds the lock."""
+    holder = read_lock_file(run)
+    if "pid" not in holder:
+        return "another process trains in it"
+    return f"process {holder['pid']} on {holder['host']} trains in it, since {holder['since']}"
+
+
+def empty_folder(cfg: TrainConfig, run: Path) -> None:
+    """Delete an earlier run in the folder. Raises UserError unless run.overwrite allows it."""
+    used = [path for path in run.iterdir() if path.name not in NOT_OF_A_RUN]
+    if used and not cfg.run.overwrite:
+        reason = (
+            "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  "
+            "or  checkpoint.resume=auto  to resume"
+        )
+        raise UserError("the run's folder is in use", [Problem(str(run), reason)])
+    for path in used:
+        is_folder = path.is_dir() and not path.is_symlink()
+        shutil.rmtree(path) if is_folder else path.unlink()
+
+
+def restore_replaced_checkpoints(run: Path) -> None:
+    """Rename each checkpoint back to its name if a kill interrupted its replacement."""
+    for older in (run / "checkpoints").glob(replaced(Path("step-*")).name):
+        put_back(older.with_name(older.stem.removeprefix(".")))

@@ -1,0 +1,80 @@
+"""The command `prepare`: tokenises data before training.
+
+The result is in the folder where `train` with the same keys looks for it.
+"""
+
+import re
+
+from fsdp_trainer.config.schema import PROMPTED
+from fsdp_trainer.config.verbs import PrepareConfig
+from fsdp_trainer.data.prepared_data import (
+    build_template,
+    build_tokenizer,
+    cache_root,
+    prompt_batch,
+)
+from fsdp_trainer.data.records.preference_records import PROMPTS
+from fsdp_trainer.data.store.cache_folders import removed_if_refused
+from fsdp_trainer.data.store.data_statistics import summary_lines
+from fsdp_trainer.data.store.token_cache import Prepared, Reporter, preparations, prepare
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.observe.console import Console
+
+
+def prepare_ahead(cfg: PrepareConfig) -> int:
+    """Prepare all data, or a shard of it; return the exit code."""
+    shard = parse_shard(cfg.prepare.shard)
+    with removed_if_refused(cache_root(cfg)):
+        return _prepare(cfg, shard)
+
+
+def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
+    console = Console(quiet=False)
+    tokenizer = build_tokenizer(cfg)
+    prompts = cfg.objective.name in PROMPTED
+    data = (
+        cfg.data,
+        prompt_batch(cfg) if prompts else cfg.batch,
+        tokenizer,
+        build_template(cfg, tokenizer),
+        cache_root(cfg),
+        Reporter(console.paced(), console.say),
+        PROMPTS if prompts else None,
+    )
+    if shard:
+        index, count = shard
+        missing = sorted({i for one in preparations(*data) for i in one.shard(index, count)})
+        if missing:
+            others = " ".join(f"prepare.shard={i}/{count}" for i in missing)
+            console.say(
+                f"done: {index}/{count}. The last of these, or train, puts the parts together:"
+                f" {others}"
+            )
+            return 0
+    prepared = prepare(*data)
+    report(prepared, cfg, console)
+    return 0
+
+
+def report(prepared: Prepared, cfg: PrepareConfig, console: Console) -> None:
+    """Show statistics of the data and the folders of its stores."""
+    for line in [*prepared.report, *summary_lines(prepared, cfg.batch.seq_len)]:
+        console.say(f"data   {line}")
+    for store in [*prepared.train, *([prepared.validation] if prepared.validation else [])]:
+        console.say(f"in     {store.folder}")
+
+
+def parse_shard(shard: str | None) -> tuple[int, int] | None:
+    """Return a shard such as `0/8` as two numbers; None for None. Raises UserError."""
+    if shard is None:
+        return None
+    numbers = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if not numbers or not int(numbers[1]) < int(numbers[2]):
+        reason = (
+            "is not one of the machines, counted from 0, and their number: with eight of them"
+            "  prepare.shard=0/8  to  prepare.shard=7/8"
+        )
+        raise UserError(
+            "the configuration cannot be used", [Problem(f"prepare.shard={shard}", reason)]
+        )
+    return int(numbers[1]), int(numbers[2])

@@ -1,0 +1,45 @@
+"""The inputs of a run, prepared on this machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.observe.console import Console, throttled
+
+BEAT_SECONDS = 1.0
+"""Seconds between heartbeats of a rank that prepares data while others wait for it."""
+
+
+@dataclass
+class RunInputs:
+    """Tokenizer, template, data and the folders of models.
+
+    init_from: local folder of model.init_from; None: random weights.
+    frozen_model: folder of a second model, a teacher or a reference; None: there is none, or it is
+    the model that the run begins with.
+    teacher_files: digest of the files in frozen_model, if it is a teacher whose lists are stored;
+    else None.
+    """
+
+    tokenizer: TextTokenizer
+    template: Template
+    data: Prepared
+    init_from: Path | None
+    frozen_model: Path | None = None
+    teacher_files: str | None = None
+
+
+def progress_with_heartbeat(console: Console, world: World) -> Callable[[str], None]:
+    """Return a function that prints progress and sends heartbeats to the ranks that wait."""
+    progress = console.paced()
+    beat = throttled(lambda _: world.heartbeat(), BEAT_SECONDS)
+
+    def report(line: str) -> None:
+        progress(line)
+        beat(line)
+
+    return report

@@ -1,0 +1,305 @@
+"""The verb `chat`: OpenAI's interface and the page, on a server in this process and alone."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from browser import browser_page, settle
+from texts import make_tokenizer
+from zoo import make_folder
+
+from fsdp_trainer.apps.chat.engine import Engine, first_stop, settled_text
+from fsdp_trainer.apps.chat.requests import BadRequest, ChatDefaults, read_request
+from fsdp_trainer.cli import main
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+
+DEFAULTS = ChatDefaults(temperature=0.0, top_p=1.0, max_tokens=8, rows=4)
+HI = [{"role": "user", "content": "Hi"}]
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+)
+LONG = 100_000  # tokens: up to the context
+
+
+def test_a_text_ends_before_a_stop_string_and_holds_its_beginning_back():
+    assert first_stop(["##", "b#"], "ab##c") == 1
+    assert first_stop([], "abc") is None
+    for text, given in {"ab": "ab", "a#": "a", "a##": "a#", "aé\ufffd": "aé", "#a": "#a"}.items():
+        assert settled_text(text, ["#b"]) == given
+    assert settled_text("xyEN", ["END", "yEND"]) == "x"
+
+
+def test_a_wrong_request_names_the_key():
+    good = {"messages": HI}
+    assert read_request(good, DEFAULTS).max_tokens == 8
+    newer = {"max_completion_tokens": 3, "stop": "a", "messages": [{"role": "developer",
+             "content": [{"type": "text", "text": "Be brief."}]}]}  # fmt: skip
+    request = read_request(newer, DEFAULTS)
+    assert (request.max_tokens, request.stops) == (3, ["a"])
+    assert request.messages == [{"role": "system", "content": "Be brief."}]
+    for key, value in {
+        "messages": [], "temperature": "hot", "top_p": 0, "max_tokens": 1.5, "n": 5,
+        "stop": [1], "stream": 3, "seed": "x", "tools": [{}], "response_format": {"type": "json"},
+    }.items():  # fmt: skip
+        with pytest.raises(BadRequest) as raised:
+            read_request(good | {key: value}, DEFAULTS)
+        assert raised.value.args[1] == key
+    for content in (None, 7, [{"type": "image_url"}], "\ud800"):
+        with pytest.raises(BadRequest):
+            read_request({"messages": [{"role": "user", "content": content}]}, DEFAULTS)
+
+
+def test_other_machines_need_a_token(tmp_path, capsys):
+    (tmp_path / "config.json").touch()
+    (tmp_path / "tokenizer.json").touch()
+    assert main(["chat", f"source={tmp_path}", "host=0.0.0.0"]) == 2
+    message = capsys.readouterr().err
+    assert "token=SECRET" in message
+    assert message.count("fsdp-trainer:") == 1
+
+
+class ChatServer:
+    """A server in this process."""
+
+    def __init__(self, folder, token=None):
+        import uvicorn
+
+        from fsdp_trainer.apps.chat.app import Served, make_app
+        from fsdp_trainer.apps.chat.verb import listen
+        from fsdp_trainer.apps.generate import Speaker
+        from fsdp_trainer.config.verbs import ChatConfig
+
+        self.engine = Engine(Speaker.load(folder), rows=4)
+        self.socket = listen(ChatConfig(port=0))
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.token = token
+        app = make_app(Served("model", self.engine, DEFAULTS, token, 0))
+        config = uvicorn.Config(app, log_level="error", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+        self.engine.start()
+        self.thread.start()
+
+    def client(self, **options):
+        openai = pytest.importorskip("openai")
+        key = self.token or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, **options)
+
+    def close(self):
+        self.engine.close()
+        self.server.should_exit = True
+        self.engine.join()
+        self.thread.join()
+        self.socket.close()
+
+    def status(self, path="/", body=None, **headers):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)
+        try:
+            with urllib.request.urlopen(request) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            assert json.load(error)["error"]["message"]
+            return error.code
+
+
+@contextmanager
+def served(folder, token=None):
+    pytest.importorskip("starlette")
+    pytest.importorskip("uvicorn")
+    server = ChatServer(folder, token)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    make_folder(folder, max_position_embeddings=16384, vocab_size=320, eos_token_id=None)
+    for file in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
+        file.unlink()
+    # one without a token that ends an answer: a long one lasts until the test ends it
+    TextTokenizer(make_tokenizer(("<|x|>",)), {}, set(), TEMPLATE).save(folder)
+    assert not load_tokenizer(folder).stop_ids
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    with served(folder) as server:
+        yield server
+
+
+def until(condition):
+    while not condition():
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
+    assert main(["generate", f"source={folder}", "prompt=Hi", "max_tokens=8", "format=json"]) == 0
+    text = json.loads(capsys.readouterr().out)["text"]
+    client = server.client()
+    assert [model.id for model in client.models.list()] == ["model"]
+    create = client.chat.completions.create
+    whole = create(model="model", messages=HI)
+    [choice] = whole.choices
+    assert choice.message.content == text
+    assert choice.finish_reason == "length"
+    prompt = server.engine.speaker.encode(server.engine.speaker.ask(HI))
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 8)
+    chunks = list(create(
+        model="model", messages=HI, stream=True, stream_options={"include_usage": True}
+    ))  # fmt: skip
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage == whole.usage
+    middle = next(letter for letter in text[2:] if letter != "\ufffd")
+    stopped = create(model="model", messages=HI, stop=[middle, "never"])
+    assert stopped.choices[0].message.content == text[: text.index(middle)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.slow
+def test_seeds_and_samples_give_the_same_answers_alone_and_together(server):
+    create = server.client().chat.completions.create
+
+    def texts(seed):
+        answer = create(model="m", messages=HI, n=3, seed=seed, temperature=1.5, top_p=0.9)
+        return [choice.message.content for choice in answer.choices]
+
+    alone = [texts(seed) for seed in range(4)]
+    assert len({text for some in alone for text in some}) == 12
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(texts, range(4)))
+    assert together == alone
+    assert texts(None) != texts(None)
+
+
+@pytest.mark.slow
+def test_a_short_answer_overtakes_a_long_one_and_a_closed_stream_ends(server):
+    create = server.client().chat.completions.create
+    long = create(model="m", messages=HI, stream=True, max_tokens=LONG, seed=1)
+    next(iter(long))
+    assert create(model="m", messages=HI, max_tokens=2).usage.completion_tokens == 2
+    assert not server.engine.is_idle
+    long.close()
+    until(lambda: server.engine.is_idle)
+
+
+@pytest.mark.slow
+def test_a_client_that_goes_away_ends_its_answer(server):
+    import socket
+
+    body = json.dumps({"messages": HI, "max_tokens": LONG, "temperature": 0.5}).encode()
+    with socket.create_connection(server.socket.getsockname()) as connection:
+        head = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: not server.engine.is_idle)
+    until(lambda: server.engine.is_idle)
+
+
+@pytest.mark.slow
+def test_requests_that_cannot_be_answered_get_a_message(server):
+    path = "/v1/chat/completions"
+    assert server.status(path, {"messages": []}) == 400
+    assert server.status(path, {"messages": [{"role": "user", "content": "xyz" * 20_000}]}) == 400
+    assert server.status(path, {"messages": HI, "max_tokens": 1}) == 200
+    # another site's page, and its name for this machine
+    assert server.status(path, {"messages": HI}, Origin="https://evil.example") == 403
+    assert server.status(Host="evil.example") == 403
+    assert server.status() == 200
+
+
+@pytest.mark.slow
+def test_a_token_is_asked_for_on_every_path(folder):
+    with served(folder, token="s3cret") as server:
+        for path in ("/", "/v1/models"):
+            assert server.status(path) == 401
+            assert server.status(path, Authorization="Bearer wrong") == 401
+            assert server.status(f"{path}?token=s3cret", Host="gpu-node") == 200
+        assert server.status("/v1/chat/completions", {"messages": HI}) == 401
+        assert server.client().chat.completions.create(model="m", messages=HI).choices
+
+
+@pytest.mark.slow
+def test_an_engine_that_closes_ends_all_streams(folder):
+    with served(folder) as server:
+        openai = pytest.importorskip("openai")
+        create = server.client().chat.completions.create
+        long = create(model="m", messages=HI, stream=True, max_tokens=LONG)
+        next(iter(long))
+        server.engine.close()
+        with pytest.raises(openai.APIError, match="closing"):
+            list(long)
+
+
+@pytest.mark.slow
+def test_the_page_streams_stops_and_answers_again(server):
+    with browser_page(served=server.url) as page:
+        page.goto(server.url)
+        assert page.title() == "model: chat"
+        answers = page.locator(".turn.assistant")
+        done = page.locator(".busy").count
+        page.keyboard.type("Hi <b>you</b>")
+        page.keyboard.press("Enter")
+        settle(lambda: "8 tokens" in page.locator("#status").inner_text(), page)
+        assert page.locator(".turn.user").inner_text() == "Hi <b>you</b>"
+        first = answers.inner_text()
+        assert first
+        page.locator("summary").click()
+        page.locator("#temperature").fill("2")
+        page.locator("#again").click()
+        settle(lambda: done() == 0 and answers.inner_text() != first, page)
+        assert answers.count() == 1
+        page.locator("#max_tokens").fill("16000")
+        page.locator("#text").fill("and now?")
+        page.keyboard.press("Enter")
+        settle(lambda: answers.count() == 2 and len(answers.last.inner_text()) > 3, page)
+        page.keyboard.press("Escape")
+        settle(lambda: page.locator("#status").inner_text() == "stopped", page)
+        settle(lambda: server.engine.is_idle, page)
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        color = "getComputedStyle(document.body).backgroundColor"
+        light = page.evaluate(color)
+        page.emulate_media(color_scheme="dark")
+        assert page.evaluate(color) != light
+        page.locator("#new").click()
+        assert answers.count() == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_server_and_its_streams(folder):
+    pytest.importorskip("uvicorn")
+    command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            stop_while_it_streams(process)
+        finally:
+            process.kill()
+
+
+def stop_while_it_streams(process):
+    url = process.stdout.readline().split()[3]
+    assert process.stdout.readline() == "Ctrl-C ends it\n"
+    body = json.dumps({"messages": HI, "stream": True, "max_tokens": LONG}).encode()
+    with urllib.request.urlopen(f"{url}v1/chat/completions", data=body) as stream:
+        assert stream.readline().startswith(b"data: ")
+        process.send_signal(signal.SIGINT)
+        assert b"closing" in stream.read()
+    rest, _ = process.communicate()
+    assert (process.returncode, rest) == (0, "ended\n")

@@ -1,0 +1,388 @@
+"""`launch-files`, and the commands in the README and in some pages: what can be held of
+them without a cluster."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from world import wait_until
+
+from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.sweep_overrides import SweepLine
+
+REPO = Path(__file__).parents[2]
+NASTY = [
+    "+recipe=llama8b_sft", "data.path=[/shared/a.jsonl,\"/shared/it's $HOME (1), `b`.jsonl\"]",
+    "data.fields={prompt: question, completion: 'an answer'}",
+    "train.sample_prompts=['Say \"hi\" & go\\\\n', 'C:\\\\x; # no']",
+    "launch.env={NCCL_DEBUG: INFO}", "optim.lr=2e-5",
+]  # fmt: skip
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Every command line of the trainer in a page's blocks or the Dockerfile, with a value for each
+    variable."""
+    text = path.read_text().replace("\\\n", " ")
+    blocks = (
+        "\n".join(re.findall(r"(?m)^```\w*\n(.*?)^```", text, re.S))
+        if path.suffix == ".md"
+        else text
+    )
+    lines = [
+        line.lstrip("# ")
+        for line in blocks.splitlines()
+        if re.search(r"-m fsdp_trainer |fsdp-trainer (?!-- )", line)
+    ]
+    values = [re.sub(r"\$\{\w+[^}]*\}|\$\w+", "value", line) for line in lines]
+    return [shlex.split(line, comments=True) for line in values]
+
+
+def trainer_words(command: list[str]) -> list[str]:
+    """What the trainer itself is given."""
+    start = (
+        command.index("-m") + 2
+        if "fsdp_trainer" in command and command[command.index("fsdp_trainer") - 1] == "-m"
+        else -1
+    )
+    return command[start:] if start > 0 else command[command.index("fsdp-trainer") + 1 :]
+
+
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/tour.md",
+    "docs/launching.md",
+    "docs/sweeps.md",
+    "examples/launch/Dockerfile",
+)
+
+
+@pytest.mark.slow
+def test_every_command_line_of_the_pages_composes():
+    lines = set()
+    for page in PAGES:
+        own = [tuple(trainer_words(c)) for c in commands(REPO / page) if "-c" not in c]
+        assert own, page
+        lines |= {*own}
+    for words in sorted(lines - {("--help",)}):
+        if words[0] == "-m":
+            SweepLine(list(words[1:]))
+        else:
+            verb, more = (words[0], words[1:]) if words[0] in VERBS else ("train", words)
+            compose(verb, list(more), inputs=False)
+
+
+@pytest.fixture
+def write(monkeypatch, tmp_path, capsys):
+    """`write("slurm", *words, code=0)`: the text of the file; `write.said`: what was printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(kind: str, *words: str, code: int = 0) -> str:
+        assert main(["launch-files", f"kind={kind}", *words]) == code
+        run.said = capsys.readouterr()
+        files = [file for file in tmp_path.rglob("*") if file.suffix in (".sbatch", ".yaml", ".sh")]
+        return files[0].read_text() if code == 0 else ""
+
+    return run
+
+
+def started(tmp_path: Path, script: str, **env: str) -> dict:
+    """The configuration that a script's command composes.
+
+    Stands for srun, docker and torchrun: they start their last words, torchrun -m's.
+    """
+    (tmp_path / "bin").mkdir()
+    trainer = (
+        f'"{sys.executable}" -c "import sys, json; json.dump(sys.argv[1:], '
+        f"open('{tmp_path}/words', 'w'))\" \"$@\""
+    )
+    find = 'while [ "$1" != {} ]; do shift; done; shift\n'
+    stubs = {
+        "fsdp-trainer": trainer,
+        "srun": '"${@:3}"',
+        "docker": find.format("fsdp-trainer") + trainer,
+        "torchrun": find.format("fsdp_trainer") + trainer,
+    }
+    for name, body in stubs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = {
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "7",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+        "HEAD": "node0",
+        **env,
+    }
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **env, **path}, check=True, timeout=600
+    )
+    verb, *words = json.loads((tmp_path / "words").read_text())
+    return asdict(compose(verb, words, inputs=False))
+
+
+def of_yaml(text: str) -> tuple[dict, str]:
+    job = yaml.safe_load(text)
+    return job, job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"][0][
+        "args"
+    ][0]
+
+
+SCRIPTS = {
+    "slurm": lambda text: text,
+    "kubernetes": lambda text: of_yaml(text)[1],
+    "docker": lambda text: text,
+    "skypilot": lambda text: yaml.safe_load(text)["run"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
+    storage = ["claim=null"] if kind == "skypilot" else []
+    text = write(kind, *NASTY, *storage, "nodes=1", "out=here")
+    expected = asdict(compose("train", NASTY, inputs=False))
+    assert started(tmp_path, SCRIPTS[kind](text)) == expected
+    assert expected["run"]["name"] == "llama8b_sft"
+    assert "here/" in write.said.out
+
+
+def test_nodes_in_containers_meet(write, tmp_path):
+    launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
+    assert (launch["nodes"], launch["rendezvous"]) == (
+        3,
+        "node0:29500",
+    )
+    assert "HEAD" in write.said.out
+
+
+def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
+    words = ["+recipe=quickstart", "nodes=3", "claim=null", "setup=['export SAID=yes']"]
+    task = yaml.safe_load(write("skypilot", *words))
+    env = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.6", "SKYPILOT_NODE_RANK": "1"}
+    launch = started(tmp_path, task["run"], **env)["launch"]
+    assert (launch["nodes"], launch["rendezvous"]) == (3, "10.0.0.4:29500")
+    assert task["run"].startswith("export SAID=yes\n")
+    assert task["workdir"] == "."
+
+
+def test_a_task_for_skypilot_is_whole(write):
+    words = ["+recipe=llama8b_sft", "data.path=demo:backwards", "run.name=My run", "restarts=5"]
+    text = write("skypilot", *words, "nodes=2", "gpus_per_node=4", "gpu=A100-80GB", "claim=disk")
+    task = yaml.safe_load(text)
+    assert (task["name"], task["num_nodes"]) == ("my-run", 2)
+    assert task["resources"] == {
+        "accelerators": "A100-80GB:4",
+        "job_recovery": {"max_restarts_on_errors": 5},
+    }
+    assert task["volumes"] == {"/shared": "disk"}
+    assert task["setup"] == "pip install fsdp_trainer\n"
+    assert task["run"].startswith("cd /shared\nfsdp-trainer train ")
+    assert "sky jobs launch" in write.said.out
+
+
+def test_a_task_for_skypilot_may_have_an_image_and_no_gpus(write):
+    words = ["+recipe=quickstart", "image=r.io/x:1", "gpus_per_node=0"]
+    task = yaml.safe_load(write("skypilot", *words))
+    assert task["resources"]["image_id"] == "docker:r.io/x:1"
+    assert "accelerators" not in task["resources"]
+    assert "setup" not in task
+
+
+def test_a_container_sees_what_the_run_reads_and_writes(write):
+    data = "data.path=[/shared/chats/*.jsonl,/data/my b.jsonl]"
+    text = write(
+        "docker",
+        "+recipe=llama8b_sft",
+        data,
+        "model.init_from=/shared/models/l8b",
+        "run.root=/shared",
+        "tokenizer.path=here/t",
+    )
+    assert re.findall(r" -v (\S+:\S+)", text) == [
+        '"$PWD":/work',
+        "/data:/data",
+        "/shared:/shared",
+    ], "and what is below only once"
+
+
+def test_a_batch_script_says_what_it_was_asked_for(write):
+    told = write(
+        "slurm",
+        "+recipe=quickstart",
+        "nodes=4",
+        "gpus_per_node=2",
+        "time=90m",
+        "partition=gpu",
+        "setup=['source venv/bin/activate']",
+    )
+    found = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", told))
+    asked = {
+        "nodes": "4",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "2",
+        "cpus-per-task": "24",
+        "time": "90",
+        "partition": "gpu",
+    }
+    assert asked.items() <= found.items()
+    assert {"requeue", "open-mode"} <= set(found)
+    assert "account" not in found
+    assert len(found) == told.count("#SBATCH")
+    assert "\nsource venv/bin/activate\n" in told
+    assert "B:USR1@" in found["signal"]
+
+
+def test_a_job_for_kubernetes_is_whole(write):
+    job, script = of_yaml(
+        write(
+            "kubernetes",
+            "+recipe=llama8b_sft",
+            "data.path=demo:backwards",
+            "run.name=My run",
+            "nodes=3",
+            "gpus_per_node=4",
+            "image=r.io/x:1",
+        )
+    )
+    assert (job["apiVersion"], job["kind"], job["metadata"]["name"]) == (
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        "my-run",
+    )
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {name: r["replicas"] for name, r in replicas.items()} == {"Master": 1, "Worker": 2}
+    assert {r["restartPolicy"] for r in replicas.values()} == {"OnFailure"}
+    assert "--nnodes=3 --nproc_per_node=4 " in script
+    for replica in replicas.values():
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch"
+        assert container["image"] == "r.io/x:1"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+        assert job["spec"]["nprocPerNode"] == "4"
+        assert (
+            int(re.search(r"--shutdown-timeout=(\d+)", script)[1])
+            < pod["terminationGracePeriodSeconds"]
+        )
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+        assert {
+            "/dev/shm",
+            "/shared",
+        } == set(mounts.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["kind=null"], "kind=slurm"),
+        (["kind=podman"], "slurm, kubernetes, docker, skypilot"),
+        (["kind=docker", "gpu=A100"], "kind=skypilot"),
+        (["kind=kubernetes", "claim=null"], "claim=shared"),
+        (["kind=slurm", "launch.hosts=[a,b]"], "nodes=2"),
+        (["kind=docker", "partition=gpu"], "kind=slurm"),
+        (["kind=slurm", "launch.nodes=2"], "nodes=2"),
+        (["kind=slurm", "checkpoint.resume=never"], "started again"),
+        (["kind=slurm", "time=soon"], "time=soon"),
+        (["kind=slurm", "optim.lrr=1"], "optim.lr=1"),
+        (["kind=slurm", "data.path=null"], "data.path=demo:backwards"),
+        (["kind=slurm", "gpus_pr_node=1"], "gpus_per_node"),
+        (["kind=slurm", 'partition="gpu\nrm -r x"'], "must be a name"),
+        (["kind=kubernetes", "claim='x}, evil: {'"], "must be a name"),
+        (["kind=skypilot", "gpu='H100 '"], "must be a name"),
+        (["kind=docker", 'out="a\nrm -r x"'], "must be one line"),
+    ],
+)
+def test_what_cannot_be_is_told_and_nothing_written(capsys, monkeypatch, tmp_path, words, said):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch-files", "+recipe=quickstart", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_own_changes_are_not_written_over(write, tmp_path):
+    write("slurm", "+recipe=quickstart")
+    write("slurm", "+recipe=quickstart")  # the same again
+    (file,) = tmp_path.rglob("*.sbatch")
+    file.write_text("mine")
+    write("slurm", "+recipe=quickstart", code=2)
+    assert "out=" in write.said.err
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("steps", "code", "starts", "requeued"),
+    [
+        (["75"], 0, 1, True),
+        (["3"], 3, 1, False),
+        (["1", "0"], 0, 2, False),
+        (["1", "1", "1"], 1, 3, False),
+        (["signal"], 0, 1, True),
+    ],
+    ids=["time limit", "mistake", "a rank dies", "always", "its time is up"],
+)
+def test_a_batch_script_starts_again_what_failed_and_requeues_what_stopped_in_order(
+    write, tmp_path, steps, code, starts, requeued
+):
+    script = write("slurm", "+recipe=quickstart", "restarts=2")
+    (tmp_path / "bin").mkdir()
+    stop = f"trap 'exit 75' USR1; touch {tmp_path}/waits; while :; do sleep 0.02; done"
+    cases = "\n".join(
+        f"{i + 1}) {stop if step == 'signal' else f'exit {step}'};;" for i, step in enumerate(steps)
+    )
+    for stub, body in {
+        "srun": f"echo >> {tmp_path}/starts\ncase $(wc -l < {tmp_path}/starts) in\n{cases}\nesac",
+        "scontrol": f'echo "$@" >> {tmp_path}/told',
+    }.items():
+        (tmp_path / "bin" / stub).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (tmp_path / "bin" / stub).chmod(0o755)
+    env = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "1",
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+    }
+    process = subprocess.Popen(["bash", "-c", script], env=env)
+    if steps == ["signal"]:
+        wait_until((tmp_path / "waits").exists, process)
+        process.send_signal(signal.SIGUSR1)
+    assert process.wait(600) == code
+    assert (tmp_path / "starts").read_text().count("\n") == starts
+    assert (
+        ((tmp_path / "told").read_text() == "requeue 7\n")
+        if requeued
+        else not (tmp_path / "told").exists()
+    )
+
+
+def test_the_dockerfile_copies_what_the_wheel_is_made_of():
+    text = re.sub(r"\\\n", " ", (REPO / "examples/launch/Dockerfile").read_text())
+    lines = [
+        line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")
+    ]
+    assert {name for name, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "CMD"}
+    assert lines[0][0] == "FROM"
+    stages = [rest.split()[-1] for name, rest in lines if name == "FROM" and " AS " in rest]
+    copied = [rest.split() for name, rest in lines if name == "COPY"]
+    assert all(
+        words[0].removeprefix("--from=") in stages for words in copied if words[0].startswith("--")
+    )
+    sources = {source for words in copied if not words[0].startswith("--") for source in words[:-1]}
+    assert all((REPO / source).exists() for source in sources)
+    build = re.search(r"only-include = \[(.*)\]", (REPO / "pyproject.toml").read_text())[1]
+    assert (
+        set(re.findall(r'"(\w+)"', build))
+        | {"recipes", "pyproject.toml", "README.md", "LICENSE", "constraints.txt"}
+        == sources
+    )

@@ -1,0 +1,249 @@
+"""The verb `tokenizer`: a new tokenizer from any data, for training and for transformers."""
+
+import gzip
+import json
+import random
+
+import pytest
+from texts import CHAT, samples_of, supervised_texts
+
+from fsdp_trainer.apps.tokenizers.texts import LONGEST, Corpus, CorpusPart
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.data.records.conversations import Conversation
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.templates.chat_template import BUILT_IN, load_template
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+
+WORDS = "the small fox saw seven red houses beside a river and 1984 boats, naïvely: Ωμέγα 東京 🙂"
+
+
+def sentence(draw, count=12):
+    """Words of two to four syllables, and some of WORDS."""
+    syllables = ("ba", "lo", "nis", "tra", "mé", "quo", "rin", "de", "us")
+    words = ["".join(draw.choices(syllables, k=draw.randrange(2, 5))) for _ in range(count)]
+    return " ".join([*words, *draw.choices(WORDS.split(), k=2)]) + ".\n"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with texts and chats."""
+    folder = tmp_path_factory.mktemp("data")
+    words = random.Random(0)
+    rows = [{"text": sentence(words)} for _ in range(200)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turns = [
+        {"role": "user", "content": sentence(words)},
+        {"role": "assistant", "content": sentence(words)},
+    ]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def new(data, tmp_path_factory):
+    """`new("name", *overrides)`: the folder of a tokenizer from the texts, and what was printed."""
+    folder = tmp_path_factory.mktemp("new")
+
+    def train(name, *overrides, path=data):
+        given = {word.split("=")[0] for word in overrides}
+        usual = [f"data.path={path}", f"run.root={folder}/runs", "vocab_size=400"]
+        words = [*(word for word in usual if word.split("=")[0] not in given), *overrides]
+        assert main(["tokenizer", f"out={folder / name}", *words]) == 0
+        return folder / name
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def bpe(new):
+    return new("bpe")
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(new):
+    return new("sentencepiece", "kind=sentencepiece", "vocab_size=450")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_any_text_comes_back(kind, request):
+    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+    draw = random.Random(1)
+    for _ in range(50):
+        text = draw.randbytes(draw.randrange(1, 60)).decode("utf-8", "replace")
+        text += "".join(chr(draw.randrange(0x20, 0xD800)) for _ in range(9)).replace("\u2581", "")
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    size = 400 if kind == "bpe" else 450
+    assert tokenizer.vocab_size == len(tokenizer.backend.get_vocab()) == size
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_the_masks_of_its_conversations_cover_the_answers(kind, request):
+    tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
+    template = load_template(None, tokenizer)
+    [sample], _ = samples_of(tokenizer, Conversation(CHAT, None, ("f", 1)), template)
+    assert supervised_texts(tokenizer, sample) == ["Hello!<|im_end|>", "4<|im_end|>"]
+    assert tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.special_tokens["<|im_end|>"] in tokenizer.stop_ids
+
+
+@pytest.mark.slow
+def test_transformers_gives_the_same_tokens_for_every_template(new):
+    transformers = pytest.importorskip("transformers")
+    texts = [WORDS, " two  spaces\n\n\tand tabs ", "", "a<|im_end|>b", "12345 don't\r\n"]
+    folders = {name: new(f"of-{name}", f"data.template={name}") for name in BUILT_IN}
+    folders["sp"] = new("of-sp", "kind=sentencepiece", "vocab_size=450", "data.template=llama3")
+    for name, folder in folders.items():
+        ours = load_tokenizer(str(folder))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in texts:
+            ids = ours.encode(text)
+            assert theirs.encode(text, add_special_tokens=False) == ids, (name, text)
+            assert theirs.decode(ids) == ours.decode(ids, skip_special=False)
+            framed = [ours.bos_id, *ids] if ours.bos_id is not None else ids
+            assert theirs.encode(text) == framed
+        assert (theirs.eos_token, theirs.pad_token) == (ours.eos_token, ours.special["pad_token"])
+        chat = CHAT[1:]  # some templates have no place for a system turn
+        rendered = theirs.apply_chat_template(chat, tokenize=False)
+        assert rendered == load_template(None, ours).render(chat)
+        encoded = theirs.apply_chat_template(chat, return_dict=False)
+        assert encoded == ours.encode(rendered)
+
+
+@pytest.mark.slow
+def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, bpe, data, tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    lines = [json.loads(line) for line in (data / "texts.jsonl").read_text().splitlines()]
+    wanted = ["data.validation=0.02", f"data.path={data}/texts.jsonl"]
+    first = new("first", *wanted)
+    (tmp_path / "texts.jsonl.gz").write_bytes(gzip.compress((data / "texts.jsonl").read_bytes()))
+    table = pyarrow.Table.from_pylist([{"body": line["text"]} for line in lines[::-1]])
+    parquet.write_table(table, tmp_path / "texts.parquet", row_group_size=50)
+    address = f"file://{tmp_path}/texts.jsonl.gz"
+    for name, words in {
+        "again": wanted,
+        "gz": [f"data.path={tmp_path}/texts.jsonl.gz"],
+        "parquet": [f"data.path={tmp_path}/texts.parquet", "data.fields={text: body}"],
+        "url": [f"data.path={address}"],
+        "stream": [f"data.path={address}", "data.streaming=true"],
+    }.items():
+        folder = new(name, "data.validation=0.02", *words)
+        assert (folder / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+
+
+def test_bytes_per_token_are_those_of_held_out_text(new, bpe, data, tmp_path, capsys):
+    text = sentence(random.Random(5), 300)
+    (tmp_path / "held.txt").write_text(text)
+    capsys.readouterr()
+    compared = [f"compare=[{bpe},demo:bytes]", f"data.validation={tmp_path}/held.txt"]
+    folder = new("measured", "vocab_size=500", "format=json", *compared)
+    said = json.loads(capsys.readouterr().out)
+    assert [one["tokenizer"] for one in said["tokenizers"]] == [str(folder), str(bpe), "demo:bytes"]
+    size = len(text.rstrip("\n").encode())
+    assert said["text"]["held_out"] == size
+    for one in said["tokenizers"]:
+        tokens = len(load_tokenizer(one["tokenizer"]).encode(text.rstrip("\n")))
+        assert one["tokens"] == tokens
+        assert one["bytes_per_token"] == pytest.approx(size / tokens, abs=1e-4)
+        assert one["lossless"]
+    assert said["tokenizers"][2]["bytes_per_token"] == 1
+    new("table", *compared)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split() == ["demo:bytes", "260", f"{size:,}", "1.000", "yes"]
+
+
+@pytest.mark.slow
+def test_rows_are_held_out_as_in_training(new, data, tmp_path, capsys):
+    capsys.readouterr()
+    folder = new("share", "data.validation=0.1", "format=json", f"data.path={data}/texts.jsonl")
+    held_out = json.loads(capsys.readouterr().out)["text"]["held_out"]
+    assert main([
+        "prepare", f"data.path={data}/texts.jsonl", f"tokenizer.path={folder}", "model=tiny",
+        "data.validation=0.1", f"data.cache={tmp_path}", "data=pretrain",
+    ]) == 0  # fmt: skip
+    [store] = tmp_path.glob("*/validation")
+    tokens = TokenStore(store, "").tokens
+    text = load_tokenizer(str(folder)).decode(tokens.tolist())
+    assert len(text.encode()) == held_out
+
+
+def shares(path):
+    """Bytes that a corpus gives of letters a, b and c."""
+    corpus = Corpus(Data(path=path), 0.0, 0)
+    parts = [
+        CorpusPart([source], entry.get("weight"), entry.get("repeat", 1.0))
+        for source, entry in zip(find_sources(path, "data.path"), path, strict=True)
+    ]
+    text = "".join(corpus.pieces(parts, 10**9))
+    return [text.count(letter) for letter in "abc"]
+
+
+def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
+    sizes = {"a": 400_000, "b": 100_000, "c": 50_000}
+    for letter, size in sizes.items():
+        (tmp_path / f"{letter}.txt").write_text(f"{letter * 99}\n" * (size // 100))
+    paths = [{"path": str(tmp_path / f"{letter}.txt")} for letter in sizes]
+    weighted = [path | {"weight": weight} for path, weight in zip(paths, (5, 3, 2), strict=True)]
+    a, b, c = shares(weighted)
+    assert a >= 0.99 * sizes["a"]
+    assert b / a == pytest.approx(0.6, rel=0.02)
+    assert c / a == pytest.approx(0.4, rel=0.02)
+    repeated = [path | {"repeat": times} for path, times in zip(paths, (0.5, 2, 0), strict=True)]
+    a, b, c = shares(repeated)
+    assert (b, c) == (2 * 99 * 1000, 0)
+    assert a in (0, 99 * 4000)  # all of its rows are alike, and chosen by their content
+
+
+@pytest.mark.slow
+def test_a_limit_takes_text_from_all_files(tmp_path, new, capsys):
+    for letter in "ab":
+        line = json.dumps({"text": (letter * 7 + " ") * 40_000})
+        (tmp_path / f"{letter}.jsonl").write_text(f"{line}\n" * 30)
+    capsys.readouterr()
+    folder = new("limited", "max_gib=0.013", "format=json", path=tmp_path)
+    read = json.loads(capsys.readouterr().out)["text"]["bytes"]
+    assert 0 <= read - int(0.013 * 2**30) <= LONGEST
+    tokenizer = load_tokenizer(str(folder))
+    assert len(tokenizer.encode("aaaaaaa bbbbbbb")) < 5
+
+
+@pytest.mark.slow
+def test_each_mistake_is_one_message(data, tmp_path, capsys):
+    empty, tokens, bad = tmp_path / "empty.jsonl", tmp_path / "tokens.jsonl", tmp_path / "bad.jsonl"
+    empty.write_text('{"text": ""}\n')
+    tokens.write_text('{"input_ids": [1, 2]}\n')
+    bad.write_text('{"text": "a"}\n{"text": 7}\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    out = f"out={tmp_path}/new"
+    for words, expected in {
+        (out,): "data.path=null",
+        (f"data.path={data}",): "out=tokenizer",
+        (f"data.path={data}", out, "vocab_size=260"): "vocab_size=261",
+        (f"data.path={data}", out, "data.template=mine.jinja"): "mine.jinja",
+        (f"data.path={data}", f"out={tmp_path}/full"): "exists",
+        (f"data.path={data}", out, f"compare=[{empty}]"): f"compare=[{empty}]",
+        (f"data.path={tmp_path}/none.txt", out): "there is no such file",
+        (f"data.path={empty}", out): "there is no text in it",
+        (f"data.path={empty}", out, "kind=sentencepiece"): "there is no text in it",
+        (f"data.path={tokens}", out): "learns from text",
+        (f"data.path={bad}", out): "bad.jsonl:2",
+        (f"data.path={data}", out, "kind=sentencepiece", "vocab_size=270"): "kind=bpe",
+    }.items():
+        assert main(["tokenizer", f"run.root={tmp_path}/runs", *words]) == 2, words
+        message = capsys.readouterr().err
+        assert expected in message, words
+        assert message.count("fsdp-trainer:") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "empty.jsonl", "tokens.jsonl", "bad.jsonl", "full"
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_rows_that_cannot_be_read_can_be_left_out(tmp_path, new, capsys):
+    (tmp_path / "bad.jsonl").write_text('{"text": "abab"}\n{"text": 7}\n' * 30)
+    new("skipping", "data.on_error=skip", path=tmp_path)
+    assert "skipped  30 rows" in capsys.readouterr().out

@@ -1,0 +1,765 @@
+"""`fsdp-trainer -m`: which jobs there are, what becomes of each, and that the same command goes
+on."""
+
+import fcntl
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import inject
+import pytest
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from inject import killed_once
+from world import SMALL, Run, alive, end, read_lines, wait_until
+
+from fsdp_trainer.apps.sweep import jobs as jobs_module
+from fsdp_trainer.apps.sweep import sweep as sweeps
+from fsdp_trainer.apps.sweep import sweep_backends
+from fsdp_trainer.apps.sweep.sweep_backends import OnThisNode
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.composing.compose import CONF, compose, options
+from fsdp_trainer.config.composing.sweep_overrides import Space, SweepLine
+from fsdp_trainer.config.sweep_keys import Local, Optuna
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch import start as start_module
+
+DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "run.name=s"]
+
+
+def jobs_of(*words: str, config_dir: str | None = None) -> list[list[str]]:
+    """The overrides of each job of a command line."""
+    found: list[list[str]] = []
+    SweepLine(list(words), config_dir).run(
+        lambda batch: found.extend(map(list, batch)) or [math.nan] * len(batch)
+    )
+    return found
+
+
+@pytest.fixture
+def sweep(enter, monkeypatch, tmp_path, capsys):
+    """`sweep(*words, code=0)`: the command line in an empty folder, with ranks that write a run's
+    files and end as `endings[lr]` says."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Here(OnThisNode):
+        def start(self, cfg, words, output):
+            run.trained.append((cfg, words))
+            if isinstance(ending := run.endings.get(cfg.optim.lr, 0), Exception):
+                raise ending
+            job = FakeJob(output.parent, cfg, ending, run.losses(cfg))
+            self.running.append(job)
+            return job
+
+    def run(*words, code=0):
+        run.trained.clear()
+        assert main(["-m", *DEMO, *words]) == code
+        run.said = capsys.readouterr()
+        return read_lines(tmp_path / "runs/s/sweep.jsonl")
+
+    run.endings, run.trained, run.losses = {}, [], lambda cfg: [5.0, cfg.optim.lr]
+    monkeypatch.setitem(sweeps.PLACES, "local", Here)
+    for name in ("sweep_look_seconds", "sweep_read_seconds", "sweep_tell_seconds"):
+        enter(inject.setting(name, 0))
+    return run
+
+
+class FakeJob:
+    """Writes a run's files, one loss at each look, and ends as told: with an exit code, by having
+    the sweep signalled, or never by itself."""
+
+    devices = ()
+
+    def __init__(self, folder, cfg, code, losses):
+        self.folder, self.code, self.losses = folder, code, list(losses)
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(asdict(cfg)))
+        (folder / "metrics.jsonl").write_text("")
+        self.step = 0
+
+    def poll(self):
+        if self.losses:
+            self.step += 1
+            with (self.folder / "metrics.jsonl").open("a") as file:
+                file.write(
+                    json.dumps({"step": self.step, "loss": self.losses.pop(0), "step_seconds": 0.5})
+                    + "\n"
+                )
+            return None
+        if self.code == "signal":
+            self.code = 1
+            signal.raise_signal(signal.SIGTERM)
+        if self.code == "never":
+            return None
+        end = {"event": "end", "time": time.time() + 1, "reason": "told", "exit_code": self.code}
+        (self.folder / "events.jsonl").write_text(json.dumps(end) + "\n")
+        return self.code
+
+    def signal(self, signum):
+        self.code, self.losses = 75 if self.code == "never" else self.code, []
+
+
+def states(lines):
+    return [line["state"] for line in lines]
+
+
+# --- which jobs ---------------------------------------------------------------------------------
+
+
+def test_values_become_jobs_in_every_way_of_writing_them():
+    swept = {
+        "optim.lr=1e-5,3e-5": ["optim.lr=1e-05", "optim.lr=3e-05"],
+        "run.seed=range(1,4)": ["run.seed=1", "run.seed=2", "run.seed=3"],
+        "batch.rows=choice(1,2)": ["batch.rows=1", "batch.rows=2"],
+        "sharding=fsdp,ddp": ["sharding=fsdp", "sharding=ddp"],
+        "++optim.eps=1,2": ["optim.eps=1", "optim.eps=2"],
+        "model=glob(llama3_2*)": ["model=llama3_2_1b", "model=llama3_2_3b"],
+        "data.path=[a,b],c": ["data.path=[a,b]", "data.path=c"],
+        "data.validation=[a,b]": ["data.validation=[a,b]"],
+        "+recipe=quickstart,llama8b_sft": ["+recipe=quickstart", "+recipe=llama8b_sft"],
+    }
+    jobs = jobs_of("train.steps=2", *swept)
+    assert jobs == [["train.steps=2", *values] for values in itertools.product(*swept.values())]
+
+
+@pytest.mark.parametrize("name", options("train")["sweep"])
+def test_every_sweep_is_listed_and_composes(name, capsys):
+    params = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())["hydra"]["sweeper"][
+        "params"
+    ]
+    adapter = ["adapter=lora"] if name == "lora" else []
+    jobs = jobs_of("+recipe=quickstart", *adapter, f"+sweep={name}")
+    assert len(jobs) == {"finetune_lr": 8, "lora": 12}.get(name, 4)
+    assert all(len(job) == 1 + len(adapter) + len(params) for job in jobs)
+    for job in (jobs[0], jobs[-1]):
+        compose("train", job)
+    assert main(["--help"]) == 0
+    assert re.search(rf"(?m)^  {name} +[A-Z].*[.?]$", capsys.readouterr().out)
+
+
+def test_a_recipes_file_is_swept_and_its_mistakes_are_told(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("train: {steps: 2}\n")
+    assert jobs_of(str(file), "optim.lr=1,2") == [
+        [f"+recipe={file}", "optim.lr=1"],
+        [f"+recipe={file}", "optim.lr=2"],
+    ]
+    file.write_text("defaults:\n  - precision: fp32\n")
+    with pytest.raises(UserError, match="override /precision: fp32"):
+        jobs_of(str(file), "optim.lr=1,2")
+
+
+def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/mine.yaml").write_text(
+        '# @package _global_\nhydra: {sweeper: {params: {optim.lr: "1,2", run.seed: "5,6"}}}\n'
+    )
+    assert jobs_of("+sweep=mine", "optim.lr=3", config_dir=str(tmp_path)) == [
+        ["optim.lr=3", "run.seed=5"],
+        ["optim.lr=3", "run.seed=6"],
+    ]
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/bare.yaml").write_text("hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n")
+    (tmp_path / "sweep/fixed.yaml").write_text("# @package _global_\noptim: {lr: 3}\n")
+    (tmp_path / "sweep/place.yaml").write_text(
+        "# @package _global_\nhydra: {sweeper: {params: {run.name: 'a,b'}}}\n"
+    )
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/broken.yaml").write_text("a: [1\nb: }")
+    wrong = {
+        "optim.lr=interval(1,2)": "no end of values",
+        "run.name=a,b": "it takes one value",
+        "hydra/launcher=basic": "hydra/launcher=local",
+        "hydra/sweeper=optuna": "nothing varies",
+        "hydra.sweeper.n_trials=3": "hydra/sweeper=optuna",
+        "hydra/sweeper=nevergrad": "Could not find 'hydra/sweeper/nevergrad'",
+        "hydra.sweep.dir=x": "hydra.* is closed",
+        "hydra.launcher.job=2": "Did you mean  hydra.launcher.jobs=2 ?",
+        "hydra.launcher.jobs=two": "hydra.launcher.jobs=two",
+        "hydra.sweeper.params={run.name: c}": "key=a,b",
+        "hydra.sweeper.max_batch_size.x=1": "Error merging override",
+        "run.root=${nothing}": "Interpolation key 'nothing' not found",
+        "+recipe=broken": "expected ',' or ']'",
+        "+sweep=place": "it takes one value",
+        "+sweep=lrr": "Did you mean  +sweep=lr ?",
+        "sweep=lr": "write  +sweep=lr",
+        "+sweep=bare": "# @package _global_",
+        "+sweep=fixed": "as  optim.lr: 3",
+        "optim.lr=[1,2": "cannot be read",
+    }
+    for word, said in wrong.items():
+        assert main(["-m", "--config-dir", str(tmp_path), *DEMO, word]) == 2
+        assert said in capsys.readouterr().err, word
+    for argv, said in {
+        ("-m", "preview", *DEMO): "only training is swept",
+        ("-m", "preview", "--config-dir", "."): "fsdp-trainer preview --config-dir .",
+        ("-m", "--cfg", "job", *DEMO): "leave one of them out",
+        ("+sweep=lr", *DEMO): "fsdp-trainer -m +sweep=lr",
+        ("optim.lr=1,2", *DEMO): "fsdp-trainer -m",
+    }.items():
+        assert main(list(argv)) == 2
+        assert said in capsys.readouterr().err, argv
+
+
+COPY = "_target_: shutil.copyfile, src: victim, dst: copied"
+INTERPOLATED = f"""'${{oc.create:${{oc.decode:"{{{COPY}}}"}}}}'"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (f"launcher: {{x: {INTERPOLATED}}}", "write the value itself"),
+        (f"sweeper: {{x: {INTERPOLATED}}}", "write the value itself"),
+        (f"sweeper: {{params: {{a: [{INTERPOLATED}]}}}}", "write the value itself"),
+        (f"sweeper: {{x: {{{COPY}}}}}", "_target_ is refused"),
+        ("sweeper: {custom_search_space: shutil.copyfile}", "names a function"),
+    ],
+)
+def test_neither_a_recipe_nor_the_command_line_runs_code(
+    tmp_path, monkeypatch, capsys, settings, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").touch()
+    (tmp_path / "own/recipe").mkdir(parents=True)
+    (tmp_path / "own/recipe/innocent.yaml").write_text(
+        f"# @package _global_\nhydra: {{{settings}}}\n"
+    )
+    node, value = settings.split(": ", 1)
+    key, value = value[1:-1].split(": ", 1)
+    escaped = value.strip("'").replace('"', '\\"')
+    typed = (
+        [f"hydra.{node}.{key}={value}"]
+        if "$" not in value
+        else [f'hydra.{node}.{key}="{escaped}"']
+        if key == "x"
+        else []
+    )
+    for words in (["--config-dir", "own", "+recipe=innocent"], typed):
+        assert not words or main(["-m", *words, *DEMO, "run.seed=1,2"]) == 2
+        assert not words or said in capsys.readouterr().err
+    assert not (tmp_path / "copied").exists()
+
+
+def test_what_a_sweeper_brings_along_makes_no_objects_either(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "victim").touch()
+    basic = {
+        "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "max_batch_size": None,
+    }
+    code = {"_target_": "shutil.copyfile", "src": "victim", "dst": "copied"}
+    ConfigStore.instance().store("brings_code", {**basic, "params": {"x": code}}, "hydra/sweeper")
+    assert main(["-m", *DEMO, "run.seed=1,2", "hydra/sweeper=brings_code"]) == 2
+    assert "hydra.sweeper" in capsys.readouterr().err
+    assert not (tmp_path / "copied").exists()
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"RANK": "0", "LOCAL_WORLD_SIZE": "8"}, "without torchrun:"),
+        (
+            {
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+                "SLURM_PROCID": "0",
+            },
+            "without srun:",
+        ),
+    ],
+)
+def test_a_sweep_inside_a_launcher_is_refused_with_the_command_to_type(
+    sweep, monkeypatch, env, said
+):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert sweep("optim.lr=1,2", code=2) == []
+    assert not sweep.trained
+    assert said in sweep.said.err
+    assert (
+        f"fsdp-trainer -m {' '.join(DEMO)} optim.lr=1,2 launch.nproc_per_node=8" in sweep.said.err
+    )
+    sweep("--config-dir", "own", "optim.lr=1,2", code=2)
+    assert "fsdp-trainer -m --config-dir own " in sweep.said.err
+
+
+# --- what becomes of them -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
+    lines = sweep("optim.lr=2,1", "train.steps=2")
+    assert states(lines) == ["finished"] * 2
+    assert [line["objective"] for line in lines] == [2.0, 1.0]
+    assert [(Path(c.run.root), c.run.name, c.optim.lr) for c, _ in sweep.trained] == [
+        (Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)
+    ]
+    assert {words[-1] for _, words in sweep.trained} == {'data.cache="runs/.data"'}, (
+        "tokenised once"
+    )
+    assert lines[0]["overrides"] == [
+        "model=tiny",
+        "data.path=demo:backwards",
+        "tokenizer.path=demo:bytes",
+        "optim.lr=2",
+        "train.steps=2",
+    ]
+    assert sorted(p.name for p in (tmp_path / "runs/s").iterdir()) == ["jobs", "sweep.jsonl"], (
+        "nothing of Hydra's"
+    )
+    table = sweep.said.out[sweep.said.out.index("job  ") :].splitlines()
+    assert table[0].split() == ["job", "overrides", "objective", "state", "seconds"]
+    assert table[1].startswith(f"{lines[0]['job']}  optim.lr=2  2.0000     finished")
+    assert table[3].startswith(f"lowest objective: {lines[1]['folder']}")
+    again = sweep("train.steps=2", "optim.lr=1,2")
+    assert states(again) == ["skipped"] * 2
+    assert not sweep.trained
+    assert [line["job"] for line in again] == [line["job"] for line in lines][::-1]
+
+
+@pytest.mark.slow
+def test_a_failure_is_recorded_and_the_others_go_on(sweep):
+    sweep.endings = {2.0: 1, 3.0: 75}
+    lines = sweep("optim.lr=abc,1,2,3", code=1)
+    assert states(lines) == ["refused", "finished", "failed", "stopped"]
+    assert [line["objective"] for line in lines] == [None, 1.0, None, None], (
+        "what failed has no result, whatever its last loss"
+    )
+    assert [line["exit_code"] for line in lines] == [2, 0, 1, 75]
+    assert "must be a number" in lines[0]["reason"]
+    assert sweep.said.err.count("must be a number") == 1
+    sweep.endings = {
+        2.0: RunFailed("Slurm refuses the job: no such partition"),
+        3.0: OSError(28, "No space left on device"),
+    }
+    lines = sweep("optim.lr=abc,1,2,3", code=1)
+    assert states(lines) == ["refused", "skipped", "failed", "failed"]
+    assert sweep.said.err.count("cannot be started") == 2
+    assert lines[2]["reason"] == "cannot be started: Slurm refuses the job: no such partition"
+    assert "No space" in lines[3]["reason"]
+    sweep.endings = {}
+    assert states(sweep("optim.lr=abc,1,2,3", code=1)) == [
+        "refused",
+        "skipped",
+        "finished",
+        "finished",
+    ]
+    assert [c.optim.lr for c, _ in sweep.trained] == [2.0, 3.0]
+
+
+@pytest.mark.slow
+def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
+    sweep.endings = {1.0: 75}
+    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "finished"]
+    assert "the same command resumes" in sweep.said.out
+
+
+def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
+    sweep('run.root="ba\\ck"', "optim.lr=1")
+    assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs"
+    assert "1.0000     finished" in sweep.said.out
+    assert (tmp_path / "ba\\ck/s/sweep.jsonl").exists()
+
+
+def test_a_signal_keeps_the_remaining_jobs_from_starting(sweep):
+    sweep.endings = {1.0: "signal"}
+    assert states(sweep("optim.lr=1,2", code=75)) == ["stopped", "waiting"]
+    assert len(sweep.trained) == 1
+
+
+def test_a_signal_ends_the_check_of_many_jobs(sweep, enter):
+    def check(_real, _self, job, _overrides):
+        checked.append(job)
+        if len(checked) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    checked = []
+    enter(inject.around("check_job", check))
+    assert sweep("run.seed=range(0,1000)", code=75) == []
+    assert len(checked) == 2
+    assert not sweep.trained
+
+
+@pytest.mark.slow
+def test_a_mistake_of_all_jobs_is_told_once_and_starts_nothing(sweep, tmp_path):
+    assert sweep("optim.learning_rate=1,2", "batch.row=3", code=2) == []
+    assert not list(tmp_path.iterdir())
+    assert sweep.said.err.count("there is no such key") == 2
+    assert "Did you mean  optim.lr=1 ?" in sweep.said.err
+    assert sweep("optim.lr=a,b", code=2) == []
+    assert "optim.lr=a,b" in sweep.said.err
+    assert sweep("sharding=fsdp,nope", "optim.lr=-1", code=2) == []
+    assert "optim.lr=-1" in sweep.said.err
+    assert "sharding has" not in sweep.said.err
+
+
+def test_an_option_that_is_not_there_refuses_its_jobs_only(sweep):
+    assert states(sweep("sharding=fsdp,nope", code=1)) == ["finished", "refused"]
+
+
+def test_jobs_with_equal_overrides_are_one(sweep):
+    assert len(sweep("optim.lr=1e-3,0.001,1e-3")) == 1
+    assert len(sweep.trained) == 1
+
+
+@pytest.mark.slow
+def test_a_recipe_that_has_changed_is_not_taken_for_finished(sweep, tmp_path):
+    recipe = tmp_path / "own/recipe/mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    for rows, trained in ((4, 2), (4, 0), (8, 2)):
+        recipe.write_text(f"# @package _global_\nbatch: {{rows: {rows}}}\n")
+        sweep("--config-dir", "own", "+recipe=mine", "optim.lr=1,2")
+        assert len(sweep.trained) == trained
+
+
+@pytest.mark.slow
+def test_jobs_of_earlier_commands_keep_their_lines(sweep):
+    first = sweep("optim.lr=1,2")
+    assert [line["job"] for line in sweep("optim.lr=2,3")] == [
+        first[0]["job"],
+        first[1]["job"],
+        sweeps.job_id([*DEMO, "run.root=elsewhere", "optim.lr=3"]),
+    ]
+
+
+@pytest.mark.slow
+def test_two_sweeps_do_not_run_in_one_folder(sweep, tmp_path):
+    sweep("optim.lr=1")
+    with (tmp_path / "runs/s/jobs/.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        sweep("optim.lr=1", code=2)
+    assert "another sweep runs there" in sweep.said.err
+
+
+@pytest.mark.slow
+def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_path):
+    (tmp_path / "run/jobs/038723f4").mkdir(parents=True)
+    train("run", "train.steps=1", "checkpoint.resume=never")
+    train("run", "train.steps=1", "checkpoint.resume=never", "run.overwrite=true")
+    assert (tmp_path / "run/jobs/038723f4").is_dir()
+
+
+# --- side by side, and chosen ones --------------------------------------------------------------
+
+OPTUNA = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-4,1))"]
+
+
+def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
+    started = []
+    codes = {}
+
+    def popen(words, env, **more):
+        started.append(env)
+        number = len(started)
+        return SimpleNamespace(poll=lambda: codes.get(number))
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,3,5,7")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for module in (places, start_module):
+        monkeypatch.setattr(
+            module, "gpus", lambda launch: 4
+        )  # torch's count: a name it does not know ends the list
+    monkeypatch.setattr(sweep_backends, "cores", lambda: 32)
+    monkeypatch.setattr(sweep_backends.subprocess, "Popen", popen)
+    cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
+    place = sweep_backends.OnThisNode(Local(), cfg)
+    assert place.at_once == 2
+    assert place.world(cfg) == 2
+    for number in (1, 2):
+        assert place.has_room(cfg)
+        place.start(cfg, [], tmp_path / f"{number}/output.log")
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"]
+    assert started[0]["OMP_NUM_THREADS"] == "8"
+    assert (tmp_path / "2/output.log").exists()
+    assert not place.has_room(cfg)
+    codes[1] = 1
+    assert place.has_room(cfg)
+    place.start(cfg, [], tmp_path / "3/output.log")
+    assert started[2]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
+    cfg.launch.nproc_per_node = "auto"
+    assert sweep_backends.OnThisNode(Local(), compose("train", DEMO)).at_once == 1
+    assert sweep_backends.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_leaves_those_beside_it_alone_and_each_is_told_on(sweep):
+    sweep.endings, sweep.losses = {2.0: 1}, lambda cfg: [cfg.optim.lr] * 9
+    lines = sweep("optim.lr=1,2,3,4", "hydra.launcher.jobs=2", code=1)
+    assert states(lines) == ["finished", "failed", "finished", "finished"]
+    assert re.search(r"optim.lr=1  step \d  loss 1.0000", sweep.said.out)
+    assert "see runs/s/jobs/" in sweep.said.err
+
+
+def test_what_a_validation_adds_to_the_last_line_is_read(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
+    progress = jobs_module.JobProgress(str(tmp_path))
+    assert [line["step"] for line in progress.lines()] == [1, 2]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation_loss": '
+        '3.0}\n{"step": 3, "lo'
+    )
+    assert [line.get("validation_loss") for line in progress.lines()] == [3.0]
+
+
+@pytest.mark.slow
+def test_optuna_chooses_as_if_it_had_never_been_stopped(sweep, tmp_path, monkeypatch):
+    command = [
+        *OPTUNA,
+        "sharding=fsdp,ddp",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.startup_trials=2",
+        "hydra.sweeper.seed=7",
+    ]
+    whole = [line["overrides"] for line in sweep(*command)]
+    assert len({tuple(words) for words in whole}) == 3
+    assert len({words[-1] for words in whole}) == 2
+    best = min(sweep.trained, key=lambda started: started[0].optim.lr)[0]
+    assert f"lowest objective: runs/s/jobs/{best.run.name}" in sweep.said.out
+    assert states(sweep(*command)) == ["finished"] * 3, "n_trials counts in all"
+    assert not sweep.trained, "n_trials counts in all"
+    assert sweep.said.out.count("finished") == 3, "n_trials counts in all"
+
+    monkeypatch.chdir(tmp_path / "runs")  # another folder, and stopped in its third job
+    sweep.endings = {float(whole[2][-2].partition("=")[2]): "signal"}
+    assert main(["-m", *DEMO, *command]) == 75
+    assert states(read_lines(Path("runs/s/sweep.jsonl"))) == ["finished", "finished", "stopped"]
+    sweep.endings = {}
+    assert main(["-m", *DEMO, *command]) == 0
+    assert [line["overrides"] for line in read_lines(Path("runs/s/sweep.jsonl"))] == whole
+    assert [cfg.optim.lr for cfg, _ in sweep.trained] == [
+        float(whole[i][-2].partition("=")[2]) for i in (0, 1, 2, 2)
+    ]
+
+
+def test_a_journal_that_was_cut_is_gone_on_with_and_one_that_is_none_is_told(tmp_path):
+    study_module = pytest.importorskip("fsdp_trainer.apps.sweep.study")
+    journal, space = (
+        tmp_path / "optuna.journal",
+        Space(
+            [],
+            {"optim.lr": OverridesParser.create().parse_override(OPTUNA[1])},
+            {"optim.lr": False},
+        ),
+    )
+
+    def study():
+        opened = study_module.Study(Optuna(n_trials=3), space)
+        opened.open(tmp_path)
+        return opened
+
+    study().ask(2)
+    known = study().jobs()
+    journal.write_bytes(journal.read_bytes()[:-7])
+    Path(f"{journal}.lock").symlink_to(journal)
+    began = time.monotonic()
+    assert len(study().ask(3)) == 3, "optuna waits for a lock of the dead for half a minute"
+    assert time.monotonic() - began < 20, "optuna waits for a lock of the dead for half a minute"
+    assert study().jobs()[:2] == known
+    assert len(study().jobs()) == 3
+    journal.write_text("other\n" * 3)
+    with pytest.raises(UserError, match="Move it away"):
+        study()
+
+
+@pytest.mark.slow
+def test_a_job_that_others_beat_is_ended_early(sweep):
+    sweep.endings = {2.0: "never"}
+    sweep.losses = lambda cfg: [cfg.optim.lr] * 40
+    words = [
+        "hydra/sweeper=optuna",
+        "optim.lr=range(0.5,2.5,0.5)",
+        "hydra.sweeper.n_trials=6",
+        "hydra.sweeper.pruner=median",
+    ]
+    lines = sweep(
+        *words,
+        "hydra.sweeper.startup_trials=1",
+        "hydra.sweeper.sampler=random",
+        "hydra.launcher.jobs=1",
+    )
+    assert states(lines).count("pruned") == 1
+    (pruned,) = (line for line in lines if line["state"] == "pruned")
+    assert pruned["overrides"][-1] == "optim.lr=2"
+    assert pruned["objective"] == 2.0
+    assert "pruner=median" in pruned["reason"]
+
+
+@pytest.mark.slow
+def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
+    sweep.endings = {2.0: 1}
+    words = [
+        "hydra/sweeper=optuna",
+        "optim.lr=-1,1,2",
+        "hydra.sweeper.n_trials=8",
+        "hydra.sweeper.sampler=random",
+    ]
+    lines = sweep(*words, code=1)
+    assert sorted(
+        zip([line["overrides"][-1][9:] for line in lines], states(lines), strict=True)
+    ) == [("-1", "refused"), ("1", "finished"), ("2", "failed")]
+    sweep.endings = {}
+    assert "finished" in states(sweep(*words, code=0)), "only what failed is tried again"
+    assert {cfg.optim.lr for cfg, _ in sweep.trained} == {2.0}, "only what failed is tried again"
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_not_started(sweep, enter):
+    lines = sweep(
+        "batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0
+    )
+    assert states(lines) == ["finished", "does not fit"]
+    assert [c.batch.micro_rows for c, _ in sweep.trained] == [1]
+    assert re.search(
+        r"needs \d+\.\d+ of 8.00 GiB on each of 1 ranks: try  batch.micro_rows=", lines[1]["reason"]
+    )
+    assert lines[1]["reason"] in sweep.said.err
+    enter(inject.around("job_fits", lambda *_: "too large"))
+    assert states(sweep("batch.micro_rows=1024", code=1))[-1] == "does not fit", (
+        "and nothing is finished"
+    )
+
+
+@pytest.mark.slow
+def test_a_search_that_is_wrong_itself_is_refused_before_anything_starts(sweep, tmp_path, enter):
+    wrong = {
+        "hydra.sweeper.n_trial=3": "Did you mean  hydra.sweeper.n_trials=3 ?",
+        "hydra.sweeper.n_jobs=3": "hydra.launcher.jobs=2",
+        "hydra.sweeper.n_trials=0": "must be at least 1",
+        "hydra.sweeper.sampler=grid": "is not one of: tpe, random",
+        "hydra.sweeper.seed=x": "must be a whole number",
+        "optim.eps=tag(log,interval(0,1))": "optim.eps=tag(log,interval(0,1))",
+        "optim.eps=interval(2,1)": "optim.eps=interval(2,1)",
+        "optim.weight_deca=0.1": "Did you mean  optim.weight_decay=0.1 ?",
+    }
+    for word, said in wrong.items():
+        assert sweep(*OPTUNA, word, code=2) == [], word
+        assert said in sweep.said.err, word
+    enter(inject.around("sweep_extra", lambda *_: None))
+    assert sweep(*OPTUNA, code=2) == []
+    assert "pip install 'fsdp_trainer[optuna]'" in sweep.said.err
+    assert not list(tmp_path.iterdir())
+    assert not sweep.trained
+
+
+# --- with real ranks ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    """Start a sweep over learning rates as a process of its own."""
+
+    processes = []
+
+    def run(*words, env=None):
+        words = [
+            sys.executable,
+            "-m",
+            "fsdp_trainer",
+            "-m",
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items()),
+            "run.name=s",
+            *words,
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        processes.append(
+            subprocess.Popen(
+                words,
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return processes[-1]
+
+    yield run
+    end(processes)
+
+
+def jobs_below(pid: int) -> dict[str, int]:
+    """The processes of the jobs that run, by the job's name: with one rank each is the rank."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):  # a process that has ended
+            words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            names = [word.partition("=")[2] for word in words if word.startswith("run.name=")]
+            found |= dict.fromkeys(names, int(child))
+    return found
+
+
+@pytest.mark.slow
+def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
+    command = [
+        "optim.lr=3e-3,abc,1e-3",
+        "train.steps=8",
+        "checkpoint.every=5",
+        "hydra.launcher.jobs=2",
+    ]
+    env = killed_once(tmp_path / "seam", 0, 7)
+    process = start(*command, env=env)
+    out, err = process.communicate(timeout=600)
+    lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
+    assert process.returncode == 1, out + err
+    assert sorted(states(lines.values())) == ["failed", "finished", "refused"], out + err
+    killed = next(line for line in lines.values() if line["state"] == "failed")
+    assert killed["reason"] == "ended without a message"
+    assert f"job {killed['job']} was killed by SIGKILL" in err
+    assert "100%" not in out
+    whole = next(line for line in lines.values() if line["state"] == "finished")
+    assert "8/8 100%" in (tmp_path / whole["folder"] / "output.log").read_text()
+    process = start(*command, env=env)
+    out, err = process.communicate(timeout=600)
+    lines = {line["job"]: line for line in read_lines(tmp_path / "runs/s/sweep.jsonl")}
+    assert process.returncode == 1, out + err
+    assert sorted(states(lines.values())) == ["finished", "refused", "skipped"], out + err
+    run = Run(tmp_path / killed["folder"])
+    assert run.event("resume")[0]["step"] == 5
+    assert run.column("step") == list(range(1, 9))
+    lr = next(word for word in killed["overrides"] if word.startswith("optim.lr="))
+    assert run.column("loss") == train("whole", lr, "train.steps=8").column("loss"), (
+        "as if it had never been killed"
+    )
+    assert lines[killed["job"]]["objective"] == run.column("loss")[-1]
+
+
+@pytest.mark.slow
+def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_path):
+    process = start("optim.lr=1e-3,2e-3,3e-3", "train.steps=100000", "hydra.launcher.jobs=2")
+    wait_until(lambda: len(list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl"))) == 2, process)
+    process.terminate()
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 75, out + err
+    assert "the same command resumes" in out, out + err
+    lines = read_lines(tmp_path / "runs/s/sweep.jsonl")
+    assert states(lines) == ["stopped", "stopped", "waiting"]
+    assert all(Run(tmp_path / line["folder"]).checkpoints for line in lines[:2])
+    assert not (tmp_path / lines[2]["folder"]).exists()
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_sweep_that_was_killed(start, tmp_path):
+    process = start("optim.lr=1e-3", "train.steps=100000")
+    wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)
+    (rank,) = jobs_below(process.pid).values()
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(rank))

@@ -1,0 +1,289 @@
+"""docs/mistakes.md: each command on it says what stands below it, and the command that follows is
+taken.
+
+`WRITE=1 pytest tests/config/test_mistakes.py` writes the page's messages anew.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import inject
+import pytest
+from safetensors.torch import load_file, save_file
+from world import SMALL, command, write_chats
+
+from fsdp_trainer.base import web
+
+REPO = Path(__file__).parents[2]
+PAGE = REPO / "docs/mistakes.md"
+BLOCK = re.compile(r'(?ms)^```console(?: title="([^"\n]*)")?\n(.*?)^```$')
+RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")
+
+
+def commands(block: str) -> list[tuple[str, str]]:
+    """(command line, what it said) of a block of the page."""
+    return [
+        (head, said.rstrip("\n"))
+        for head, _, said in (part.partition("\n") for part in re.split(r"(?m)^\$ ", block)[1:])
+    ]
+
+
+def words_of(line: str, base: tuple | list = ()) -> list[str]:
+    """What the program is given; what is right, and left out on the page, is added."""
+    words = shlex.split(
+        line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer")
+    )[1:]
+    if not words or {"export", "exprot", "preview", "report"} & {*words}:
+        return words
+    given = {word.split("=")[0] for word in words}
+    right = [
+        w
+        for w in [*base, *RIGHT]
+        if w.split("=")[0] not in given
+        and not (w.startswith("tokenizer") and "model.init_from" in given)
+    ]
+    return [*words, *right]
+
+
+@pytest.fixture(scope="module")
+def folder(world, tmp_path_factory):
+    """Where all commands are given: a model, a finished run, a locked one, data, and files with
+    mistakes."""
+    here = tmp_path_factory.mktemp("mistakes")
+    write_chats(here / "chats.jsonl", 40)
+    world.train(
+        here / "runs/mine",
+        f"data.path={here}/chats.jsonl",
+        "tokenizer.path=demo:bytes",
+        "train.steps=1",
+        "checkpoint.export_hf=true",
+    )
+    for name in ("hf", "no_config", "no_tokenizer", "cut"):
+        shutil.copytree(here / "runs/mine/hf", here / name)
+    world.train(
+        here / "runs/tuned",
+        f"data.path={here}/chats.jsonl",
+        f"model.init_from={here}/hf",
+        "adapter=lora",
+        "train.steps=1",
+        "checkpoint.export_hf=true",
+        "checkpoint.merge=true",
+    )
+    shutil.copytree(here / "hf", here / "other")
+    weights = load_file(here / "hf/model.safetensors")
+    doubled = {name: 2 * tensor for name, tensor in weights.items()}
+    save_file(doubled, here / "other/model.safetensors", {"format": "pt"})
+    shutil.copytree(here / "runs/mine", here / "runs/large")
+    shutil.copytree(here / "hf", here / "other_words")
+    words = json.loads((here / "hf/tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    a, b = (next(text for text, id in vocabulary.items() if id == n) for n in (70, 71))
+    vocabulary[a], vocabulary[b] = 71, 70
+    (here / "other_words/tokenizer.json").write_text(json.dumps(words))
+    (here / "no_config/config.json").unlink()
+    (here / "no_tokenizer/tokenizer.json").unlink()
+    os.truncate(here / "cut/model.safetensors", 9_000)
+    larger = json.loads((here / "hf/tokenizer.json").read_text())
+    larger["added_tokens"] += [
+        {**larger["added_tokens"][-1], "id": i, "content": f"<{i}>"} for i in range(260, 300)
+    ]
+    (here / "larger.json").write_text(json.dumps(larger))
+    for name in ("chats(1).jsonl", "more.jsonl"):
+        shutil.copy(here / "chats.jsonl", here / name)
+    for name in ("empty", "tok?v=1", "own/recipe", "runs/locked"):
+        (here / name).mkdir(parents=True)
+    shutil.copy(here / "hf/tokenizer.json", here / "tok?v=1")
+    shutil.copy(here / "hf/tokenizer.json", here)
+    (here / "empty.jsonl").touch()
+    (here / "broken.jsonl").write_text(
+        '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "compl\n'
+    )
+    pair = '{"prompt": "a", "chosen": "b", "rejected": "%s"}\n'
+    (here / "pairs.jsonl").write_text(pair % "c" + pair % "d")
+    (here / "wrong_pairs.jsonl").write_text(pair % "c" + pair % "b" + pair % "")
+    label = '{"prompt": "a", "completion": "b", "label": %s}\n'
+    (here / "labelled.jsonl").write_text(label % "true" + label % "false")
+    own = {
+        "good": "optim: {lr: 1e-4}",
+        "mine": "optim:\n  learning_rate: 1e-4\nlogging:\n  wandb: off",
+        "wrong": "defaults:\n  - precision: fp32\n  - override /schedule: lin\n"
+        "  - /recipe: llama8b_sft\n  - quikstart\nbatch:\n  micro_batch_size: 4",
+        "tab": "optim:\n\tlr: 1e-4",
+    }
+    for name, text in own.items():
+        (here / f"own/recipe/{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+    with (here / "runs/locked/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(
+            '{"launchers": [], "attempt": 0, "pid": 4711, "host": "node-a", "since": '
+            '"2026-11-20 17:03:12 UTC"}'
+        )
+        lock.flush()
+        yield here
+
+
+SAY = """\
+import io, json, os, sys
+from contextlib import redirect_stderr
+from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.sweep_overrides import SweepLine
+from fsdp_trainer.errors import UserError
+from tests import composing
+composing.keep()
+told = []
+for kind, words in json.loads(sys.stdin.read()):
+    said, code = io.StringIO(), 0
+    os.environ.update({"RANK": "0", "LOCAL_WORLD_SIZE": "8"} if kind == "torchrun" else {})
+    try:
+        with redirect_stderr(said):
+            if kind != "taken":
+                code = main(words)
+            elif words[0] == "-m":
+                SweepLine(words[1:])
+            else:
+                own, words = (words[1], words[2:]) if words[0] == "--config-dir" else (None, words)
+                compose(words.pop(0) if words[0] in VERBS else "train", words, own)
+    except UserError as error:
+        code, said = 2, io.StringIO(str(error))
+    os.environ.pop("RANK", None)
+    told.append((code, said.getvalue().strip()))
+assert "torch" not in sys.modules
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def without_ranks(folder):
+    """What each command said that needs no ranks, by command line: all in one process, which must
+    not import torch."""
+    lines = [
+        (line, "torchrun" if line.startswith("torchrun") else "refused" if i == 0 else "taken")
+        for how, block in BLOCK.findall(PAGE.read_text())
+        for i, (line, _) in enumerate(commands(block))
+        if not how
+    ]
+    given = json.dumps([(kind, words_of(line)) for line, kind in lines])
+    env = {**os.environ, "PYTHONPATH": str(REPO), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", SAY],
+        input=given,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip((line for line, _ in lines), json.loads(done.stdout), strict=True))
+
+
+@contextlib.contextmanager
+def in_folder(folder, how):
+    """A rank's process there, with what the block says of the machine."""
+
+    def no_network(*args, **options):
+        raise ConnectionError("Name or service not known")
+
+    def read_only(*args, **options):
+        raise OSError(30, "Read-only file system", "/mnt/archive/run")
+
+    patches = {
+        "no network": lambda: patch("huggingface_hub.snapshot_download", no_network),
+        "24 GiB": inject.around("device_memory", lambda *_: 24 * 2**30),
+        "read-only": lambda: patch("pathlib.Path.mkdir", read_only),
+    }
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        machine = patches.get(how.partition(", ")[2], contextlib.nullcontext)()
+        with machine, patch.object(web, "PAUSE_SECONDS", 0.0):  # servers that are not there
+            yield
+    finally:
+        os.chdir(before)
+
+
+def give(lines, folder, how):
+    """One rank's command line."""
+    with in_folder(folder, how):
+        line = lines[int(os.environ["RANK"])]
+        small = [
+            word
+            for word in SMALL
+            if "fsdp-trainer model" not in line or not word.startswith("model")
+        ]
+        return command(words_of(line, [*small, "train.steps=1"]), None)
+
+
+@pytest.fixture(scope="module")
+def said(world, folder, without_ranks):
+    """(exit code of each rank, message) of every command, by block and line."""
+    found = {}
+    for how, block in BLOCK.findall(PAGE.read_text()):
+        lines = [line for line, _ in commands(block)]
+        if how.startswith("2"):
+            told = world.call(2, give, lines, folder, how)
+            found |= {
+                (how, lines[0]): ([t.code for t in told], told[0].err.strip()),
+                (how, lines[1]): ([0], ""),
+            }
+            continue
+        for line in lines:
+            if how:
+                told = world.call(1, give, [line], folder, how)
+                found[how, line] = [told[0].code], told[0].err.strip()
+            else:
+                found[how, line] = [without_ranks[line][0]], without_ranks[line][1]
+    return found
+
+
+@pytest.mark.slow
+def test_every_mistake_says_what_the_page_shows(said, folder):
+    def as_said(block: re.Match) -> str:
+        how, lines = block[1] or "", [line for line, _ in commands(block[2])]
+        shown = [
+            f"$ {line}\n"
+            + (
+                f"{text}\n"
+                if (
+                    text := said[how, line][1]
+                    .replace(str(folder), "/home/me")
+                    .replace(socket.gethostname(), "node-a")
+                )
+                else ""
+            )
+            for line in lines
+        ]
+        title = f' title="{how}"' if how else ""
+        return f"```console{title}\n{''.join(shown)}```"
+
+    page = PAGE.read_text()
+    written = BLOCK.sub(as_said, page)
+    if os.environ.get("WRITE"):
+        PAGE.write_text(written)
+    assert written == page
+
+
+@pytest.mark.slow
+def test_each_is_refused_with_2_and_what_follows_is_what_was_said_and_is_taken(said):
+    for how, block in BLOCK.findall(PAGE.read_text()):
+        (line, _), *then = commands(block)
+        codes, message = said[how, line]
+        assert set(codes) == {2}, line
+        assert "Traceback" not in message, line
+        for fixed, _ in then if not how.startswith("2") else []:
+            assert said[how, fixed] == ([0], ""), fixed
+            for word in set(shlex.split(fixed)) - set(shlex.split(line)) - {"-m"}:
+                if not word.startswith("run.name="):
+                    assert word in message or shlex.quote(word) in message, (
+                        f"{line}: nobody said {word}"
+                    )

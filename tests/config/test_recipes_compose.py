@@ -1,0 +1,152 @@
+"""What every recipe promises, without training it."""
+
+import os
+
+import pytest
+import yaml
+from recipe import PUBLISHED, RECIPES, named_size, published_model, recipe_as_it_is
+
+from fsdp_trainer.config.composing.compose import CONF, compose, options
+from fsdp_trainer.config.composing.handover import (
+    DESCRIPTOR,
+    configuration_file,
+    inherited_configuration,
+)
+from fsdp_trainer.config.document import recipe_heads
+from fsdp_trainer.config.schema import (
+    PAIRED,
+    PROMPTED,
+    SCORED,
+    SELECTORS,
+    UNPAIRED,
+    TrainConfig,
+)
+from fsdp_trainer.errors import UserError
+
+DENSE = [
+    "loss.load_balancing=0", "loss.router_z_loss=0", "loss.bias_update_speed=0",
+    "sharding.expert=1",
+]  # fmt: skip
+"""For models without experts."""
+SHRUNK = [
+    "model=tiny",
+    "model.init_from=null",
+    "data.path=demo:backwards",
+    "tokenizer.path=demo:bytes",
+    "batch.seq_len=128",
+    "train.steps=2",
+    "sharding=ddp",
+    "sharding.tensor=1",
+    "sharding.pipeline=1",
+    "precision=fp32",
+    "activation_checkpoint=none",
+    "schedule=wsd",
+    *DENSE,
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
+    assert recipe_as_it_is(name).run.name == name
+    answers = recipe_as_it_is(name).objective.name in PROMPTED
+    shorter = ["objective.max_new_tokens=64"] if answers else []
+    cfg = compose("train", [f"+recipe={name}", *SHRUNK, *shorter])
+    assert handed_over(cfg) == [cfg, cfg]
+    assert cfg.train.steps == 2
+    assert (cfg.model.name, cfg.schedule.name) == ("tiny", "wsd")
+    assert (cfg.sharding.strategy, cfg.precision.param_dtype) == ("ddp", "float32")
+    assert cfg.activation_checkpoint.mode == "none"
+
+
+def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path, monkeypatch):
+    monkeypatch.chdir(
+        tmp_path
+    )  # there is no runs/ yet, and runs/chain_mid must not be looked for on the hub
+    with pytest.raises(UserError) as refused:
+        compose("train", ["+recipe=chain_sft", "data.path=demo:backwards"])
+    (problem,) = refused.value.problems
+    assert problem.what == "model.init_from=runs/chain_mid"
+    assert "no such folder" in problem.reason
+
+
+def handed_over(cfg):
+    """What two ranks get of the process that composed `cfg` and starts them."""
+    with configuration_file(cfg) as file:
+        taken = []
+        for _ in range(2):
+            os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
+            taken.append(inherited_configuration(TrainConfig))
+            assert inherited_configuration(TrainConfig) is None, "what a rank starts is no rank"
+    return taken
+
+
+def test_what_is_handed_over_is_checked_like_what_was_composed():
+    cfg = compose("train", ["+recipe=quickstart"])
+    cfg.batch.rows = 0
+    with pytest.raises(UserError, match=r"batch\.rows=0"):
+        handed_over(cfg)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_no_recipe_sets_a_selector_in_its_body(name):
+    body = yaml.safe_load((CONF / "recipe" / f"{name}.yaml").read_text())
+    assert not [
+        group for group, selector in SELECTORS.items() if selector in (body.get(group) or {})
+    ]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_says_what_it_does_on_what_and_how_to_start_it(name):
+    head = recipe_heads()[name]
+    assert head.does.endswith(".")
+    assert "not said" not in head.hardware
+    assert f"+recipe={name}" in head.start
+
+
+@pytest.mark.slow
+def test_every_option_sets_its_groups_selector():
+    groups = {
+        group: names
+        for group, names in options("train").items()
+        if group not in ("recipe", "sweep", "model")
+    }
+    values = {
+        "bf16": "bfloat16",
+        "fp32": "float32",
+        "fp16": "float16",
+        "pure_bf16": "bfloat16",
+        "fp8": "bfloat16",
+        "enabled": True,
+        "disabled": False,
+    }
+    values |= {
+        "adamw_8bit": "adamw",
+        "adamw_bf16": "adamw",
+        "normuon": "muon",
+        "qlora": "lora",
+    }
+    for i in range(max(map(len, groups.values()))):
+        chosen = {group: names[i % len(names)] for group, names in groups.items()}
+        if chosen["activation_checkpoint"] == "budget":
+            chosen["compile"] = "enabled"  # one needs the other
+        if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
+            chosen["adapter"] = "none"  # one refuses the other
+        if chosen["objective"] in ("distil", "grpo"):
+            chosen["objective"] = "sft"  # they need a teacher, or rewards
+        if chosen["objective"] in (*PAIRED, *UNPAIRED):
+            chosen["data"] = "sft"  # another packing parts what is compared
+        if chosen["objective"] in SCORED:
+            chosen["adapter"] = "none"
+        cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
+        for group, name in chosen.items():
+            selector = SELECTORS.get(group)
+            assert selector is None or getattr(getattr(cfg, group), selector) == values.get(
+                name, name
+            ), (group, name)
+
+
+def test_named_sizes_have_their_published_parameter_counts():
+    assert set(PUBLISHED) == set(options("train")["model"]) - {"auto", "tiny"}
+    for name, (_, count) in PUBLISHED.items():
+        assert named_size(name).name == name, name
+        assert published_model(name).parameters() == count, name

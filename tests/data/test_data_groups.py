@@ -1,0 +1,167 @@
+"""Documents that belong together (a preference pair, the answers to one prompt) share a row."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_trainer.data.order.mixture import Component, Mixture
+from fsdp_trainer.data.order.packing import Groups, best_fit
+from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.store.token_store import (
+    Damaged,
+    StoreWriter,
+    TokenStore,
+    check_columns,
+    merge,
+)
+from fsdp_trainer.data.tokens.samples import Sample
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.training.batches import Batches
+
+SEQ_LEN = 16
+GROUPS = st.lists(
+    st.lists(st.integers(2, SEQ_LEN), min_size=1, max_size=4).filter(lambda g: sum(g) <= SEQ_LEN),
+    min_size=1,
+    max_size=30,
+)
+"""The lengths of each group's documents."""
+
+
+def written(folder: Path, groups, first_token=0) -> dict[str, dict[str, int]]:
+    """Write groups of documents whose tokens count from first_token on. Return the totals."""
+    writer = StoreWriter(folder)
+    for lengths in groups:
+        samples = []
+        for i, length in enumerate(lengths):
+            tokens = np.arange(first_token, first_token + length, dtype=np.int32)
+            weights = np.array([0.0, *[1.0] * (length - 1)], np.float32)
+            samples.append(Sample(tokens, weights, starts_group=i == 0))
+            first_token += length
+        writer.write(samples)
+    writer.close()
+    return writer.totals
+
+
+def rows_of(order: RowOrder, epoch: int = 0) -> list[list[int]]:
+    """Return the samples of each row of an epoch."""
+    first = epoch * order.rows_per_epoch
+    return [[sample for sample, _, _ in order.row(first + i)] for i in range(order.rows_per_epoch)]
+
+
+@settings(deadline=None)
+@given(GROUPS, st.sampled_from(["best_fit", "none"]), st.booleans(), st.integers(0, 3))
+def test_a_group_is_never_split_and_keeps_its_order(
+    tmp_path_factory, groups, packing, shuffle, seed
+):
+    folder = tmp_path_factory.mktemp("groups") / "store"
+    written(folder, groups)
+    order = RowOrder(TokenStore(folder, "f"), SEQ_LEN, packing, shuffle, seed)
+    lengths = [length for group in groups for length in group]
+    ends = np.cumsum([len(group) for group in groups]).tolist()
+    members = [list(range(end - len(group), end)) for group, end in zip(groups, ends, strict=True)]
+    for epoch in range(2):
+        rows = rows_of(order, epoch)
+        assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+        assert all(sum(lengths[sample] for sample in row) <= SEQ_LEN for row in rows)
+        for group in members:
+            (row,) = [row for row in rows if group[0] in row]
+            at = row.index(group[0])
+            assert row[at : at + len(group)] == group
+        if packing == "none":
+            assert sorted(rows) == members
+
+
+@settings(deadline=None)
+@given(GROUPS)
+def test_groups_take_as_few_rows_as_documents_of_their_lengths(groups):
+    lengths = np.array([length for group in groups for length in group])
+    starts = np.array([i == 0 for group in groups for i in range(len(group))])
+    packed = Groups.from_starts(starts, lengths)
+    by_group = best_fit(packed.lengths, SEQ_LEN)
+    samples, offsets = packed.samples(by_group.documents, by_group.offsets)
+    whole = best_fit(np.array([sum(group) for group in groups]), SEQ_LEN)
+    assert len(offsets) == len(whole.offsets)
+    assert sorted(samples.tolist()) == list(range(len(lengths)))
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(GROUPS, st.integers(1, 3), st.integers(1, 3), st.integers(0, 2))
+def test_every_supervised_token_knows_its_document_and_group(
+    tmp_path_factory, groups, micro_rows, ranks, seed
+):
+    folder = tmp_path_factory.mktemp("groups") / "store"
+    written(folder, groups)
+    group_of_document = [i for i, group in enumerate(groups) for _ in group]
+    firsts = np.cumsum([0, *(length for group in groups for length in group)])
+    mixture = Mixture(
+        [Component("", RowOrder(TokenStore(folder, "f"), SEQ_LEN, "best_fit", True, seed))]
+    )
+    batches = [
+        Batches(mixture, micro_rows, rank, ranks, torch.device("cpu"), number_documents=True)
+        for rank in range(ranks)
+    ]
+    seen = []
+    for plan in batches[0].plans(4, mixture.rows_per_epoch):
+        for batch in (batch for rank in batches for batch in rank.micro_batches(plan)):
+            count, learnt = len(batch.groups), (batch.weights > 0).numpy()
+            assert (batch.documents.numpy()[~learnt] == count).all()
+            numbers, targets = batch.documents.numpy()[learnt], batch.targets.numpy()[learnt]
+            samples = np.searchsorted(firsts, targets, side="right") - 1
+            pairs = sorted(set(zip(numbers.tolist(), samples.tolist(), strict=True)))
+            assert [number for number, _ in pairs] == list(range(count))
+            documents = [sample for _, sample in pairs]
+            theirs = [group_of_document[document] for document in documents]
+            in_batch = {group: number for number, group in enumerate(dict.fromkeys(theirs))}
+            assert batch.groups.tolist() == [in_batch[group] for group in theirs]
+            seen += documents
+    assert sorted(seen) == list(range(len(group_of_document)))
+
+
+def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path):
+    lengths = np.random.default_rng(0).integers(2, 17, 200).tolist()
+    written(tmp_path / "store", [[length] for length in lengths])
+    store = TokenStore(tmp_path / "store", "f")
+    assert store.group_starts is None
+    assert not (tmp_path / "store" / "group_starts.bin").exists()
+    expected = best_fit(np.array(lengths), SEQ_LEN)
+    order = RowOrder(store, SEQ_LEN, "best_fit", True, 0)
+    assert order.rows_per_epoch == len(expected.offsets) - 1
+    assert (
+        Batches(Mixture([Component("", order)]), 2, 0, 1, torch.device("cpu"))
+        .assemble(order.read_rows([0, 1]))
+        .documents
+        is None
+    )
+
+
+def test_parts_with_and_without_groups_are_joined(tmp_path):
+    totals = written(tmp_path / "a", [[3], [4]])
+    written(tmp_path / "b", [[5, 6], [2]], first_token=7)
+    fingerprint = merge([tmp_path / "a", tmp_path / "b"], tmp_path / "both", lambda: None)
+    store = TokenStore(tmp_path / "both", fingerprint)
+    assert store.group_starts.tolist() == [True, True, True, False, True]
+    written(tmp_path / "apart", [[5], [6], [2]], first_token=7)
+    apart = merge([tmp_path / "a", tmp_path / "apart"], tmp_path / "none", lambda: None)
+    assert apart != fingerprint
+    (tmp_path / "a" / "group_starts.bin").write_bytes(b"\1")
+    with pytest.raises(Damaged, match="group_starts"):
+        check_columns(tmp_path / "a", totals)
+
+
+def test_a_group_that_no_row_holds_is_refused(tmp_path):
+    written(tmp_path / "store", [[3], [10, 10]])
+    store = TokenStore(tmp_path / "store", "f", files=["pairs.jsonl"])
+    with pytest.raises(UserError, match=r"pairs\.jsonl:0, has 20 tokens in 2 documents") as raised:
+        RowOrder(store, SEQ_LEN, "best_fit", True, 0)
+    assert "batch.seq_len=20" in str(raised.value)
+
+
+def test_a_stream_of_text_cannot_keep_groups(tmp_path):
+    written(tmp_path / "store", [[3], [4, 4]])
+    with pytest.raises(UserError, match=r"data\.packing=stream"):
+        RowOrder(TokenStore(tmp_path / "store", "f"), SEQ_LEN, "stream", True, 0)

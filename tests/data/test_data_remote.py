@@ -1,0 +1,333 @@
+"""Files that lie elsewhere are fetched once, noticed when they change, and told by their URL when
+they cannot be had."""
+
+import contextlib
+import functools
+import http.server
+import json
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import inject
+import pytest
+
+from fsdp_trainer.data.files import remote_files
+from fsdp_trainer.data.files.file_splits import read_rows, read_unit, split_units
+from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.errors import Stopped, UserError
+
+
+def texts(sources):
+    return [
+        row.columns["text"]
+        for source in sources
+        for file in source.files
+        for row in read_rows(file)
+    ]
+
+
+def lines(*values):
+    return "".join(json.dumps({"text": value}) + "\n" for value in values).encode()
+
+
+@pytest.fixture
+def bucket():
+    """A remote folder in this process's memory."""
+    system = fsspec.filesystem("memory")
+    system.pipe(
+        {
+            "/bucket/set/a.jsonl": lines("a"),
+            "/bucket/set/more/b.jsonl": lines("b", "c"),
+            "/bucket/set/README.md": b"no data",
+        }
+    )
+    yield system
+    system.rm("/bucket", recursive=True)
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
+    """Python's own server gives files from their beginning on only: `/ranged/` gives parts of them,
+    `/secret/` nothing."""
+
+    requests: list[str] = []  # noqa: RUF012
+    stalls: int | None = None  # after so many bytes of a whole file, for 1.5 seconds
+
+    def do_GET(self):
+        self.requests.append(f"{self.path} {self.headers.get('Range', '')}")
+        if self.path.startswith("/secret/"):
+            self.send_error(403)
+        elif self.path.startswith("/ranged/") and self.headers.get("Range"):
+            content = Path(self.translate_path(self.path)).read_bytes()
+            first, last = (int(n) for n in self.headers["Range"].removeprefix("bytes=").split("-"))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+            self.send_header("Content-Length", str(len(content[first : last + 1])))
+            self.end_headers()
+            self.wfile.write(content[first : last + 1])
+        else:
+            super().do_GET()
+
+    def copyfile(self, source, outputfile):
+        if self.stalls:
+            outputfile.write(source.read(self.stalls))
+            outputfile.flush()
+            time.sleep(1.5)
+        with contextlib.suppress(ConnectionError):
+            super().copyfile(source, outputfile)
+
+    def do_HEAD(self):
+        if self.path.startswith("/secret/"):
+            self.send_error(403)
+        else:
+            super().do_HEAD()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def web(tmp_path):
+    """(URL, folder) of a server on this machine."""
+    pytest.importorskip("aiohttp")
+    folder = tmp_path / "web"
+    for name in ("ranged", "plain", "secret"):
+        (folder / name).mkdir(parents=True)
+    Handler.requests.clear()
+    with http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
+    ) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", folder
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "found"),
+    [
+        ("memory://bucket/set/a.jsonl", ["a"], ["a"]),
+        ("memory://bucket/set", ["a", "b"], ["a", "b", "c"]),
+        ("memory://bucket/set/**/*.jsonl", ["a", "b"], ["a", "b", "c"]),
+        (
+            ["memory://bucket/set/more", "memory://bucket/set/a.jsonl"],
+            ["more", "a"],
+            ["b", "c", "a"],
+        ),
+    ],
+)
+def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, path, names, found):
+    sources = find_sources(path, "data.path", tmp_path)
+    assert [source.name for source in sources] == names
+    assert texts(sources) == found
+    assert all(
+        file.startswith(str(tmp_path / "remote/memory/bucket/set"))
+        for source in sources
+        for file in source.files
+    )
+
+
+def test_a_file_is_fetched_once_and_anew_when_it_has_changed(bucket, tmp_path):
+    said = []
+    for content, fetched in ((None, 1), (None, 1), (lines("new"), 2)):
+        if content:
+            bucket.pipe("/bucket/set/a.jsonl", content)
+        found = texts(
+            find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path, said.append)
+        )
+        assert found == ["new" if content else "a"]
+        assert len(said) == fetched
+    assert (
+        len(list(tmp_path.rglob("a.jsonl"))) == 2
+    )  # another version is another file: a run may be reading the old one
+
+
+def test_without_a_network_the_copy_serves_and_that_is_said(bucket, tmp_path, enter):
+    said = []
+    find_sources("memory://bucket/set", "data.path", tmp_path)
+    enter(inject.fails("remote_open", ConnectionError("no route")))
+    assert texts(find_sources("memory://bucket/set", "data.path", tmp_path, said.append)) == [
+        "a",
+        "b",
+        "c",
+    ]
+    assert "no route" in said[0]
+    assert "copy" in said[0]
+    with pytest.raises(UserError, match="no route"):
+        find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path)
+
+
+def test_the_other_ranks_of_a_node_read_what_the_first_has_found(bucket, tmp_path, monkeypatch):
+    before = find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path)
+    bucket.pipe("/bucket/set/a.jsonl", lines("changed in between"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path) == before
+    (note,) = (tmp_path / "remote" / "found").iterdir()
+    note.write_text("{half")  # as a crash of the machine leaves it: the store is asked again
+    assert find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path) != before
+
+
+def test_who_waits_hears_that_a_download_goes_on(bucket, tmp_path):
+    heard = []
+    find_sources("memory://bucket/set", "data.path", tmp_path, progress=heard.append)
+    assert heard
+    assert all("fetched" in line for line in heard)
+
+
+def test_what_is_read_where_it_lies_is_the_same(bucket):
+    (source,) = find_sources("memory://bucket/set/more/*", "data.path")
+    assert source.files == ["memory://bucket/set/more/b.jsonl"]
+    units = split_units(source.files[0], 10)
+    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == ["b", "c"]
+    assert len(units) > 1
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        (
+            ["train-00000-of-00001.csv", "test-00000-of-00001.csv"],
+            r"several splits: train test\. Name.*'memory://bucket/hub/train\*'",
+        ),
+        (["notes.pdf"], "no file in this folder"),
+        ([], "no such file or folder"),
+    ],
+)
+def test_a_remote_folder_that_is_not_to_be_read_is_told(bucket, tmp_path, files, why):
+    for name in files:
+        bucket.pipe(f"/bucket/hub/{name}", b"text\nx\n")
+    with pytest.raises(UserError, match=why):
+        find_sources("memory://bucket/hub", "data.path", tmp_path)
+
+
+def test_configurations_of_a_hub_data_set_are_named(bucket, tmp_path):
+    for name in ("main", "socratic"):
+        for split in ("train", "test"):
+            bucket.pipe(f"/bucket/hub/{name}/{split}-00000-of-00001.csv", b"text\nx\n")
+    with pytest.raises(
+        UserError, match=r"(?s)'memory://bucket/hub/main/train\*'.*memory://bucket/hub/socratic"
+    ):
+        find_sources("memory://bucket/hub", "data.path", tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["ranged", "plain"])
+def test_a_broken_off_download_goes_on(web, tmp_path, folder, monkeypatch):
+    """On from where it was where the server can give parts, else from the beginning."""
+    url, files = web
+    content = lines(*(f"{i} " + "x" * 100 for i in range(1000)))
+    (files / folder / "a.jsonl").write_bytes(content)
+    (of_url,) = remote_files.list_files(f"{url}/{folder}/a.jsonl", "data.path")
+    copy = of_url.copy_in(tmp_path)
+    copy.parent.mkdir(parents=True)
+    (copy.parent / ".a.jsonl.part").write_bytes(content[:5000])
+    Handler.requests.clear()
+    find_sources(f"{url}/{folder}/a.jsonl", "data.path", tmp_path)
+    assert copy.read_bytes() == content
+    assert [p.name for p in copy.parent.iterdir()] == ["a.jsonl"]
+    assert any("bytes=5000" in request for request in Handler.requests)
+    assert any(not request.split()[1:] for request in Handler.requests) == (folder == "plain")
+
+
+def test_a_stop_ends_a_download_at_once_and_the_next_start_goes_on(web, tmp_path):
+    url, files = web
+    content = lines(*("x" * 1000 for i in range(20_000)))
+    (files / "ranged" / "a.jsonl").write_bytes(content)
+    Handler.stalls = 1 << 20
+
+    def stop(line):
+        raise Stopped("SIGTERM")
+
+    with pytest.raises(Stopped):
+        find_sources(f"{url}/ranged/a.jsonl", "data.path", tmp_path, progress=stop)
+    Handler.stalls = None
+    (part,) = tmp_path.rglob(".a.jsonl.part")
+    assert 0 < part.stat().st_size < len(content)
+    Handler.requests.clear()
+    (source,) = find_sources(f"{url}/ranged/a.jsonl", "data.path", tmp_path)
+    assert Path(source.files[0]).read_bytes() == content
+    assert all("bytes=" in request for request in Handler.requests)
+
+
+@pytest.mark.parametrize("folder", ["ranged", "plain"])
+def test_a_web_file_is_read_where_it_lies(web, folder):
+    url, files = web
+    (files / folder / "a.jsonl").write_bytes(lines(*map(str, range(50))))
+    units = split_units(f"{url}/{folder}/a.jsonl", 100)
+    assert [row.columns["text"] for unit in units for row in read_unit(unit)] == list(
+        map(str, range(50))
+    )
+    assert (len(units) > 1) == (folder == "ranged")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/plain/nothing.jsonl", "no such file"),
+        ("/secret/a.jsonl?Signature=abc", r"(?s)may not be read \(403.*Credentials"),
+        ("/plain/page", "has an unknown type"),
+    ],
+)
+def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
+    web, tmp_path, path, why
+):
+    url, files = web
+    (files / "plain" / "page").write_text("<html>")
+    with pytest.raises(UserError, match=why) as raised:
+        find_sources(url + path, "data.path", tmp_path)
+    told = str(raised.value)
+    assert url + path.split("?")[0] in told
+    assert "abc" not in told
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path):
+    pytest.importorskip("aiohttp")
+    with pytest.raises(UserError, match="cannot be reached"):
+        find_sources("http://127.0.0.1:9/a.jsonl", "data.path", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("s3://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
+        ("gs://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
+        ("hf://datasets/x", "hf://datasets/ORG/NAME"),
+        ("wat://bucket/a.jsonl", "wat:// is not known"),
+        ("openai/gsm8k", "hf://datasets/openai/gsm8k"),
+    ],
+)
+def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(world, path, why):
+    if path.startswith(("s3", "gs")) and any(map(remote_package_is_there, ("s3fs", "gcsfs"))):
+        pytest.skip("the package is there")
+    (told,) = world.command(
+        "preview", f"data.path={path}", "tokenizer.path=demo:bytes", "logging.wat=1", code=2
+    )
+    assert "2 problems" in told.err
+    assert why in told.err
+
+
+def remote_package_is_there(name):
+    import importlib.util
+
+    return importlib.util.find_spec(name) is not None
+
+
+def test_the_program_trains_on_a_url(train, tmp_path, chats):
+    run = train(
+        "run", f"data.path=file://{chats}", f"data.cache={tmp_path / 'cache'}", "train.steps=1"
+    )
+    assert run.metrics
+    assert len([*(tmp_path / "cache" / "remote").rglob("chats.jsonl")]) == 1
+
+
+@pytest.mark.slow
+def test_the_program_streams_from_a_web_server_that_gives_no_parts_of_a_file(web, train):
+    url, files = web
+    (files / "plain" / "a.jsonl").write_bytes(lines(*(f"text {i}" for i in range(100))))
+    stream = [
+        "data=pretrain",
+        "data.streaming=true",
+        f"data.path={url}/plain/a.jsonl",
+        "batch.seq_len=32",
+        "batch.rows=2",
+    ]
+    assert train("run", *stream, "train.steps=2").metrics[-1]["step"] == 2

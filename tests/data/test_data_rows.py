@@ -1,0 +1,274 @@
+"""Rows of every schema are read by what their columns mean; what is not read is named."""
+
+import json
+
+import pytest
+from texts import samples_of, supervised_texts
+
+from fsdp_trainer.config.schema import FORMATS as CHOICES
+from fsdp_trainer.data.files.file_splits import read_rows
+from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.records.conversations import make_reader
+from fsdp_trainer.data.records.record_formats import FORMATS
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
+
+ASK, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+CHAT = [ASK, REPLY]
+BYTES = load_tokenizer("demo:bytes")
+
+
+def reader_of(columns, format="auto", fields=None, kind="single"):
+    return make_reader(columns, format, fields, "file", kind=kind)
+
+
+def read(columns, format="auto", fields=None):
+    return reader_of(columns, format, fields).read(Row(columns, ("file", 1)))
+
+
+def test_every_format_can_be_chosen():
+    assert set(CHOICES) == {"auto", *FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("columns", "messages", "unused"),
+    [
+        ({"id": 1, "system_prompt": "s", "question": "q", "response": "a"}, [SYSTEM, *CHAT], "id"),
+        ({"system": "s", "messages": CHAT}, [SYSTEM, *CHAT], ""),
+        ({"system": [{"text": "s"}], "messages": CHAT}, [SYSTEM, *CHAT], ""),
+        ({"system": "s", "messages": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT], ""),
+        ({"inputs": "q", "targets": "a", "language": "en"}, CHAT, "language"),
+        ({"prompt": "q", "generation": "a"}, CHAT, ""),
+        ({"Instruction": "q", "Input": "", "Response": "a"}, CHAT, ""),
+        ({"Question": "q", "Answer": "a"}, CHAT, ""),
+        ({"User Prompt": "u", "query": "q", "answer": "a"}, CHAT, "User Prompt"),
+        ({"user": "q", "assistant": "a"}, CHAT, ""),
+        ({"question": "q", "solution": "a", "answer": "7"}, CHAT, "answer"),
+        ({"question": "q", "answer": "a", "context": {"n": 1}}, CHAT, "context"),
+        ({"input": [ASK], "output": "a", "reasoning": "on"}, CHAT, "reasoning"),
+        ({"chat": CHAT}, CHAT, ""),
+        ({"turns": CHAT, "n": 2}, CHAT, "n"),
+        ({"any_name": CHAT, "n": 2}, CHAT, "n"),
+        ({"talk": {"messages": CHAT, "id": 1}}, CHAT, "talk.id"),
+        ({"conversation": [{"input": "q", "output": "a"}]}, CHAT, ""),
+        ({"conversations": ["q", "a"], "source": "x"}, CHAT, "source"),
+        ({"data": ["q", "a"], "id": 1}, CHAT, "id"),
+        ({"conversations": {"from": ["human", "gpt"], "value": ["q", "a"]}}, CHAT, ""),
+        ({"messages": [{"user": "q"}, {"assistant": "a"}]}, CHAT, ""),
+        ({"messages": [{"speaker": "human", "text": "q"}, REPLY]}, CHAT, ""),
+        ({"conversations": [ASK, {"from": "bing", "value": "a"}]}, CHAT, ""),
+        (
+            {"contents": [{"role": "user", "parts": [{"text": "q"}]}, REPLY]},
+            CHAT,
+            "",
+        ),
+    ],
+)
+def test_columns_and_turns_are_read_under_any_usual_name(columns, messages, unused):
+    reader = reader_of(columns)
+    assert reader.read(Row(columns, ("file", 1))).messages == messages
+    assert " ".join(reader.unused) == unused
+
+
+@pytest.mark.parametrize("name", ["context", "article", "input"])
+def test_what_is_given_beside_a_question_is_part_of_it(name):
+    assert read({"question": "q", name: "c", "answer": "a"}).messages[0]["content"] == "q\nc"
+    later = {"question": "q", "answer": "a"}
+    reader = reader_of(later)
+    row = Row(later | {name: "c"}, ("file", 2))
+    assert reader.read(row).messages[0]["content"] == "q\nc"
+
+
+def test_earlier_turns_come_first_in_any_form():
+    earlier = {"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}
+    for history in ([["q0", "a0"]], list(earlier), [{"question": "q0", "answer": "a0"}]):
+        row = {"query": "q", "response": "a", "history": history}
+        assert read(row).messages == [*earlier, *CHAT]
+
+
+def test_columns_that_later_rows_bring_are_read_or_named():
+    reader = reader_of({"question": "q", "answer": "a"})
+    later = {"question": "q", "answer": "a", "system_prompt": "s", "topic": "t"}
+    assert reader.read(Row(later, ("file", 2))).messages == [SYSTEM, *CHAT]
+    assert list(reader.unused) == ["topic"]
+
+
+def test_calls_as_an_answer_are_tool_calls_where_they_call_the_rows_tools():
+    tools = json.dumps([{"name": "add", "description": "d", "parameters": {}}])
+    answers = json.dumps([{"name": "add", "arguments": {"a": 1}}])
+    row = read({"query": "q", "answers": answers, "tools": tools, "id": 0})
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert row.messages[1]["tool_calls"] == [{"type": "function", "function": function}]
+    assert row.tools[0]["function"]["name"] == "add"
+    other = json.dumps([{"name": "no tool", "arguments": {}}])
+    assert read({"query": "q", "answers": other, "tools": tools}).messages[1]["content"] == other
+    listed = read({"messages": CHAT, "tools": json.loads(tools)}).tools
+    assert read({"messages": CHAT, "tools": [json.dumps(listed[0])]}).tools == listed
+
+
+def test_a_weight_of_ms_swift_is_read():
+    turns = [ASK, REPLY | {"loss_scale": 0}]
+    assert read({"messages": turns}).messages[1]["weight"] == 0
+
+
+def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
+    detail = [
+        {"begin_offset": 0, "end_offset": 3, "train": False},
+        {"begin_offset": 4, "end_offset": 7, "train": True},
+    ]
+    row = read({"messages": [ASK, {"role": "assistant", "content": "one two", "train_detail": []}]})
+    (whole,), _ = samples_of(BYTES, row)
+    assert supervised_texts(BYTES, whole) == ["one two<|im_end|>"]
+    detail[1]["end_offset"] = 6
+    turn = {"role": "assistant", "content": "one two", "train_detail": detail}
+    (part,), _ = samples_of(BYTES, read({"messages": [ASK, turn]}))
+    assert supervised_texts(BYTES, part) == ["two<|im_end|>"]
+    detail[1]["end_offset"] = 7
+    with pytest.raises(RowError, match="train_detail names characters 4 to 7 of 7"):
+        read({"messages": [ASK, turn]})
+
+
+def test_pairs_are_read_under_any_names_through_fields():
+    columns = {"q": "q", "response_j": "a", "response_k": "b", "date": "d"}
+    fields = {"prompt": "q", "chosen": "response_j", "rejected": "response_k"}
+    reader = reader_of(columns, fields=fields, kind="pairs")
+    pair = reader.read(Row(columns, ("file", 1)))
+    assert (pair.prompt, pair.chosen) == ([ASK], [REPLY])
+    assert list(reader.unused) == ["date"]
+    with pytest.raises(UserError, match=r"{prompt: q, completion: response_j}"):
+        reader_of(columns, fields=fields, kind="single")
+
+
+def test_preview_shows_pairs_under_any_names(world, tmp_path):
+    row = {"q": "q", "good": "a", "bad": "b", "date": "d"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    keys = ["preview", f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes"]
+    (shown,) = world.command(*keys, "data.fields={prompt: q, chosen: good, rejected: bad}")
+    assert "preference (q → prompt, good → chosen, bad → rejected)" in shown.out
+    assert "columns not used: date" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"question": "q", "answer": 5}, "'answer' should be text, it is int 5"),
+        ({"chat": [ASK, 5]}, "None of them holds text or turns"),
+        ({"messages": [{"who": "Bob", "says": "x"}]}, "its keys: who says"),
+        ({"messages": CHAT, "system": 5}, "'system' should be text"),
+        ({"messages": CHAT, "images": ["a.png"]}, r"pictures \('images'\)"),
+        ({"question": "q", "answer": "a", "audio": {"path": "x"}}, r"sound \('audio'\)"),
+        ({"messages": CHAT, "pic": {"bytes": b"x", "path": None}}, r"\('pic'\)"),
+        ({"messages": [ASK | {"images": ["x"]}, REPLY]}, "a turn holds pictures"),
+        ({"role": "user", "text": "q", "parent": 1}, "each row is one turn"),
+        ({"chat_log": CHAT, "talk": CHAT}, "{messages: chat_log}"),
+        ({"title": "x", "n": 1}, "{text: title}"),
+        ({"title": "x", "body": "xyz"}, "{prompt: title, completion: body}.*{text: body}"),
+        ({"question": "q", "answers": {"text": ["a"]}}, "'answers' has a turn without a role"),
+        (
+            {"before": CHAT, "response1": "x", "response2": "y"},
+            "{prompt: before, chosen: response1, rejected: response2}",
+        ),
+        ({"q": "x", "text_a": "y", "text_b": "z"}, "{prompt: q, chosen: text_a, rejected: text_b}"),
+    ],
+)
+def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, message):
+    with pytest.raises((RowError, UserError), match="(?s)" + message):
+        try:
+            read(columns)
+        except UserError as error:
+            raise UserError(error.problems[0].reason) from None
+
+
+def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
+    columns = {"messages": CHAT, "images": ["a.png"]}
+    reader = reader_of(columns, fields={"messages": "messages"})
+    assert reader.read(Row(columns, ("file", 1))).messages == CHAT
+    assert list(reader.unused) == ["images"]
+    assert read(columns | {"images": []}).messages == CHAT
+
+
+def test_tokens_are_trained_on_as_they_are():
+    columns = {"input_ids": [7, 8, 9, 258, 0], "labels": [-100, -100, 9, 258, -100]}
+    row = read(columns | {"attention_mask": [1, 1, 1, 1, 0]})
+    (sample,), builder = samples_of(BYTES, row)
+    assert sample.tokens.tolist() == [7, 8, 9, 258]
+    assert sample.weights.tolist() == [0, 0, 1, 1]
+    assert not builder.counts
+    (plain,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 9]}))
+    assert plain.weights.tolist() == [0, 1, 1]
+    (masked,), _ = samples_of(BYTES, read({"input_ids": [7, 8, 258], "loss_mask": [0, 0, 1]}))
+    assert masked.weights.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"input_ids": [5, 100_000]}, "token 100000, and the tokenizer has 0 to"),
+        ({"input_ids": [5, -1]}, "token -1"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "'labels' has 6 at place 0"),
+        ({"input_ids": [5, 6], "labels": [-100]}, "'labels' has 1 numbers, 'input_ids' has 2"),
+        ({"input_ids": [5, 6], "labels": 1}, "'labels' should be a list of whole numbers"),
+    ],
+)
+def test_tokens_that_cannot_be_trained_on_are_refused(columns, message):
+    with pytest.raises(RowError, match=message):
+        samples_of(BYTES, read(columns))
+
+
+def test_segments_are_learnt_where_their_label_is_true():
+    segments = [
+        {"label": False, "text": "<|im_start|>Ask: "},
+        {"label": True, "text": "yes<|im_end|>"},
+    ]
+    (sample,), builder = samples_of(BYTES, read({"segments": segments}))
+    assert BYTES.decode(sample.tokens.tolist(), skip_special=False) == (
+        "<|im_start|>Ask: yes<|im_end|>"
+    )
+    assert supervised_texts(BYTES, sample) == ["yes<|im_end|>"]
+    assert not builder.counts
+    with pytest.raises(RowError, match="needs a text and a label"):
+        read({"segments": [{"text": "x"}]}, format="segments")
+
+
+def test_one_object_that_is_a_conversation_is_one_row(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"conversations": [{"from": "human", "value": "q"}]}, indent=1))
+    (row,) = read_rows(str(file))
+    assert list(row.columns) == ["conversations"]
+    file.write_text(json.dumps({"data": [{"question": "q", "answer": "a"}] * 2}, indent=1))
+    assert len(list(read_rows(str(file)))) == 2
+
+
+def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, world, tmp_path):
+    rows = [
+        {"question": "q", "answer": "a", "topic": "t"},
+        {"question": "r", "answer": "b", "n": 1},
+    ]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"data.path={file}", "tokenizer.path=demo:bytes"]
+    line = f"{file}: columns not used: topic, n"
+    assert line in world.command("preview", *given, f"data.cache={tmp_path}/c")[0].out
+    assert line in train("run", *given, "train.steps=1").out
+
+
+def test_columns_that_a_stream_does_not_use_are_named(world, tmp_path):
+    rows = [{"question": f"q{i}", "answer": "a", "topic": "t"} for i in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [f"data.path={tmp_path}/a.jsonl", "tokenizer.path=demo:bytes", "batch.rows=4"]
+    stream = ["data.streaming=true", "train.steps=1"]
+    assert "columns not used: topic" in world.command("preview", *keys, *stream)[0].out
+
+
+def test_tokens_may_be_cut_and_segments_are_not(world, tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps({"input_ids": [*range(40, 100)]}))
+    segments = [{"text": "x" * 60, "label": True}]
+    (tmp_path / "s.jsonl").write_text(json.dumps({"segments": segments}))
+    keys = ["tokenizer.path=demo:bytes", "batch.seq_len=32", "data.too_long=split"]
+    keys += [f"data.cache={tmp_path}/cache", "preview.format=json", "preview.rows=2"]
+    (shown,) = world.command("preview", f"data.path={tmp_path}/t.jsonl", *keys)
+    rows = [json.loads(line) for line in shown.out.splitlines()]
+    assert sorted(token for row in rows for token in row["tokens"]) == [*range(40, 100)]
+    (refused,) = world.command("preview", f"data.path={tmp_path}/s.jsonl", *keys, code=2)
+    assert "only text and tokens can be cut into pieces" in refused.err

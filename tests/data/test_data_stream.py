@@ -1,0 +1,541 @@
+"""Streamed data: the same rows for everyone, from where a checkpoint stands, and nothing kept of
+them."""
+
+import gzip
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from dataclasses import replace
+from unittest.mock import patch
+
+import fsspec
+import inject
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from inject import SPIKED
+from stored import assert_bitwise_equal, stored
+from world import SPIKY, write_chats
+
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.stream.row_stream import stream_data, unit_at
+from fsdp_trainer.data.stream.stream_readers import Readers, WorkerReaders
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import RunFailed, UserError
+
+TOKENIZER = load_tokenizer("demo:bytes")
+TEMPLATE = load_template(None, TOKENIZER)
+STREAMED = ["data.streaming=true", "data.workers=1", "batch.micro_rows=1"]
+PRETRAIN = {"format": "text", "packing": "stream", "too_long": "split"}
+
+
+def streamed(path, rows=4, seq_len=64, seed=0, **options):
+    return stream_data(
+        Data(path=str(path), streaming=True, **options),
+        Batch(seq_len=seq_len, rows=rows),
+        seed,
+        TOKENIZER,
+        TEMPLATE,
+    )
+
+
+def content(row):
+    return [
+        row.tokens.tolist(),
+        row.labels.tolist(),
+        row.weights.tolist(),
+        row.documents,
+        row.sources,
+        row.where,
+        row.cursor,
+    ]
+
+
+def write_texts(path, count):
+    path.write_text(
+        "".join(json.dumps({"text": f"{i:04d}" + "x" * (i * i % 150)}) + "\n" for i in range(count))
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A hundred samples as several kinds of files."""
+    folder = tmp_path_factory.mktemp("streamed")
+    chats = write_chats(folder / "chats.jsonl", 100)
+    (folder / "chats.jsonl.gz").write_bytes(gzip.compress(chats.read_bytes()))
+    return {
+        "chats": chats,
+        "packed": folder / "chats.jsonl.gz",
+        "texts": write_texts(folder / "texts.jsonl", 100),
+    }
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["best_fit", "none", "stream"]),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(0, 60),
+    st.integers(20, 200),
+)
+def test_a_stream_goes_on_from_any_of_its_rows(files, packing, shuffle, rows, place, seq_len):
+    options = {
+        "packing": packing,
+        "shuffle": shuffle,
+        **({"too_long": "split"} if packing == "stream" else {"too_long": "truncate"}),
+    }
+    data = streamed(files["texts"], rows, seq_len, **options)
+    one = [content(row) for row in itertools.islice(data.stream(rows - 1), place + 40)]
+    again = [content(row) for row in itertools.islice(data.stream(rows - 1, one[place][-1]), 39)]
+    assert again == one[place + 1 :]
+
+
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(["chats", "packed", "texts"]),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(0, 3),
+)
+def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(
+    files, kind, shuffle, rows, seed
+):
+    data = streamed(files[kind], rows, 256, seed, shuffle=shuffle)
+    per_epoch = len(data.units) * data.parts
+    for epoch in range(2):
+        lines = []
+        for place in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            turn, number = divmod(place, rows)
+            source, unit, part = unit_at(data, place)
+            taken = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
+            lines += [sample.tokens.tobytes() for sample in taken]
+            assert all(sample.source == source == 0 and part < data.parts for sample in taken)
+            assert unit in [u for _, u in data.units]
+        assert len(lines) == 100, "each of the samples"
+        if kind == "texts":
+            assert len(set(lines)) == 100, "which differ"
+
+
+def test_texts_are_cut_where_rows_end_and_every_token_but_the_first_is_learnt_once(files):
+    data = streamed(files["texts"], rows=1, seq_len=50, shuffle=False, **PRETRAIN)
+    rows = [*itertools.islice(data.stream(0), 100)]
+    assert all(len(row.tokens) == 50 == sum(row.documents) for row in rows), "every row is full"
+    texts = [json.loads(line)["text"] for line in files["texts"].read_text().splitlines()]
+    bos, eos = (
+        [t for t in [TOKENIZER.bos_id] if t is not None],
+        [t for t in [TOKENIZER.eos_id] if t is not None],
+    )
+    whole = [[*bos, *TOKENIZER.encode(text), *eos] for text in texts]
+    flat = [token for text in whole * 2 for token in text][: 50 * 100]
+    follows = [label for text in whole * 2 for label in [*text[1:], -100]][: 50 * 100]
+    assert np.concatenate([row.tokens for row in rows]).tolist() == flat[: 50 * 100]
+    assert np.concatenate([row.labels for row in rows]).tolist() == follows
+
+
+def test_windows_are_filled_as_well_as_an_epoch(files):
+    rows = [*itertools.islice(streamed(files["chats"], rows=1, seq_len=256).stream(0), 200)]
+    assert sum(len(row.tokens) for row in rows) / (200 * 256) > 0.96
+    assert all(row.documents and len(row.tokens) <= 256 for row in rows)
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_rows_and_import_no_torch(files):
+    data = streamed(files["chats"], rows=3)
+    starts = dict.fromkeys(range(3), (0, 0, 0, 0))
+    here, elsewhere = Readers(data, starts), WorkerReaders(data, starts, 2)
+    try:
+        for _ in range(30):
+            for number in range(3):
+                assert content(here.next(number)) == content(elsewhere.next(number))
+        assert elsewhere.waits_for == str(files["chats"])
+        next(iter(elsewhere.pool.processes.values())).kill()
+        with pytest.raises(RunFailed, match="was killed"):
+            for _ in range(10_000):
+                elsewhere.next(0)
+    finally:
+        elsewhere.close()
+    code = "import sys, fsdp_trainer.data.stream.stream_readers; print('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    line = json.dumps({"text": "many words " * 200}) + "\n"
+    large = tmp_path / "large.jsonl"
+    with open(large, "w") as file:
+        for _ in range(40):
+            file.write(line * 500)
+    assert large.stat().st_size > 40e6
+    tracemalloc.start()
+    stream = streamed(large, rows=2, seq_len=512, **PRETRAIN).stream(0)
+    for _ in range(300):
+        next(stream)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+@pytest.mark.slow
+def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
+    cache = inputs["data.cache"] / "unused"
+    texts = [
+        f"data.path={files['texts']}",
+        *(f"data.{key}={value}" for key, value in PRETRAIN.items()),
+    ]
+    how = [*STREAMED, *texts, "train.steps=5", f"data.cache={cache}"]
+    one, four = train("one", *how), train("four", *how, ranks=4)
+    for other in (four, train("six", *how, "data.workers=2", "batch.micro_rows=6")):
+        assert np.abs(np.subtract(one.column("loss"), other.column("loss"))).max() < 1e-5
+        assert one.column("tokens") == other.column("tokens")
+        assert one.column("supervised_tokens") == other.column("supervised_tokens")
+    assert not cache.exists(), "nothing is kept"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
+    how = [*STREAMED, "train.steps=10", "checkpoint.every=4"]
+    whole = train("whole", *how, ranks=2)
+    cut = train("cut", *how, ranks=2, seam=inject.failed(step=8, phase="clip"), code=1)
+    assert cut.checkpoints == ["step-00000004"]
+    shutil.copytree(cut.folder, cut.folder.with_name("fewer"))
+    again = train("cut", *how, ranks=2)
+    assert again.column("loss") == whole.column("loss")
+    assert_bitwise_equal(
+        stored(again.folder / "checkpoints/step-00000010"),
+        stored(whole.folder / "checkpoints/step-00000010"),
+    )
+    fewer = train("fewer", *how, ranks=1)
+    assert np.abs(np.subtract(fewer.column("loss"), whole.column("loss"))).max() < 1e-5
+    assert fewer.column("tokens") == whole.column("tokens")
+
+
+@pytest.mark.slow
+def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, files, tmp_path):
+    broken = write_chats(tmp_path / "broken.jsonl", 1200)
+    lines = broken.read_text().splitlines()
+    lines[1190] = '{"prompt": "no end'
+    broken.write_text("\n".join(lines) + "\n")
+    how = [*STREAMED, f"data.path={broken}", "data.shuffle=false", "train.steps=100"]
+    how += ["batch.micro_rows=3", "model.num_hidden_layers=1"]
+    run = train("run", *how, ranks=2, code=2)
+    assert f"{broken}:1191" in run.err
+    assert "data.on_error=skip" in run.err
+    assert "Traceback" not in run.err
+    trained = len(run.metrics)
+    assert run.event("end")[0]["exit_code"] == 2
+    assert 10 < trained < 100
+    assert run.checkpoints == [f"step-{trained:08d}"], "nothing that was trained is lost"
+    run = train(
+        "run", *how, "data.on_error=skip", "checkpoint.allow_changes=[data.on_error]", ranks=2
+    )
+    assert f"resumes after step {trained}" in run.out
+    assert f"skipped {broken}:1191" in run.out
+    assert len(run.metrics) == 100
+    assert [where.split()[0] for event in run.event("rows_skipped") for where in event["rows"]] == [
+        f"{broken}:1191"
+    ]
+
+
+@inject.fault
+def slow_file(for_ever=False):
+    """Rank 1 waits for a file once, until it has been told of three times, or as long as the run
+    lasts. Rank 0 takes its time to tell."""
+    import time
+
+    waited, told, over = [], [], threading.Event()
+
+    def slowly(real, self, text):
+        time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
+        real(self, text)
+
+    def read_unit(real, unit):
+        if dist.is_initialized() and dist.get_rank() == 1 and not waited:
+            waited.append(True)
+            while not over.wait(0.05) and (len(told) < 3 or for_ever):
+                pass
+        return real(unit)
+
+    def tell_waiting(real, self, *args):
+        told.append(args)
+        real(self, *args)
+
+    try:
+        with (
+            inject.around("stream_read", read_unit),
+            inject.around("say", slowly),
+            inject.around("stream_waits", tell_waiting),
+            inject.setting("stream_round_seconds", 0.1),
+            inject.setting("stream_rounds_told", 3),
+        ):
+            yield
+    finally:
+        over.set()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(
+    train, files
+):
+    run = train("slow", *STREAMED, "train.steps=3", ranks=2, seam=slow_file())
+    event, *later = run.event("data_wait")
+    assert len(later) >= 2
+    seconds = [line["seconds"] for line in (event, *later)]
+    assert seconds == sorted(set(seconds)), "each is told later than the one before"
+    assert event["rank"] == 1
+    assert f"rank 1 waits for {event['file']}" in run.out
+    assert event["file"].endswith("chats.jsonl")
+    assert len(run.metrics) == 3
+    run = train(
+        "gives_up",
+        *STREAMED,
+        "train.steps=3",
+        "launch.data_timeout=1s",
+        ranks=2,
+        seam=slow_file(for_ever=True),
+        code=1,
+    )
+    assert "gave nothing for" in run.err
+    assert "launch.data_timeout" in run.err
+
+
+@inject.fault
+def one_file_gone_and_one_that_hangs():
+    """Rank 0's is gone, and rank 1 waits for its own."""
+    over = threading.Event()
+
+    def read_unit(real, unit):
+        if not dist.is_initialized():
+            return real(unit)
+        if dist.get_rank() == 0:
+            raise OSError("it is gone")
+        return over.wait()
+
+    with (
+        inject.around("stream_read", read_unit),
+        inject.setting("stream_round_seconds", 0.2),
+    ):
+        yield
+    over.set()
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
+    run = train(
+        "run",
+        *STREAMED,
+        "train.steps=3",
+        "launch.data_timeout=20s",
+        ranks=2,
+        seam=one_file_gone_and_one_that_hangs(),
+        code=1,
+    )
+    assert "rank 0 cannot read its part of the data of step 1" in run.err
+    assert "it is gone" in run.err
+    assert "rank 1" not in run.err
+
+
+@pytest.mark.slow
+def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
+    few = write_chats(tmp_path / "few.jsonl", 3)
+    assert (
+        "has 3 rows, fewer than a step"
+        in train("few", *STREAMED, f"data.path={few}", "train.steps=2", code=2).err
+    )
+    run = train(
+        "several",
+        *STREAMED,
+        "train.epochs=1",
+        "train.steps=null",
+        "data.validation=0.1",
+        "data.prefetch=0",
+        code=2,
+    )
+    assert all(
+        text in run.err
+        for text in ("train.steps=1000", "data.validation=heldout.jsonl", "data.prefetch=1")
+    )
+    mixture = f"data.path=[{{path: {few}, weight: 1}}, {{path: {files['chats']}, weight: 2}}]"
+    assert "weights and repeats" in train("mixed", *STREAMED, mixture, "train.steps=2", code=2).err
+    with pytest.raises(UserError, match="nothing to learn"):
+        streamed(files["chats"], seq_len=8)
+
+
+@pytest.mark.slow
+def test_another_number_of_rows_is_other_data(train):
+    how = [*STREAMED, "train.steps=2"]
+    train("run", *how)
+    changed = train("run", *how[:-1], "train.steps=4", "batch.rows=5", code=2)
+    assert "data.fingerprint" in changed.err
+    assert "batch.rows=5" in changed.err
+    assert "no file has changed" in changed.err
+    allowed = train(
+        "run",
+        *how[:-1],
+        "train.steps=4",
+        "batch.rows=5",
+        "checkpoint.allow_changes=[batch.rows,data.fingerprint]",
+    )
+    anew = train("anew", *how, "batch.rows=5")
+    assert "data   no file has changed" in allowed.out
+    assert "data   the streams begin anew" in allowed.out
+    stored = train("run", *how[1:], "data.streaming=false", "train.steps=5", code=2).err
+    assert "has other content" not in stored
+    assert (
+        np.diff(allowed.column("tokens")[1:]).tolist()
+        == np.diff([0, *anew.column("tokens")]).tolist()
+    )
+
+
+def test_the_preview_shows_the_rows_of_training(files, capsys):
+    from fsdp_trainer.cli import main
+
+    how = [
+        "tokenizer.path=demo:bytes",
+        f"data.path={files['chats']}",
+        "data.streaming=true",
+        "train.steps=1",
+        "batch.seq_len=64",
+        "batch.rows=4",
+    ]
+    assert main(["preview", *how, "preview.format=json", "preview.rows=10"]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    data = streamed(files["chats"])
+    streams = [data.stream(number) for number in range(4)]
+    for index, row in enumerate(shown):
+        expected = next(streams[index % 4])
+        assert row["tokens"] == expected.tokens.tolist()
+        assert row["documents"] == expected.documents
+        assert row["row"] == index
+        assert row["labels"] == expected.labels.tolist()
+
+
+def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_path, capsys):
+    from fsdp_trainer.cli import main
+
+    rows = [json.dumps({"text": "x" * 200}) for _ in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows[:10], "broken", *rows[10:]]))
+    how = [
+        "data=pretrain",
+        "tokenizer.path=demo:bytes",
+        f"data.path={tmp_path}/a.jsonl",
+        "batch.seq_len=64",
+        "batch.rows=1",
+        "data.shuffle=false",
+    ]
+    assert (
+        main(["preview", *how, "data.streaming=true", "data.on_error=skip", "preview.rows=1"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert "longest 201" in out
+    assert "skipped that cannot be read" in out
+    assert "a.jsonl:11" in out
+
+
+def fit_without_two_steps(real, self):
+    self.progress.skipped_row_ranges = [[12, 24]]
+    return real(self)
+
+
+def complete_and_look(real, self, step):
+    batches = real(self, step)
+    assert batches.plan.start != 24 or 12 in self.source.cursors, (
+        "where a stop in this step would leave the run"
+    )
+    return batches
+
+
+TWO_STEPS_LEFT_OUT = inject.together(
+    inject.around("fit", fit_without_two_steps), inject.around("stream_step", complete_and_look)
+)
+
+
+@pytest.mark.slow
+def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
+    plain = train("plain", *STREAMED, "train.steps=8")
+    jumps = train("jumps", *STREAMED, "train.steps=6", seam=TWO_STEPS_LEFT_OUT)
+    each, jumped = (np.diff([0, *run.column("tokens")]).tolist() for run in (plain, jumps))
+    assert jumped == [*each[:2], *each[4:]]
+
+
+def spike(real, self, step):
+    batches = real(self, step)
+    if batches.plan.start == 3 * (SPIKED - 1):
+        batches.plan = replace(batches.plan, weight=batches.plan.weight / 50)
+    return batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [6, SPIKED])
+def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
+    how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
+    plain = train("plain", *how)
+    run = train(
+        "run",
+        *how,
+        "train.on_spike=rewind",
+        "train.rewind_margin=0",
+        f"checkpoint.every={every}",
+        seam=inject.around("stream_step", spike),
+        ranks=2,
+    )
+    each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
+    if every == 6:
+        assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
+        assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
+    else:
+        assert "there is no checkpoint before step" in run.out
+        assert f"step-{SPIKED:08}" in run.checkpoints, "the one that was due after the spike"
+        assert again == each
+
+
+@pytest.mark.slow
+def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
+    run = train(
+        "run", *STREAMED, "train.steps=3", "data.packing=none", ranks=2, seam=inject.bad_gradient()
+    )
+    (event,) = run.event("skipped")
+    assert event["ranks"] == [1]
+    assert len(event["samples"]) == 1
+    assert event["samples"][0].rpartition(":")[0].endswith("chats.jsonl")
+    assert 1 <= int(event["samples"][0].rpartition(":")[2]) <= 100
+
+
+def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(files):
+    fsspec.filesystem("memory").pipe("/chats.jsonl", files["chats"].read_bytes())
+    data, failed, told = streamed("memory://chats.jsonl", rows=2), [], []
+    expected = [content(row) for row in itertools.islice(data.stream(1), 60)]
+
+    def read_unit(real, unit):
+        for i, row in enumerate(real(unit)):
+            if i == 3 and len(failed) % 3 < 2:
+                failed.append(unit)
+                raise UserError("the data cannot be used") from ConnectionResetError(
+                    "reset by peer"
+                )
+            yield row
+        failed.append(None)
+
+    with inject.around("stream_read", read_unit), patch.object(time, "sleep"):
+        assert [
+            content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)
+        ] == expected
+        with pytest.raises(UserError):
+            next(data.stream(1))
+    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told
+    assert len(failed) > 4

@@ -1,0 +1,161 @@
+"""The version of the tokens: a change of code that changes the tokens of a row raises it, and every
+other change leaves the caches as they are.
+
+`WRITE=1 pytest tests/data/test_data_version.py` stores the digests of a version that was raised.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from texts import turn
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from fsdp_trainer.config.schema import Batch, Data
+from fsdp_trainer.data.store.fingerprint import TOKENS_VERSION
+from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, load_template
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+
+STORED = Path(__file__).with_name("tokens_of_a_version.json")
+SEQ_LEN = 192
+
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+CHATS = [
+    [turn("user", "Hi"), turn("assistant", "Hello!")],
+    [
+        turn("system", "Be brief."),
+        turn("user", "  two spaces, and a tab\t"),
+        turn("assistant", "<think>\nhm\n</think>\n\n4"),
+        turn("user", "naïve 日本語 🙂"),
+        turn("assistant", "x" * 40 + "\n"),
+    ],
+    [turn("user", "long " * 60), turn("assistant", "too long for a row")],
+    [turn("user", "Count."), turn("assistant", "one two three " * 60)],
+]
+TOOL_CHAT = [
+    turn("user", "Weather?"),
+    turn("assistant", "", tool_calls=[CALL]),
+    turn("tool", "rain", name="weather"),
+    turn("assistant", "It rains."),
+]
+TEXTS = ["A text.", "Two\n\nparagraphs  of it.", "", "word " * 120, "日本語 <s> </s>"]
+# as the templates that show the last turn in another way than those before it
+REWRITING = """{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{{- m.content.split('</think>')[-1].strip() + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+CHAT_ROWS = [{"messages": chat} for chat in CHATS]
+ROWS = {
+    "text": [{"text": text} for text in TEXTS],
+    "chats": CHAT_ROWS,
+    "sharegpt": [
+        {"conversations": [{"from": t["role"], "value": t["content"]} for t in chat]}
+        for chat in CHATS
+    ],
+    "tools": [{"messages": TOOL_CHAT, "tools": [WEATHER]}],
+    "prompts": [
+        {"prompt": "2+2=", "completion": " 4"},
+        {"prompt": "ends in a space ", "completion": "answer"},
+    ],
+    "alpaca": [
+        {"instruction": "Add.", "input": "2, 2", "output": "4"},
+        {"instruction": "Greet.", "input": "", "output": "Hi"},
+    ],
+    "tokens": [{"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, -100]}],
+    "segments": [
+        {"segments": [{"text": "learnt", "label": True}, {"text": " not", "label": False}]}
+    ],
+}
+# name: (rows, tokenizer, template, options)
+CASES = {
+    **{f"{rows} by bytes": (rows, "bytes", None, {}) for rows in ROWS},
+    **{f"chats as {name}": ("chats", "bpe", name, {}) for name in BUILT_IN},
+    "chats as a rewriting template": ("chats", "bpe", REWRITING, {}),
+    "tools as chatml": ("tools", "bpe", "chatml", {}),
+    "texts, bpe": ("text", "bpe", None, {}),
+    "texts, split": ("text", "bytes", None, {"too_long": "split"}),
+    "texts, a stream": ("text", "bpe", None, {"too_long": "split", "packing": "stream"}),
+    "chats, cut": ("chats", "bpe", "chatml", {"too_long": "truncate"}),
+    "chats, all": ("chats", "bpe", "chatml", {"loss_on": "all"}),
+    "chats, last": ("chats", "bpe", "chatml", {"loss_on": "last"}),
+    "chats, a part for validation": ("chats", "bpe", "chatml", {"validation": 0.5}),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """The bytes' own tokenizer, and a byte-level BPE of a few merges beside the families'
+    markers."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "r"), ("Ġ", "t"), ("Ġt", "o")]
+    words = [*letters, *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    markers = dict.fromkeys(marker for markers in MARKERS.values() for marker in markers)
+    special = ["<s>", "</s>", *markers]
+    backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in special])
+    folder = tmp_path_factory.mktemp("bpe")
+    backend.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return {"bytes": load_tokenizer("demo:bytes"), "bpe": load_tokenizer(str(folder))}
+
+
+def tokens_digest(folder, tokenizers, case):
+    """Return a digest of all tokens and weights, in their order and with the samples' limits."""
+    rows, name, template, options = CASES[case]
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[rows]))
+    if template == REWRITING:
+        template = str(folder / "template.jinja")
+        Path(template).write_text(REWRITING)
+    tokenizer = tokenizers[name]
+    data = Data(path=str(folder / "rows.jsonl"), max_lost=1.0, **options)
+    batch = Batch(seq_len=SEQ_LEN)
+    prepared = prepare(data, batch, tokenizer, load_template(template, tokenizer), folder / "c")
+    digest = hashlib.blake2b(digest_size=8)
+    for store in [*prepared.train, *filter(None, [prepared.validation])]:
+        for column in (store.lengths, store.tokens, store.weights):
+            digest.update(column.tobytes())
+    return digest.hexdigest()
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory, tokenizers):
+    root = tmp_path_factory.mktemp("tokens")
+    return {case: tokens_digest(root / str(i), tokenizers, case) for i, case in enumerate(CASES)}
+
+
+def test_tokens_that_change_have_another_version(digests):
+    stored = json.loads(STORED.read_text())
+    changed = [
+        case for case, digest in digests.items() if stored["digests"].get(case, digest) != digest
+    ]
+    if os.environ.get("WRITE") and (stored["version"] < TOKENS_VERSION or not changed):
+        STORED.write_text(
+            json.dumps({"version": TOKENS_VERSION, "digests": digests}, indent=1) + "\n"
+        )
+        return
+    assert not changed, (
+        "the tokens of these rows have changed. If they are meant to, raise TOKENS_VERSION in "
+        "fsdp_trainer/data/store/fingerprint.py and run this test once with WRITE=1"
+    )
+    assert (TOKENS_VERSION, set(digests)) == (stored["version"], set(stored["digests"])), (
+        "run this test once with WRITE=1"
+    )
+
+
+def test_every_case_has_samples_of_its_own(digests):
+    alike = {case for case in CASES if list(digests.values()).count(digests[case]) > 1}
+    assert alike == {"chats by bytes", "sharegpt by bytes"}  # the same chats

@@ -1,0 +1,269 @@
+"""Tasks of lm-evaluation-harness on our decoder: the same numbers as with transformers."""
+
+import json
+
+import inject
+import pytest
+import torch
+from world import read_lines
+from zoo import make_folder
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {items}
+    train: {items}
+test_split: test
+fewshot_split: train
+{more}
+"""
+MORE = {
+    "choice": """output_type: multiple_choice
+doc_to_text: '{{question}}'
+doc_to_choice: '{{choices}}'
+doc_to_target: answer
+metric_list:
+  - metric: acc
+  - metric: acc_norm""",
+    "likelihood": """output_type: loglikelihood
+doc_to_text: '{{question}} '
+doc_to_target: '{{choices[0]}}'
+metric_list:
+  - metric: perplexity
+  - metric: acc""",
+    "rolling": """output_type: loglikelihood_rolling
+doc_to_text: ''
+doc_to_target: '{{text}}'
+metric_list:
+  - metric: bits_per_byte
+  - metric: word_perplexity""",
+    "answer": """output_type: generate_until
+doc_to_text: 'Q: {{question}} A:'
+doc_to_target: '{{text}}'
+generation_kwargs:
+  until: ['q', '7']
+  max_gen_toks: 12
+metric_list:
+  - metric: bleu""",
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Paths of YAML files; one task has texts longer than the context."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [
+        {
+            "question": f"What is {i} plus {i % 7}?",
+            "choices": [str(i + i % 7), str(i + 3), "seven", "I do not know at all"],
+            "answer": i % 4,
+            "text": f"line {i} of text é " * (1 + i % 9),
+        }
+        for i in range(13)  # which two ranks do not divide
+    ]
+    items = folder / "items.jsonl"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = []
+    for name, more in MORE.items():
+        paths.append(folder / f"{name}.yaml")
+        paths[-1].write_text(TASK.format(name=name, items=items, more=more))
+    return [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "hf")
+
+
+def with_transformers(folder, tasks, **options):
+    """What the harness finds with its own model class."""
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    from fsdp_trainer.evaluation.harness_tasks import metrics_of
+
+    model = HFLM(str(folder), device="cpu", dtype="float32", batch_size=4)
+    results = simple_evaluate(
+        model,
+        tasks=[load_yaml(task, resolve_func=True) for task in tasks],
+        task_manager=TaskManager(include_defaults=False),
+        bootstrap_iters=0,
+        log_samples=False,
+        **options,
+    )
+    return metrics_of(results["results"])
+
+
+def without_errors(metrics):
+    return {
+        task: {name: value for name, value in values.items() if "_stderr" not in name}
+        for task, values in metrics.items()
+    }
+
+
+def evaluate(world, folder, tasks, *options, ranks=1):
+    told = world.command(
+        "evaluate", f"source={folder}", f"tasks=[{','.join(tasks)}]", "format=json",
+        "launch.device=cpu", "launch.timeout=120s", *options,
+        ranks=ranks, env={"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert all(rank.out == "" for rank in told[1:])
+    return without_errors(json.loads(told[0].out))
+
+
+def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
+    theirs = with_transformers(folder, tasks)
+    assert theirs.keys() == MORE.keys()
+    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 2)):
+        ours = evaluate(world, folder, tasks, *options, ranks=ranks)
+        assert ours.keys() == theirs.keys()
+        for task, values in theirs.items():
+            assert ours[task] == pytest.approx(values, rel=1e-6), (task, ranks)
+
+
+def test_limit_and_examples_are_the_harness_own(world, folder, tasks):
+    theirs = with_transformers(folder, tasks[:2], limit=5, num_fewshot=1)
+    ours = evaluate(world, folder, tasks[:2], "limit=5", "fewshot=1", "rows=3")
+    for task, values in theirs.items():
+        assert ours[task] == pytest.approx(values, rel=1e-6)
+
+
+def test_each_generated_text_is_that_of_transformers(folder):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    ours = harness_model(folder)
+    theirs = HFLM(str(folder), device="cpu", dtype="float32", batch_size=2)
+    prompts = ["abc", "a longer question?", "x" * 150]
+    options = [{"until": ["q", "7"], "max_gen_toks": 20}, {"until": [], "max_gen_toks": 9}]
+    requests = [
+        Instance("generate_until", {}, (prompt, dict(each)), i)
+        for i, (prompt, each) in enumerate((p, o) for o in options for p in prompts)
+    ]
+    texts = ours.generate_until(requests)
+    assert texts == theirs.generate_until(requests)
+    assert any(texts)
+
+
+def harness_model(folder):
+    from fsdp_trainer.checkpoint.load import load_model
+    from fsdp_trainer.data.templates.chat_template import load_template
+    from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+    from fsdp_trainer.evaluation.harness import HarnessModel
+    from fsdp_trainer.evaluation.scoring import Scorer
+
+    tokenizer = load_tokenizer(str(folder))
+    scorer = Scorer(load_model(folder), 4, torch.device("cpu"))
+    return HarnessModel(scorer, tokenizer, load_template(None, tokenizer))
+
+
+def generated(model, prompt, **options):
+    """Return the answers to two repeats of a request."""
+    from lm_eval.api.instance import Instance
+
+    request = Instance("generate_until", {}, (prompt, {"until": [], **options}), 0)
+    return model.generate_until([request] * 2)
+
+
+def test_repeats_of_a_request_are_other_samples_and_the_same_each_time(folder):
+    model = harness_model(folder)
+    sampled = generated(model, "abc", do_sample=True, max_gen_toks=20)  # temperature 1
+    assert sampled[0] != sampled[1]
+    assert generated(model, "abc", do_sample=True, max_gen_toks=20) == sampled
+    first, again = generated(model, "abc", max_gen_toks=20)
+    assert first == again
+
+
+def test_a_prompt_is_read_also_where_the_longest_answer_would_fill_the_context(folder):
+    model = harness_model(folder)
+    answers = [
+        generated(model, prompt, max_gen_toks=4 * model.max_length)[0]
+        for prompt in ("one thing", "other thing")
+    ]
+    assert answers[0] != answers[1]
+
+
+def test_a_run_keeps_its_evaluations(train, world, tasks, tmp_path):
+    run = train("run", "train.steps=2", "checkpoint.export_hf=true")
+    metrics = evaluate(world, run.folder, tasks[:1], f"out={tmp_path}/results.json")
+    [line] = read_lines(run.folder / "evaluations.jsonl")
+    assert line["step"] == 2
+    assert without_errors(line["tasks"]) == metrics
+    assert without_errors(json.loads((tmp_path / "results.json").read_text())) == metrics
+    exported = evaluate(world, run.folder / "hf", tasks[:1])
+    assert exported["choice"] == pytest.approx(metrics["choice"], rel=1e-6)
+    table = world.command(
+        "evaluate", f"source={run.folder}", f"tasks=[{tasks[0]}]", "chat=true",
+        "launch.device=cpu", env={"HF_HUB_OFFLINE": "1"},
+    )[0].out  # fmt: skip
+    assert table.startswith("choice  acc ")
+    assert "±" in table
+
+
+def test_what_cannot_be_evaluated_is_refused_by_name(world, folder, tmp_path):
+    def refused(*words):
+        return world.command("evaluate", f"source={folder}", *words, code=2)[0].err
+
+    assert "tasks=[arc_easy]" in refused()
+    assert "there is no such file" in refused(f"tasks=[{tmp_path}/none.yaml]")
+    assert "no such task" in refused("tasks=[no_task_of_this_name]", "launch.device=cpu")
+
+
+AT_STEPS = ["evaluation.limit=5", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
+
+
+def evaluations(run):
+    """Steps and metrics of a run's evaluations, as its events tell them."""
+    return [(event["step"], without_errors(event["tasks"])) for event in run.event("tasks")]
+
+
+def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
+    train, world, tasks
+):
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", *AT_STEPS]
+    whole = train("whole", *chosen, ranks=2)
+    assert [step for step, _ in evaluations(whole)] == [2, 4]
+    assert "tasks  after step 4: choice acc " in whole.out
+    for line, (_, metrics) in zip(whole.metrics[1::2], evaluations(whole), strict=True):
+        assert line["tasks"] == {
+            f"{task}/{name}": value
+            for task, values in metrics.items()
+            for name, value in values.items()
+        }
+    by_verb = evaluate(world, whole.folder, [tasks[0], tasks[3]], "limit=5")
+    assert by_verb == {
+        task: pytest.approx(values, rel=1e-5) for task, values in evaluations(whole)[-1][1].items()
+    }
+
+    seam = inject.signalled("evaluation", 1, 2)
+    stopped = train("run", *chosen, ranks=2, seam=seam, code=75)
+    assert stopped.column("step") == [1, 2]
+    assert evaluations(stopped) == []
+    run = train("run", *chosen, ranks=2)
+    assert evaluations(run) == evaluations(whole)
+    assert [line.get("tasks") for line in run.metrics] == [
+        line.get("tasks") for line in whole.metrics
+    ]
+
+
+def test_tasks_in_training_give_the_same_numbers_however_ranks_share_the_model(train, tasks):
+    chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=5"]
+    still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]
+    [(_, alone)] = evaluations(train("alone", *chosen, *still))
+    for name in ("tensor", "context", "pipeline"):
+        layout = f"sharding.{name}=2"
+        [(_, shared)] = evaluations(train(name, *chosen, *still, layout, ranks=2))
+        for task, values in alone.items():
+            assert shared[task] == pytest.approx(values, rel=1e-5), name
+
+
+def test_tasks_of_a_training_are_checked_before_it_begins(train, tmp_path):
+    refused = train("run", f"evaluation.tasks=[{tmp_path}/none.yaml]", code=2)
+    assert "there is no such file" in refused.err
+    assert "evaluation.tasks=[arc_easy]" in train("run", "train.evaluate_every=2", code=2).err

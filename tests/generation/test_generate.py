@@ -1,0 +1,392 @@
+"""Text from a model: greedy as transformers, sampled by seed, through the command line."""
+
+import json
+import shutil
+from contextlib import contextmanager
+
+import inject
+import pytest
+import torch
+from world import read_lines
+
+from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.config.verbs import GenerateConfig
+from fsdp_trainer.errors import UserError
+from fsdp_trainer.generation import decoding
+from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
+from fsdp_trainer.generation.prompt_ranks import OwnPrompts, SamePrompts
+from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
+from fsdp_trainer.models.adapters.adapters import adapter_parameters, add_adapters
+
+
+@pytest.fixture(scope="module")
+def run(world, inputs, tmp_path_factory):
+    return world.train(
+        tmp_path_factory.mktemp("generate") / "run",
+        *(f"{k}={v}" for k, v in inputs.items()),
+        "train.steps=5",
+        "checkpoint.export_hf=true",
+    ).folder
+
+
+@pytest.fixture(scope="module")
+def speaker(run):
+    return Speaker.load(run)
+
+
+def test_greedy_generation_is_that_of_transformers_and_of_full_recomputation(run, speaker):
+    transformers = pytest.importorskip("transformers")
+    prompt = speaker.tokenizer.encode("<|im_start|>user\nabc")
+    ours = list(stream_tokens(speaker.model, prompt, (), Sampling(max_tokens=40)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
+    theirs = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(prompt) :].tolist()
+    again = list(prompt)
+    for _ in range(40):
+        again.append(int(speaker.model.logits(torch.tensor([again]))[0, -1].argmax()))
+    assert len(ours) == 40
+    assert ours == again[len(prompt) :] == theirs
+
+
+def test_generation_ends_at_a_stop_token_and_at_the_context(speaker):
+    prompt = speaker.tokenizer.encode("abc")
+    free = list(stream_tokens(speaker.model, prompt, (), Sampling(max_tokens=30)))
+    stopped = list(stream_tokens(speaker.model, prompt, {free[5]}, Sampling(max_tokens=30)))
+    assert stopped == free[: free.index(free[5])]
+    long = prompt * 680
+    room = speaker.model.config.max_position_embeddings - len(long)
+    assert 0 < room < 50
+    [[tokens]] = generate_tokens(speaker.model, [long], (), Sampling(max_tokens=10_000))
+    assert len(tokens) == room
+    full = (prompt * 700)[: speaker.model.config.max_position_embeddings]
+    assert generate_tokens(speaker.model, [full], (), Sampling()) == [[[]]]
+
+
+SAMPLING = Sampling(max_tokens=12, temperature=1.0, top_p=0.95, seed=3, samples=3)
+
+
+def encoded(speaker, *texts):
+    return [speaker.tokenizer.encode(text) for text in texts]
+
+
+def test_samples_depend_on_seed_prompt_and_number_alone(speaker):
+    prompts = encoded(speaker, "abc", "a longer prompt", "x")
+    stop_ids = speaker.tokenizer.stop_ids
+    together = generate_tokens(speaker.model, prompts, stop_ids, SAMPLING)
+    assert all(len({tuple(answer) for answer in answers}) == 3 for answers in together)
+    for rows in (1, 2, 5):
+        assert generate_tokens(speaker.model, prompts, stop_ids, SAMPLING, rows=rows) == together
+    for prompt, answers in zip(prompts[::-1], together[::-1], strict=True):
+        assert generate_tokens(speaker.model, [prompt], stop_ids, SAMPLING) == [answers]
+    [[first]] = generate_tokens(
+        speaker.model, prompts[:1], stop_ids, Sampling(12, 1.0, 0.95, seed=3)
+    )
+    assert first == together[0][0]
+    other = generate_tokens(speaker.model, prompts, stop_ids, Sampling(12, 1.0, 0.95, 4, 3))
+    assert other != together
+
+
+@contextmanager
+def computed_tokens(model):
+    """A list that gets the number of tokens of each forward."""
+    sizes = []
+    hook = model.model.embed_tokens.register_forward_hook(
+        lambda module, inputs, output: sizes.append(inputs[0].numel())
+    )
+    try:
+        yield sizes
+    finally:
+        hook.remove()
+
+
+def test_the_samples_of_a_prompt_share_its_prefill(speaker):
+    prompts = encoded(speaker, "abcdef", "xyz")
+    with computed_tokens(speaker.model) as sizes:
+        generate_tokens(speaker.model, prompts, (), Sampling(4, 1.0, samples=5))
+    assert sizes == [len(prompts[0]) + len(prompts[1]), 10, 10, 10]
+
+
+def test_a_cache_shrinks_when_half_of_the_answers_are_done(speaker):
+    model = speaker.model
+    prompts = encoded(speaker, "a", "bb bb", "abcabc", "d d d d", "e", "fff")
+    whole = generate_tokens(model, prompts, (), Sampling(max_tokens=24))
+    stop_ids = {answers[0][2 * i] for i, answers in enumerate(whole[:5])}
+    with computed_tokens(model) as sizes:
+        stopped = generate_tokens(model, prompts, stop_ids, Sampling(max_tokens=24))
+    for [answer], [free] in zip(stopped, whole, strict=True):
+        ends = [i for i, token in enumerate(free) if token in stop_ids]
+        assert answer == free[: ends[0] if ends else None]
+    assert sizes[1:] == sorted(sizes[1:], reverse=True)
+    assert sizes[-1] < 6
+
+
+def test_sampling_depends_on_the_number_and_keeps_to_the_nucleus():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -9.0]])
+    numbers = torch.linspace(0, 1, 201, dtype=torch.float64)[:-1, None]
+
+    def shares(top_p, temperature=1.0):
+        sampling = Sampling(temperature=temperature, top_p=top_p)
+        tokens = choose(logits.expand(200, -1), numbers, sampling)
+        return torch.bincount(tokens, minlength=4) / 200
+
+    torch.testing.assert_close(shares(1.0), logits[0].softmax(-1), atol=0.01, rtol=0)
+    nucleus = torch.cat([logits[0, :2].softmax(-1), torch.zeros(2)])
+    torch.testing.assert_close(shares(0.9), nucleus, atol=0.01, rtol=0)
+    assert shares(0.01).tolist() == [1, 0, 0, 0]
+    assert shares(1.0, temperature=0).tolist() == [1, 0, 0, 0]
+    assert (random_numbers(0, [1, 2], 0, 5)[:3] == random_numbers(0, [1, 2], 0, 3)).all()
+    assert random_numbers(0, [1, 2], 1, 1) != random_numbers(0, [1, 2], 0, 1)
+
+
+LONG = Sampling(max_tokens=20)
+"""Long enough that copies of weights are made for it."""
+
+
+def recomputed(model, prompt, count):
+    """The likeliest tokens behind a prompt, each by a forward of the whole text."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model.logits(torch.tensor([tokens]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_answers_follow_weights_that_have_changed_since_the_last_ones(run):
+    model = Speaker.load(run).model
+    prompts = [[5, 6, 7], [8, 9]]
+    before = generate_tokens(model, prompts, (), LONG)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    after = generate_tokens(model, prompts, (), LONG)
+    assert after != before
+    assert after == [[recomputed(model, prompt, 20)] for prompt in prompts]
+    assert list(stream_tokens(model, prompts[0], (), LONG)) == after[0][0]
+
+
+def test_one_answer_of_several_threads_is_that_of_the_model(run, monkeypatch):
+    monkeypatch.setattr(decoding, "PACKED_FROM", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # what decides the layout
+    packed = []
+    pack = decoding.pack_weight
+    monkeypatch.setattr(decoding, "pack_weight", lambda weight: packed.append(1) or pack(weight))
+    model = Speaker.load(run).model
+    prompt = [5, 6, 7]
+    assert generate_tokens(model, [prompt], (), LONG) == [[recomputed(model, prompt, 20)]]
+    assert packed
+
+
+def test_adapters_have_their_part_in_long_answers(run):
+    model = Speaker.load(run).model
+    prompts = [[5, 6, 7], [8, 9]]
+    before = generate_tokens(model, prompts, (), LONG)
+    names = ("self_attn.k_proj", "mlp.down_proj")
+    layers = {f"model.layers.0.{name}": (4, 64.0) for name in names}
+    add_adapters(model, AdapterSpec("lora", "standard", "fp32", layers), torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    for matrix in adapter_parameters(model).values():
+        torch.nn.init.normal_(matrix, 0, 0.2, generator=generator)
+    adapted = generate_tokens(model, prompts, (), LONG)
+    assert adapted != before
+    assert adapted == [[recomputed(model, prompt, 20)] for prompt in prompts]
+
+
+def own_share(folder):
+    """Texts of this rank's prompts, of which rank 1 has none, and forwards of each rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    speaker = Speaker.load(folder)
+    calls = []
+    next_logits = speaker.model.next_logits
+    speaker.model.next_logits = lambda *a: calls.append(1) or next_logits(*a)
+    rank = dist.get_rank()
+    prompts = encoded(speaker, *(["abc", "a longer prompt", "x"] if rank != 1 else []))[rank:]
+    device = torch.device("cpu")
+    own = generate_tokens(speaker.model, prompts, {1}, SAMPLING, rows=2, ranks=OwnPrompts(device))
+    forwards = len(calls)
+    same = generate_tokens(
+        speaker.model, encoded(speaker, "abc"), {1}, SAMPLING, ranks=SamePrompts()
+    )
+    return own, forwards, same
+
+
+@pytest.mark.slow
+def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers(
+    run, speaker, world
+):
+    results = world.call(3, own_share, run)
+    expected = generate_tokens(
+        speaker.model, encoded(speaker, "abc", "a longer prompt", "x"), {1}, SAMPLING
+    )
+    assert [own for own, _, _ in results] == [expected, [], expected[2:]]
+    assert len({forwards for _, forwards, _ in results}) == 1
+    assert all(same == expected[:1] for _, _, same in results)
+
+
+def test_the_command_answers_many_prompts_with_several_samples(run, world, tmp_path):
+    (tmp_path / "more.jsonl").write_text('{"prompt": "b, c"}\n\n{"prompt": "d"}\n')
+    command = [
+        "generate", f"source={run}", "prompt=['aaa','b, c']", f"prompts={tmp_path}/more.jsonl",
+        "samples=2", "temperature=1", "max_tokens=9",
+    ]  # fmt: skip
+    lines = [
+        json.loads(line) for line in world.command(*command, "format=json")[0].out.split("\n")[:-1]
+    ]
+    assert [(line["prompt"], line["sample"]) for line in lines] == [
+        (prompt, sample) for prompt in ("aaa", "b, c", "b, c", "d") for sample in (0, 1)
+    ]
+    assert lines[2:4] == lines[4:6]
+    assert lines[0]["text"] != lines[1]["text"]
+    text = world.command(*command)[0].out
+    assert text.startswith(f"> aaa\n{lines[0]['text']}\n{lines[1]['text']}\n\n> b, c\n")
+    refused = world.command("generate", f"source={run}", "prompts=none.txt", code=2)[0].err
+    assert "prompts=none.txt" in refused
+
+
+def test_the_command_answers_the_same_from_run_checkpoint_and_export(run, world):
+    checkpoint = sorted((run / "checkpoints").glob("step-*"))[-1]
+    said = [
+        world.command("generate", f"source={source}", "prompt=abc", "max_tokens=20")[0].out
+        for source in (run, checkpoint)
+    ]
+    assert said[0] == said[1]
+    assert said[0].endswith("\n")
+    raw = world.command(
+        "generate",
+        f"source={run}",
+        "prompt=abc",
+        "raw=true",
+        "max_tokens=20",
+        "temperature=1",
+        "seed=1",
+    )[0].out
+    assert (
+        raw
+        == world.command(
+            "generate",
+            f"source={run}",
+            "prompt=abc",
+            "raw=true",
+            "max_tokens=20",
+            "temperature=1",
+            "seed=1",
+        )[0].out
+        != said[0]
+    )
+
+
+def test_no_source_and_a_wrong_one_are_refused(world, tmp_path):
+    assert "source" in world.command("generate", "prompt=x", code=2)[0].err
+    assert (
+        "source" in world.command("generate", f"source={tmp_path}/none", "prompt=x", code=2)[0].err
+    )
+    assert world.command("generate", f"source={tmp_path}", "prompt=x", code=2)[0].err
+
+
+def test_a_prompt_without_tokens_or_without_room_is_refused(speaker):
+    with pytest.raises(UserError, match="prompt is empty"):
+        speaker.encode("")
+    with pytest.raises(UserError, match="prompt is too long"):
+        speaker.encode("abc" * 1000)
+
+
+def test_a_system_turn_reaches_a_template_that_knows_none(run):
+    speaker = Speaker.load(run)
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ "
+        "messages[0].content }}"
+    )
+    speaker.template = type(speaker.template)("refusing", refusing, speaker.tokenizer.special)
+    told = []
+    speaker.say = lambda text, cfg: told.append(text) or iter(())
+    list(
+        speaker.answer(
+            [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+            GenerateConfig(),
+        )
+    )
+    assert told == ["be brief\n\nhi"]
+
+
+ASKED = [
+    "train.validate_every=4",
+    "train.sample_prompts=[aaa,'b c']",
+    "train.sample_tokens=9",
+    "checkpoint.every=4",
+    "checkpoint.keep=9",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (2, []),
+        pytest.param(
+            2,
+            [
+                "model.tie_word_embeddings=false",
+                "train.sample_raw=true",
+                "activation_checkpoint=selective",
+                "sharding.blocks_per_unit=2",
+            ],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(1, ["sharding.cpu_offload=true"], marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ["sharding=hsdp", "sharding.replicas=2", "activation_checkpoint=full"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, ["compile=enabled"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(
+    train, compiled, ranks, how
+):
+    options = {"ranks": ranks}
+    if "compile=enabled" in how:
+        how, options["seam"] = compiled, inject.no_kernels()
+    plain = train("plain", "train.steps=12", *how, **options)
+    run = train("run", "train.steps=12", *ASKED, *how, **options)
+    assert run.column("loss") == plain.column("loss")
+    assert run.column("grad_norm") == plain.column("grad_norm")
+    taken = read_lines(run.folder / "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in taken] == [
+        (step, prompt) for step in (4, 8, 12) for prompt in ("aaa", "b c")
+    ]
+    for line in taken:
+        speaker = Speaker.load(run.folder / "checkpoints" / f"step-{line['step']:08}")
+        prompt = (
+            line["prompt"]
+            if "train.sample_raw=true" in how
+            else speaker.template.ask([{"role": "user", "content": line["prompt"]}])
+        )
+        tokens = stream_tokens(
+            speaker.model,
+            speaker.tokenizer.encode(prompt),
+            speaker.tokenizer.stop_ids,
+            Sampling(max_tokens=9),
+        )
+        assert line["text"] == speaker.tokenizer.decode(list(tokens))
+    assert any(line["text"] for line in taken)
+    assert "sample aaa →" in run.out
+
+
+@pytest.mark.slow
+def test_a_resume_cuts_the_samples_of_steps_that_it_does_again(train):
+    run = train("run", "train.steps=8", *ASKED)
+    before = read_lines(run.folder / "samples.jsonl")
+    shutil.rmtree(run.folder / "checkpoints" / "step-00000008")
+    again = train("run", "train.steps=8", *ASKED, ranks=2)
+    assert again.event("resume")[0]["step"] == 4
+    assert [line["step"] for line in read_lines(run.folder / "samples.jsonl")] == [4, 4, 8, 8]
+    assert read_lines(run.folder / "samples.jsonl")[:2] == before[:2]

@@ -1,0 +1,645 @@
+"""Ranks that torchrun, Slurm or the trainer itself starts: one folder, one voice, the contract's
+exit codes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import inject
+import pytest
+import torch.distributed as dist
+from inject import ENDLESS_STEP, ONE_SIGNAL, killed_once, seamed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from world import SMALL, RankFailed, Run, end, ranks_below, wait_until
+
+from fsdp_trainer.base.process import cores
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.launch.nodes import first_host, free_port
+from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, ranks_to_start
+from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
+from fsdp_trainer.run.run_lock import RunLock
+from fsdp_trainer.run.verb import share_compile_threads
+
+SELF = [sys.executable, "-m", "fsdp_trainer"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--rdzv_backend=c10d",
+    "--rdzv_endpoint=127.0.0.1:0",
+]
+
+
+@pytest.fixture
+def start(inputs, tmp_path):
+    """Start a command line of its own in an empty folder."""
+
+    processes = []
+
+    def run(launcher, *overrides, env=None):
+        cwd = tmp_path / "cwd"
+        cwd.mkdir(exist_ok=True)
+        given = {o.split("=")[0] for o in overrides}
+        words = [
+            *launcher,
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items() if k not in given),
+            "run.root=runs",
+            "run.name=run",
+            *overrides,
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        processes.append(
+            subprocess.Popen(
+                words, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+        return processes[-1]
+
+    yield run
+    end(processes)
+
+
+@pytest.fixture
+def done(start, tmp_path):
+    """The same, waited for: (exit code, stdout, stderr, the run)."""
+
+    def run(launcher, *overrides, env=None):
+        process = start(launcher, *overrides, env=env)
+        out, err = process.communicate(timeout=600)
+        return process.returncode, out, err, Run(tmp_path / "cwd" / "runs" / "run")
+
+    return run
+
+
+def assert_no_other_files(folder):
+    """Those of Hydra or of another run."""
+    assert [p.name for p in folder.iterdir()] == ["runs"]
+    assert [p.name for p in (folder / "runs").iterdir()] == ["run"]
+    assert not [p for p in folder.rglob("*") if p.name == ".hydra" or p.suffix == ".log"]
+
+
+@pytest.mark.slow
+def test_ranks_get_the_launchers_configuration_and_launch_env_and_a_signal_stops_them_in_order(
+    start, tmp_path
+):
+    how = [
+        "train.steps=100000",
+        "launch.nproc_per_node=2",
+        "run.name=run${oc.env:RANK,''}",  # a rank that composed again would call its run run0
+        "launch.env={NCCL_DEBUG: WARN, OMP_NUM_THREADS: 3}",
+    ]
+    process = start(SELF, *how, env=seamed(tmp_path / "seam", ONE_SIGNAL))
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: run.metrics, process)
+    for pid in ranks_below(process.pid).values():
+        env = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "NCCL_DEBUG=WARN" in env, "what the environment says stays"
+        assert "OMP_NUM_THREADS=1" in env, "what the environment says stays"
+    # as `timeout` does, to the process and to its group, or an impatient user: to the very end
+    while process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.001)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 75, out + err
+    assert run.event("start")[0]["world_size"] == 2
+    assert run.events[-1]["reason"] == "SIGUSR1"
+    assert out.count("the same command resumes") == 1, "one voice"
+    assert "Traceback" not in err
+    assert_no_other_files(tmp_path / "cwd")
+
+
+def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(capsys):
+    """They say themselves what they refuse."""
+    ranks = [subprocess.Popen(["sh", "-c", "exit 2"]) for _ in range(2)]
+    assert RankProcesses(ranks).wait() == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
+    """Before the ranks have met nobody else notices: the first one waits for it."""
+    waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    with inject.setting("launch_grace_seconds", 0.2):
+        assert RankProcesses([waits, killed]).wait() == 1
+    assert waits.returncode == -signal.SIGKILL
+    assert capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
+
+
+def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=run"]
+    cfg = compose("train", [*words, f"run.root={tmp_path}"])
+    assert advice_after_kill(cfg, "doctor") == ""
+    assert "starts from the beginning" in advice_after_kill(cfg, "train")
+    for step in (4, 10):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        folder.mkdir(parents=True)
+        (folder / "MANIFEST.json").touch()
+    assert advice_after_kill(cfg, "train") == "The same command resumes after step 10"
+    cfg.checkpoint.resume = "never"
+    advice = "Resume after step 10 with  checkpoint.resume=auto"
+    assert advice_after_kill(cfg, "train") == advice
+
+
+@pytest.mark.slow
+def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
+    process = start(
+        SELF,
+        "launch.nproc_per_node=2",
+        "launch.watchdog=true",
+        "train.steps=3",
+        env=seamed(tmp_path / "seam", ENDLESS_STEP),
+    )
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until((tmp_path / "cwd" / "in the step").exists, process)
+    process.send_signal(signal.SIGTERM)
+    while "stops after saving" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)  # two at once would count as one
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=600)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert not run.event("hang"), said
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["reason"] == "second signal (SIGTERM)"
+
+
+def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        f"run.root={tmp_path}",
+        "train.steps=1",
+        "launch.env={TOLD: here, SAID: here}",
+    ]
+    assert world.call(1, env_of_rank, words) == [("here", "before")]
+
+
+def env_of_rank(argv):
+    import world
+
+    os.environ["SAID"] = "before"
+    assert world.command(["train", *argv], None).code == 0
+    return os.environ.pop("TOLD"), os.environ.pop("SAID")
+
+
+@pytest.mark.parametrize(
+    "name", ["LD_PRELOAD", "DYLD_INSERT_LIBRARIES", "PYTHONPATH", "PATH", "RANK", "MASTER_ADDR"]
+)
+def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, name):
+    for typed in (f"launch.env={{{name}: x, PYTORCH_ALLOC_CONF: x}}", f"launch.env.{name}=x"):
+        assert main(["+recipe=quickstart", typed]) == 2
+        said = capsys.readouterr().err
+        assert typed in said
+        assert f"{name}: decides" in said
+        assert "in the shell" in said
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
+    no_grace = seamed(
+        tmp_path / "seam", "from fsdp_trainer.launch import start\nstart.GRACE_SECONDS = 2.0"
+    )
+    process = start(
+        SELF, "train.steps=100000", "launch.nproc_per_node=2", "launch.timeout=10s", env=no_grace
+    )
+    run = Run(tmp_path / "cwd" / "runs" / "run")
+    wait_until(lambda: len(run.metrics) > 2, process)
+    os.kill(ranks_below(process.pid)["1"], signal.SIGSTOP)
+    stopped = time.monotonic()
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 1, err
+    assert time.monotonic() - stopped > 9, err
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["exit_code"] == 1
+
+
+BROKEN = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n'
+
+
+@pytest.mark.slow
+def test_a_run_that_learns_nothing_ends_with_exit_1_from_all_ranks(train):
+    how = ["train.steps=20", "optim.lr=1e38", "schedule.warmup_steps=0", "train.max_skipped=3"]
+    run = train("run", *how, ranks=2, code=1)
+    err = "".join(rank.err for rank in run.ranks)
+    assert err.count("not finite for 3 steps") == 1
+    assert "Traceback" not in err
+    assert run.events[-1]["exit_code"] == 1
+    assert len(run.event("skipped")) == 3
+
+
+def say_that_it_leaves():
+    print("leaves", file=sys.stderr)
+
+
+@pytest.mark.slow
+def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collective(train):
+    never_ends = inject.fails("destroy_groups", AssertionError("waits for a rank that failed"))
+    fault = inject.together(inject.failed(step=2), inject.at("end", say_that_it_leaves), never_ends)
+    run = train("run", "train.steps=3", ranks=2, seam=fault, code=1)
+    assert run.err == "fsdp-trainer: as good as killed\nleaves\n"
+    assert run.events[-1]["event"] == "end"
+    with pytest.raises(RankFailed, match="waits for a rank that failed"):
+        train("whole", "train.steps=1", ranks=2, seam=never_ends)
+
+
+def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
+    assert "broken.jsonl:2" in run.err
+    assert run.ranks[1].err == run.ranks[1].out == ""
+
+
+def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
+    for name, value in {
+        "RANK": "8",
+        "GROUP_RANK": "1",
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert main(["data.path=missing.jsonl", "tokenizer.path=demo:bytes"]) == 2
+    table = str(
+        ChildFailedError("fsdp_trainer", {8: ProcessFailure(0, 1, 2, str(tmp_path / "error.json"))})
+    )
+    assert "data.path=missing.jsonl there is no such file" in table
+    assert "missing.jsonl" not in capsys.readouterr().err
+
+
+def stopped_while_it_waits(rendezvous, *args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return rendezvous(*args)
+
+
+def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
+    seam = inject.around("join_world", stopped_while_it_waits)
+    train("run", "train.steps=1", code=75, seam=seam, env={"WORLD_SIZE": "2"})
+
+
+def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
+    cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
+    with RunLock(["a"]).acquire(cfg, tmp_path / "run"):
+        assert RunLock.read(tmp_path / "run") == RunLock(["a"])
+        with pytest.raises(
+            UserError,
+            match=(
+                f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"
+            ),
+        ):
+            RunLock(["b"]).acquire(cfg, tmp_path / "run")
+    RunLock(["b"]).acquire(cfg, tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refused_start_leaves_no_folder_that_it_made(train, world, tmp_path, ranks):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", "compile=enabled"]
+    world.command(
+        *("train", *SMALL, *wrong, "tokenizer.path=demo:bytes"),
+        *(f"run.root={tmp_path}/new/runs", "run.name=group/run"),
+        ranks=ranks,
+        code=2,
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
+
+
+@pytest.mark.parametrize("shard", [None, "0/2"])
+def test_a_refused_preparation_leaves_no_folder(world, tmp_path, shard):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    how = ["tokenizer.path=demo:bytes", f"run.root={tmp_path}/runs"]
+    how += [f"prepare.shard={shard}"] if shard else []
+    world.command("prepare", f"data.path={tmp_path / 'broken.jsonl'}", *how, code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.jsonl"]
+
+
+@pytest.mark.slow
+def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train, tmp_path):
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    wrong = [f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1"]
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "run"):
+        if name == "run":
+            train(name, "train.steps=1")
+        run = train(name, *wrong, code=2)
+        assert run.events[-1]["event"] == "end"
+        assert run.events[-1]["exit_code"] == 2
+    assert run.checkpoints == ["step-00000001"]
+    assert train("run", "train.steps=2").column("step") == [1, 2]
+
+
+def test_replicas_that_do_not_divide_the_world_are_refused(train):
+    assert (
+        "sharding.replicas"
+        in train(
+            "run", "train.steps=1", "sharding=hsdp", "sharding.replicas=2", ranks=1, code=2
+        ).err
+    )
+
+
+# --- restarts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
+    """In one folder, with one voice, and without files of Hydra."""
+    how = ["train.steps=4", "checkpoint.every=2"]
+    code, out, err, run = done(
+        [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer"],
+        *how,
+        env=killed_once(tmp_path / "seam", 1, 4),
+    )
+    assert code == 0, out + err
+    assert run.column("step") == [1, 2, 3, 4]
+    assert run.event("start")[0]["world_size"] == 2
+    assert [(e["attempt"], e["step"]) for e in run.event("resume")] == [(1, 2)]
+    assert run.events[-1].items() >= {"event": "end", "reason": "finished", "exit_code": 0}.items()
+    assert out.count("4/4 100%") == 1
+    assert out.count("done: runs/run") == 1
+    assert_no_other_files(tmp_path / "cwd")
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_train_again_what_stopped_in_order(world, inputs, tmp_path):
+    """--max-restarts restarts any non-zero exit; the second attempt reads in the folder that there
+    is nothing to do, and leaves at once."""
+    (tmp_path / "broken.jsonl").write_text(BROKEN)
+    given = inputs | {"data.path": tmp_path / "broken.jsonl", "run.root": tmp_path}
+    words = [*SMALL, *(f"{k}={v}" for k, v in given.items()), "run.name=run", "train.steps=2"]
+    (first,), (again,) = (world.call(1, attempt_under_torchrun, words, n) for n in range(2))
+    assert (first.code, again.code) == (2, 2)
+    said = first.err + again.err
+    assert said.count("broken.jsonl:2") == 1
+    assert "broken.jsonl" not in first.out + again.out
+    assert "fsdp_trainer/" not in said, "no traceback of ours"
+    run = Run(tmp_path / "run")
+    assert run.events[-1]["event"] == "end"
+    assert run.events[-1]["exit_code"] == 2
+    assert not run.event("resume")
+    (other,) = world.call(1, attempt_under_torchrun, words, 0, "another")
+    assert "broken.jsonl:2" in other.err, "another launch tries again"
+
+
+def attempt_under_torchrun(words, number, launch="first"):
+    """One rank that torchrun has started so often in this launch."""
+    import world
+
+    os.environ |= {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": str(number),
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/{launch}/attempt_{number}/0/error.json",
+    }
+    return world.command(["train", *words], None)
+
+
+@pytest.mark.slow
+def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(train):
+    train("run", "train.steps=100000", "train.time_limit=1s", code=75)
+    again = train(
+        "run",
+        "train.steps=100000",
+        "train.time_limit=1s",
+        code=75,
+        env={"TORCHELASTIC_RESTART_COUNT": "1"},
+        ranks=2,
+    )
+    assert again.event("resume")[0]["world_size"] == 2
+
+
+def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = world.call(2, three_attempts, store.port)
+    assert told[0] == told[1]
+    assert len(set(told[0])) == 3
+
+
+def three_attempts(port):
+    """What rank 0 told each time, over a store that torchrun would have kept; one attempt is cut
+    short after rank 1 has come."""
+    import torch.distributed as dist
+
+    from fsdp_trainer.launch.world import connect, join
+
+    told, rank = [], int(os.environ["RANK"])
+    os.environ |= {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(rank),
+    }
+    for attempt in range(3):
+        if attempt == 1 and rank == 0:
+            dist.TCPStore("127.0.0.1", port, wait_for_workers=False).set(
+                "name of the attempt", "cut short"
+            )
+            time.sleep(0.3)
+        joined = join(os.environ, "cpu", 30)
+        connect(joined, 30)
+        told.append(
+            joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30)
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+    return told
+
+
+def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
+    (told,) = world.call(1, lonely)
+    assert "all 2 ranks" in told
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+
+
+def lonely():
+    from fsdp_trainer.errors import RunFailed
+    from fsdp_trainer.launch.world import join
+
+    try:
+        join({**os.environ, "WORLD_SIZE": "2"}, "cpu", 1)
+    except RunFailed as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_a_run_stopped_because_a_node_comes_or_goes_goes_on_and_one_that_stopped_in_order_does_not(
+    world, inputs, tmp_path
+):
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "checkpoint.resume=never",
+    ]
+    run = Run(tmp_path / "run")
+    stops = [*words, "train.steps=100000", "train.time_limit=1s"]
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75]
+    assert world.call(2, on_nodes, stops, ["a", "b"]) == [75, 75], (
+        "torchrun restarts what stopped in order"
+    )
+    assert not run.event("resume"), "torchrun restarts what stopped in order"
+    assert world.call(1, on_nodes, stops, ["b"]) == [75]
+    assert run.event("resume")[-1]["world_size"] == 1
+    assert world.call(2, on_nodes, stops, ["b", "c"]) == [75, 75]
+    assert run.event("resume")[-1]["attempt"] == 2
+    assert world.call(2, on_nodes, stops, ["d", "e"]) == [2, 2], (
+        "another launch finds the folder used"
+    )
+
+
+def on_nodes(words, launchers):
+    """A rank alone on its node, started by the launcher of that name."""
+    import world
+
+    rank = os.environ["RANK"]
+    os.environ |= {
+        "LOCAL_RANK": "0",
+        "GROUP_RANK": rank,
+        "GROUP_WORLD_SIZE": str(len(launchers)),
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+    os.environ["TORCHELASTIC_ERROR_FILE"] = (
+        f"/tmp/torchelastic_x/{launchers[int(rank)]}/attempt_0/0/error.json"
+    )
+    return world.command(["train", *words], None).code
+
+
+# --- Slurm --------------------------------------------------------------------------------------
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[003-007,9]",
+    "SLURM_JOB_ID": "123456",
+}
+
+
+def test_an_srun_step_of_several_tasks_makes_a_world():
+    env = environment_of_ranks(SLURM)
+    assert {k: env[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK",
+    "MASTER_ADDR")} == {
+        "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "GROUP_RANK": "1",
+        "MASTER_ADDR": "gpu003",
+    }  # fmt: skip
+    assert 1024 < int(env["MASTER_PORT"]) < 65536
+    assert env["MASTER_PORT"] == environment_of_ranks({**SLURM, "SLURM_PROCID": "0"})["MASTER_PORT"]
+    assert (
+        environment_of_ranks({**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "5"})["MASTER_PORT"]
+        == "5"
+    )
+
+
+def test_torchrun_wins_over_slurm_and_a_single_task_is_no_world():
+    assert environment_of_ranks({**SLURM, "RANK": "1", "WORLD_SIZE": "2"})["RANK"] == "1"
+    assert environment_of_ranks({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert environment_of_ranks({}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("gpu1", "gpu1"), ("gpu[003-007,9]", "gpu003"), ("a-1,b2", "a-1"), ("gpu[9,11]", "gpu9"),
+    ("n[1-2],login1", "n1"), ("gpu-a[01-04]", "gpu-a01"), ("r[1-2]n[3-4]", "r1n3"),
+    ("n[1-4]-ib", "n1-ib")],
+)  # fmt: skip
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.slow
+def test_slurm_ranks_train(world, inputs, tmp_path):
+    """Real ranks with nothing but Slurm's variables."""
+    told = world.call(
+        2,
+        slurm_rank,
+        [
+            *SMALL,
+            *(f"{k}={v}" for k, v in inputs.items()),
+            f"run.root={tmp_path}",
+            "run.name=run",
+            "train.steps=2",
+        ],
+        str(free_port()),
+    )
+    assert told == [0, 0]
+    assert Run(tmp_path / "run").event("start")[0]["world_size"] == 2
+
+
+def slurm_rank(argv, port):
+    import world
+
+    rank = os.environ.pop("RANK")
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        os.environ.pop(name)
+    os.environ |= SLURM | {
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": rank,
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "MASTER_PORT": port,
+    }
+    return world.command(["train", *argv], None).code
+
+
+def test_a_port_is_given_to_nobody_else_until_rank_0_comes():
+    given_away = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not given_away.exists() or (first := int(given_away.read_text().split()[0])) <= 20_000:
+        pytest.skip("the system gives away nearly all ports")
+    assert all(10_000 <= free_port() < first for _ in range(20))
+
+
+def test_how_many_ranks_a_node_gets():
+    from fsdp_trainer.config.schema import Launch
+
+    assert ranks_to_start(Launch(nproc_per_node=3)) == 3
+    assert ranks_to_start(Launch(device="cpu")) == 1
+
+
+def test_the_ranks_of_a_node_share_its_cores_for_compiling(monkeypatch):
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    share_compile_threads()
+    assert name not in os.environ, "one rank alone has torch's default"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores()))
+    share_compile_threads()
+    assert os.environ[name] == "1"
+    monkeypatch.setenv(name, "5")
+    share_compile_threads()
+    assert os.environ[name] == "5"
+
+
+def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
+    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}"]
+    assert world.call(1, from_python, [*words, "run.name=a", "train.steps=2"]) == [0]
+    assert world.call(1, from_python, [*words, "run.name=b", "train.stepz=2"]) == ["UserError"]
+    assert [
+        json.loads(line)["step"]
+        for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]
+
+
+def from_python(overrides):
+    import fsdp_trainer
+    from fsdp_trainer.errors import UserError
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name)
+    try:
+        return fsdp_trainer.train(overrides)
+    except UserError:
+        return "UserError"
+
+
+def test_a_thousand_ranks_that_wait_for_one_do_not_flood_its_store():
+    store, looks = dist.HashStore(), []
+    counting = SimpleNamespace(check=lambda keys: looks.append(keys) or store.check(keys))
+    with pytest.raises(RunFailed):
+        rendezvous(counting, 999, 1000, timeout=1.0)
+    assert len(looks) <= 6

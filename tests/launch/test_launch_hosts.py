@@ -1,0 +1,332 @@
+"""`launch.hosts`: the nodes of all hosts, started from one over ssh."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ssh_hosts
+from inject import ONE_SIGNAL, seamed
+from world import SMALL, Run, alive, end, wait_until
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.host_list import Host, read_hosts
+
+DEMO = ["+recipe=quickstart", "run.name=r"]
+HOSTFILE = """# DeepSpeed's
+worker-1 slots=8
+user@worker-2:2222 slots=4  # fewer
+
+worker-3 slots=2 max_slots=4
+worker-4
+"""
+# nodes that train nothing: node N says what it was given, and ends with the Nth of CODES
+NODES = """
+import json, os, sys
+
+if sys.orig_argv[1:3] == ["-m", "fsdp_trainer"]:
+    number = os.environ["FSDP_TRAINER_HOST"]
+    shown = ("FSDP_TRAINER_HOST", "NCCL_DEBUG", "CUDA_VISIBLE_DEVICES", "SECRET")
+    env = {name: os.environ[name] for name in shown if name in os.environ}
+    with open(f"node{number}.json", "w") as file:
+        json.dump({"words": sys.orig_argv[4:], "env": env, "folder": os.getcwd()}, file)
+    print("out of", number, flush=True)
+    print("err of", number, file=sys.stderr, flush=True)
+    os._exit(CODES[int(number)])
+"""
+
+
+def test_hosts_are_listed_or_stand_in_deepspeeds_hostfile(tmp_path):
+    assert read_hosts(["a", "me@b.c", "d:2222", "e slots=2"]) == [
+        Host("a"), Host("b.c", "me"), Host("d", port=2222), Host("e", slots=2)
+    ]  # fmt: skip
+    (tmp_path / "hosts").write_text(HOSTFILE)
+    assert read_hosts(str(tmp_path / "hosts")) == [
+        Host("worker-1", slots=8),
+        Host("worker-2", "user", 2222, 4),
+        Host("worker-3", slots=2),
+        Host("worker-4"),
+    ]
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """What a command line is answered that must not start anything."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*words: str) -> str:
+        assert main([*DEMO, *words]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["launch.hosts=[a,b]", "launch.nodes=2"], "is 2 as launch.hosts names them"),
+        (["launch.hosts=[a,b,a]"], "a is there more than once"),
+        (["launch.hosts=[]"], "launch.hosts=[node0,node1]"),
+        (["launch.hosts=node0"], "[node0]"),
+        (["launch.hosts=['-oProxyCommand=x']"], "is not a host"),
+        (["launch.hosts=['a slots=many']"], "is not a host"),
+        (["launch.hosts=hosts"], "hosts:2: worker-2 slots= is not a host"),
+        (["launch.hosts=[a,b]", "launch.rendezvous=a"], "is a host and a port"),
+        (["-m", "launch.hosts=[a,b]", "run.seed=1,2"], "starts its jobs on this node"),
+        (["--hostfile=hosts"], "launch.hosts=hosts"),
+        (["machinefile=hosts"], "launch.hosts=hosts"),
+    ],
+)
+def test_what_names_no_hosts_is_told(refused, words, said):
+    Path("hosts").write_text("worker-1 slots=8\nworker-2 slots=\n")
+    assert said in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("RANK", "torchrun starts the ranks"), ("SLURM_JOB_ID", "srun")]
+)
+def test_hosts_are_refused_where_a_launcher_starts_the_ranks(refused, monkeypatch, name, said):
+    monkeypatch.setenv(name, "0")
+    assert said in refused("launch.hosts=[a,b]")
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_ranks_of_all_hosts(capsys, tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=4\nc slots=2")
+    words = ["plan", "model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes"]
+    hosts = [f"launch.hosts={tmp_path / 'hosts'}", "plan.gpu=h100", "plan.format=json"]
+    assert main([*words, *hosts]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 8
+
+
+@pytest.fixture
+def by_ssh(monkeypatch, tmp_path):
+    """Hosts that are all this machine, in an empty folder; gives that of the stand-in for ssh."""
+    for name, value in ssh_hosts.stand_in(tmp_path / "ssh").items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "ssh"
+
+
+@pytest.fixture
+def nodes(by_ssh, monkeypatch, tmp_path):
+    """`nodes(codes)`: instead of a training each host's node ends with its code at once."""
+
+    def become(codes: list[int]) -> None:
+        env = seamed(tmp_path / "seam", f"CODES = {codes}\n{NODES}")
+        monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
+
+    return become
+
+
+def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatch, capfd):
+    nodes([0, 0])
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("SECRET", "here")
+    Path("hosts").write_text("node1 slots=2\nme@node2:2222 slots=3\n")
+    assert main([*DEMO, "launch.nproc_per_node=auto", "launch.hosts=hosts"]) == 0
+    told = [json.loads(Path(f"node{number}.json").read_text()) for number in (0, 1)]
+    for number, node in enumerate(told):
+        assert node["folder"] == os.getcwd()
+        assert node["env"] == {"FSDP_TRAINER_HOST": str(number), "NCCL_DEBUG": "WARN"}
+        assert node["words"][:2] == ["+recipe=quickstart", "launch.nproc_per_node=auto"]
+        assert {"launch.nodes=2", "launch.hosts=null"} <= set(node["words"])
+        assert node["words"][-1] == f"launch.nproc_per_node={number + 2}"
+    (where,) = [word for word in told[0]["words"] if word.startswith("launch.rendezvous")]
+    assert re.fullmatch(r"launch.rendezvous=localhost:\d+", where), "as ssh's configuration has it"
+    assert where in told[1]["words"]
+    out, err = capfd.readouterr()
+    assert set(out.splitlines()) == {"out of 0", "[me@node2:2222] out of 1"}
+    assert set(err.splitlines()) == {"err of 0", "[me@node2:2222] err of 1"}
+    calls = (by_ssh / "calls").read_text()
+    assert "-p 2222 me@node2 " in calls
+    assert calls.count("BatchMode=yes") == 2
+    assert "WARN" not in calls, "the environment may hold secrets, and everybody sees command lines"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [([75, 75], 75), ([2, 2], 2), ([3, 0], 3), ([1, 1], 1), ([255, 0], 1)],
+)
+def test_the_exit_code_of_the_run_comes_back(nodes, capfd, codes, code):
+    nodes(codes)
+    assert main([*DEMO, "launch.hosts=[node1,node2]"]) == code
+    assert ("node1 was lost" in capfd.readouterr().err) == (255 in codes)
+
+
+def test_one_message_names_every_host_that_cannot_start_and_none_is_started(nodes, capfd):
+    nodes([0] * 7)
+    hosts = ["good", "unknown", "closed", "down", "bare", "elsewhere", "older"]
+    assert main([*DEMO, f"launch.hosts=[{','.join(hosts)}]"]) == 2
+    out, err = capfd.readouterr()
+    said = dict(re.findall(r"(?m)^  (\w+) +(\S.*)$", err))
+    assert "accept it:  ssh unknown true" in said.pop("unknown")
+    assert "ssh-copy-id closed" in said.pop("closed")
+    assert "Connection timed out. Try  ssh down true" in said.pop("down")
+    assert f"has no {sys.executable}" in said.pop("bare")
+    assert "cannot enter the folder /no/such" in err
+    assert "not 0.0.1: install the same there" in err
+    assert {"elsewhere", "older"} == set(said)
+    assert err.startswith("fsdp-trainer: the nodes cannot be started, and none was")
+    assert "Traceback" not in err
+    assert out == ""
+    assert not list(Path().glob("node*.json"))
+
+
+def test_a_host_whose_starter_falls_silent_ends(tmp_path):
+    code = "from fsdp_trainer.launch import remote; remote.SILENCE_SECONDS = 0.2; remote._obey()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as node:
+        assert node.wait(300) == 1
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Two hosts with an sshd."""
+    if why := ssh_hosts.why_not():
+        pytest.skip(why)
+    (tmp_path / "ssh").mkdir()
+    hosts = ssh_hosts.SshHosts(tmp_path / "ssh")
+    yield hosts
+    hosts.close()
+
+
+@pytest.fixture
+def start(cluster, inputs, tmp_path):
+    """Start a training on both hosts, by a process of its own."""
+    processes = []
+
+    def run(*words: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **cluster.env, **(env or {})}
+        for name in ("RANK", "SLURM_JOB_ID"):
+            env.pop(name, None)
+        hosts = f"launch.hosts=[{','.join(cluster.names)}]"
+        how = [hosts, "launch.nproc_per_node=1", f"run.root={tmp_path}", "run.name=run"]
+        given = [f"{key}={value}" for key, value in inputs.items()]
+        command = [*cluster.before, sys.executable, "-m", "fsdp_trainer", *SMALL, *given, *how]
+        processes.append(
+            subprocess.Popen(
+                [*command, *words],
+                cwd=tmp_path,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return processes[-1]
+
+    yield run
+    end(processes)
+
+
+def processes_of(run: Path) -> list[str]:
+    """Process ids of all nodes and ranks of a run."""
+    ids = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = file.read_bytes()
+        except OSError:
+            continue
+        if b"launch.hosts=null" in words and f"run.root={run.parent}".encode() in words:
+            ids.append(file.parent.name)
+    return ids
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_world_stop_in_order_go_on_and_end_with_their_starter(
+    start, tmp_path
+):
+    run = Run(tmp_path / "run")
+    endless = start("train.steps=100000", env=seamed(tmp_path / "seam", ONE_SIGNAL))
+    wait_until(lambda: run.metrics, endless)
+    endless.send_signal(signal.SIGTERM)
+    out, _ = endless.communicate(timeout=600)
+    assert endless.returncode == 75, out
+    assert run.event("start")[0]["world_size"] == 2
+    assert run.events[-1]["reason"] == "SIGTERM"
+    assert out.count("SIGTERM: stops after saving") == 1
+    assert not processes_of(run.folder)
+    steps = len(run.metrics)
+    again = start("train.steps=100000", "launch.watchdog=true")
+    wait_until(lambda: len(run.metrics) > steps, again)
+    assert run.column("step") == [*range(1, len(run.metrics) + 1)]
+    assert run.event("resume")[0]["world_size"] == 2
+    there = processes_of(run.folder)
+    assert len(there) >= 4, "a node and a rank on each host"
+    again.kill()
+    wait_until(lambda: not any(alive(pid) for pid in there))
+    assert not processes_of(run.folder)
+
+
+# ranks that train nothing: they are there, and end at the second signal that they hear
+RANKS = """
+import os, pathlib, signal, sys, time
+from fsdp_trainer.base import process
+
+process.ECHO_SECONDS = 0.2
+if process.HOST in os.environ:
+    from fsdp_trainer.launch import start
+    start.GRACE_SECONDS = 0.2
+if sys.orig_argv[1:3] == ["-m", "fsdp_trainer"] and "RANK" in os.environ:
+    process.die_with_parent(int(os.environ[process.PARENT]))
+    rank = os.environ["RANK"]
+
+    def hear(signum, frame):
+        signal.signal(signum, leave)
+        print("heard by", rank, flush=True)
+
+    def leave(signum, frame):
+        os._exit(128 + signum)
+
+    signal.signal(signal.SIGINT, hear)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    pathlib.Path("rank " + rank).touch()
+    while True:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def without_training(start, tmp_path):
+    """Start two hosts whose ranks train nothing, and wait for these."""
+    process = start(env=seamed(tmp_path / "seam", RANKS))
+    wait_until(
+        lambda: {*tmp_path.glob("rank ?")} == {tmp_path / "rank 0", tmp_path / "rank 1"}, process
+    )
+    return process
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_all_hosts_at_once(without_training, tmp_path):
+    without_training.send_signal(signal.SIGINT)
+    heard = 0
+    while heard < 2:
+        heard += "heard by" in without_training.stdout.readline()
+        assert without_training.poll() is None
+    time.sleep(0.5)  # two at once would count as one
+    without_training.send_signal(signal.SIGINT)
+    out, _ = without_training.communicate(timeout=600)
+    assert without_training.returncode == 128 + signal.SIGINT, out
+    assert not processes_of(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, without_training, tmp_path):
+    if cluster.network is None:
+        pytest.skip("no network namespaces here")
+    cluster.network.power_off(2)
+    out, _ = without_training.communicate(timeout=600)
+    assert without_training.returncode == 1, out
+    assert f"{cluster.names[1]} was lost" in out
+    assert not processes_of(tmp_path / "run")

@@ -1,0 +1,431 @@
+"""Rewards: what they give for an answer, how they are configured, and how they are tried."""
+
+import json
+import tempfile
+import threading
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import world
+
+from fsdp_trainer import extensions
+from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.rewards.number import find_number
+from fsdp_trainer.rewards.reward import Attempt, score, totals
+from fsdp_trainer.rewards.table import make_rewards
+
+
+@pytest.fixture
+def register():
+    """Registers rewards for one test."""
+    before = dict(extensions.REWARDS)
+    yield lambda name, function: extensions.register("reward", name, function)
+    extensions.REWARDS.clear()
+    extensions.REWARDS.update(before)
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{i}+{i}?", "answer": f"It is\n#### {2 * i}"} for i in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(*words, code=0):
+    """Run a command line in this process and return what it printed."""
+    done = world.command(list(words), None)
+    assert done.code == code, done.err
+    return done
+
+
+def reward_of(entry, answer, reference=None, **row):
+    attempt = Attempt("?", answer, row, reference, tokens=len(answer.split()))
+    return score(make_rewards([entry]), [attempt])[0][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("48 + 24 = 72.", 72),
+        ("so \\boxed{1{,}250} in all, of 3", 1250),
+        ("\\boxed{\\frac{3}{4}}", 0.75),
+        ("\\boxed{\\text{about } -\\dfrac{1}{2}}", -0.5),
+        ("first 5\n#### 1,234,567\nbye 8", 1234567),
+        ("costs $-3.50", -3.5),
+        ("x = −7", -7),
+        ("5-3", 3),
+        ("10 - 4", 4),
+        ("2/3", 2 / 3),
+        ("1.5e3 grams", 1500),
+        ("pairs (1,2)", 2),
+        ("version v1.2 has no answer", None),
+        ("H2O", None),
+        ("1/0", None),
+        ("none", None),
+        ("####", None),
+        ("\\boxed{", None),
+    ],
+)
+def test_the_number_of_an_answer_is_read_as_people_write_it(text, number):
+    value = find_number(text)
+    assert (None if value is None else float(value)) == number
+
+
+def test_a_number_that_must_be_marked_counts_nowhere_else():
+    entry = {"name": "number", "marked": True}
+    assert reward_of(entry, "it is \\boxed{8}", "#### 8") == 1
+    assert reward_of(entry, "it is 8", "#### 8") == 0
+
+
+def test_numbers_are_equal_within_the_tolerance_alone():
+    assert reward_of("number", "0.333333333", "1/3") == 1
+    assert reward_of("number", "0.333", "1/3") == 0
+    assert reward_of({"name": "number", "tolerance": 0.01}, "1009", "1000") == 1
+    assert reward_of({"name": "number", "field": "result"}, "8", None, result=8) == 1
+
+
+def test_exact_passes_over_white_space_and_if_asked_capitals():
+    assert reward_of("exact", " New\n York ", "New York") == 1
+    assert reward_of("exact", "new york", "New York") == 0
+    assert reward_of({"name": "exact", "ignore_case": True}, "new york", "New York") == 1
+    assert reward_of({"name": "exact", "ignore_spaces": False}, "a  b", "a b") == 0
+
+
+def test_a_pattern_is_found_fits_all_or_captures_the_reference():
+    pattern = {"name": "regex", "pattern": r"answer: (\w+)"}
+    assert reward_of(pattern, "my answer: A") == 1
+    assert reward_of(pattern, "my answer") == 0
+    assert reward_of(pattern | {"whole": True}, "my answer: A") == 0
+    assert reward_of(pattern | {"capture": True}, "answer: A, no, answer: B", "B") == 1
+    assert reward_of(pattern | {"capture": True}, "answer: B, no, answer: A", "B") == 0
+
+
+def test_a_long_answer_loses_little_by_little():
+    entry = {"name": "length", "max": 10, "buffer": 4}
+    scores = [reward_of(entry, "a " * n) for n in (5, 6, 7, 8, 10, 11)]
+    assert scores == [0, 0, -0.25, -0.5, -1, -1]
+    assert reward_of({"name": "length", "min": 2, "unit": "characters"}, "a") == -1
+
+
+def test_rewards_are_added_with_their_weights():
+    rewards = make_rewards(["exact", {"name": "length", "max": 1, "weight": 0.5}])
+    attempts = [Attempt("?", answer, {}, "a", tokens=n) for answer, n in (("a", 1), ("b b", 2))]
+    scores = score(rewards, attempts)
+    assert scores == [[1, 0], [0, -1]]
+    assert totals(rewards, scores) == [1, -0.5]
+    assert [reward.title for reward in rewards] == ["exact", "length"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"name": "http", "url": "localhost:8000"}, "needs an address"),
+        ({"name": "http", "url": "http://me:secret@host/"}, "has a password in it"),
+        ({"name": "http", "url": "http://host/", "token_env": "NO_SUCH"}, "is not set"),
+        ("numbr", "Did you mean  number ?"),
+        ("exact_match", "Did you mean  exact ?"),
+        ("fsdp_trainer.rewards.exact.Exact", "there is no such reward"),
+        ({"name": "length", "maxx": 3}, "Did you mean  max ?"),
+        ({"name": "length", "max": "x"}, "must be a whole number"),
+        ({"name": "length", "max": 0}, "must be at least 1"),
+        ({"name": "length"}, "has neither max nor min"),
+        ({"name": "length", "max": 4, "unit": "lines"}, "is not one of: tokens, words"),
+        ({"weight": 2}, "lacks a name"),
+        ({"name": "regex"}, "lacks a pattern"),
+        ("model", "lacks a source"),
+        ({"name": "model", "source": "./nowhere"}, "nor a Hugging Face folder"),
+        ({"name": "model", "scorer": 1}, "is no part of the reward model"),
+        ({"name": "regex", "pattern": "(a"}, "is no regular expression"),
+        ({"name": "regex", "pattern": "a", "capture": True}, "needs a group"),
+        ({"name": "number", "label": "a b"}, "letters, digits"),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_what_to_type(entry, message):
+    with pytest.raises(UserError, match="rewards cannot be used") as refused:
+        make_rewards([entry])
+    assert message in str(refused.value)
+
+
+def test_two_rewards_of_a_kind_need_labels():
+    with pytest.raises(UserError, match="there twice"):
+        make_rewards(["exact", "exact"])
+    first, second = make_rewards(["exact", {"name": "exact", "label": "b", "field": "other"}])
+    assert (first.title, second.title) == ("exact", "b")
+
+
+def test_a_function_of_ones_own_is_a_reward_with_its_parameters_as_settings(register):
+    register("says", lambda attempts, word="please": [word in one.answer for one in attempts])
+    assert reward_of({"name": "says", "word": "yes", "weight": 2}, "yes!") == 1
+    with pytest.raises(UserError, match="Did you mean  word"):
+        make_rewards([{"name": "says", "words": "yes"}])
+    with pytest.raises(UserError, match="the name is already in use"):
+        register("number", len)
+
+
+@pytest.mark.parametrize("value", [[1.0, 2.0], [], [float("nan")], ["good"], [None]])
+def test_a_reward_gives_one_finite_number_for_each_answer(register, value):
+    register("wrong", lambda attempts: value)
+    with pytest.raises(RunFailed, match="the reward wrong returned"):
+        reward_of("wrong", "a")
+
+
+@pytest.mark.slow
+def test_the_datas_own_answers_are_scored_without_a_model(questions):
+    done = command("rewards", f"data.path={questions}", "objective.rewards=[number,exact]")
+    assert "number       1   1.000   1.000    1.000" in done.out
+    assert "4 answers of the data itself" in done.out
+
+
+@pytest.mark.slow
+def test_a_files_answers_are_scored_by_row_or_by_prompt(questions, tmp_path):
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]", "format=json"]
+    lines, objects = tmp_path / "a.txt", tmp_path / "a.jsonl"
+    lines.write_text("0\n2\n5\n")
+    objects.write_text(
+        '{"prompt": "3+3?", "sample": 0, "text": "6"}\n{"prompt": "3+3?", "text": "7"}\n'
+    )
+    by_row = json.loads(command(*words, f"answers={lines}").out)
+    assert [one["reward"] for one in by_row["scores"]] == [1, 1, 0]
+    by_prompt = json.loads(command(*words, f"answers={objects}").out)
+    assert by_prompt["reward"]["mean"] == by_prompt["rewards"]["number"]["mean"] == 0.5
+    assert {one["row"] for one in by_prompt["scores"]} == {f"{questions}:4"}
+    objects.write_text('{"prompt": "no such", "text": "6"}\n')
+    assert "none is to a prompt" in command(*words, f"answers={objects}", code=2).err
+    objects.write_text('{"prompt": "no answer"}\n')
+    assert "a.jsonl:1" in command(*words, f"answers={objects}", code=2).err
+
+
+def test_a_row_that_cannot_be_scored_is_named_or_skipped(questions):
+    questions.write_text(questions.read_text() + '{"question": "why?", "answer": "who knows"}\n')
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[number]"]
+    refused = command(*words, code=2).err
+    assert f"{questions}:5" in refused
+    assert "has no number in its answer" in refused
+    assert "skipped  1 rows" in command(*words, "data.on_error=skip").out
+
+
+@pytest.mark.slow
+def test_an_answer_by_number_belongs_to_the_row_of_that_number_even_if_rows_are_skipped(tmp_path):
+    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.txt"
+    rows.write_text(
+        '{"question": "1+1?", "answer": "2"}\n{"question": "why?", "answer": "who knows"}\n'
+        '{"question": "2+2?", "answer": "4"}\n'
+    )
+    answers.write_text("2\nno idea\u2028really\n4\n")
+    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]", "format=json"]
+    done = json.loads(command(*words, f"answers={answers}", "data.on_error=skip").out)
+    assert {one["row"]: one["reward"] for one in done["scores"]} == {f"{rows}:1": 1, f"{rows}:3": 1}
+
+
+@pytest.mark.slow
+def test_an_answer_to_a_prompt_of_two_rows_with_different_references_is_refused(tmp_path):
+    rows, answers = tmp_path / "rows.jsonl", tmp_path / "a.jsonl"
+    rows.write_text('{"question": "next?", "answer": "2"}\n{"question": "next?", "answer": "3"}\n')
+    answers.write_text('{"prompt": "next?", "text": "2"}\n')
+    words = ["rewards", f"data.path={rows}", "objective.rewards=[number]"]
+    refused = command(*words, f"answers={answers}", code=2).err
+    assert f"{rows}:1 and {rows}:2, whose references differ" in refused
+
+
+@pytest.mark.slow
+def test_tokens_are_counted_by_the_tokenizer_that_is_named(questions):
+    words = ["rewards", f"data.path={questions}", "objective.rewards=[{name: length, max: 12}]"]
+    assert "there is no tokenizer" in command(*words, code=2).err
+    by_bytes = command(*words, "tokenizer.path=demo:bytes", "format=json").out
+    assert json.loads(by_bytes)["reward"]["mean"] == 0  # "It is\n#### 0": 12 bytes
+
+
+def test_what_is_scored_and_by_what_must_be_named():
+    said = command("rewards", code=2).err
+    assert "objective.rewards=[number]" in said
+    assert "data.path=questions.jsonl" in said
+
+
+ADDS = "Sure:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
+PATIENT = {"name": "code", "seconds": 300}  # the machine may be busy
+SMALL = {"cpu_seconds": 1, "memory_mib": 200, "workers": 4}
+RUNAWAYS = {
+    "forks": "import os\nwhile True: os.fork()",
+    "starts a process": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "loops": "while True: pass",
+    "allocates": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "prints": "while True: print('x' * 10_000)",
+    "writes": "open('file', 'w').write('x')",
+    "writes elsewhere": "open('PATH', 'a').write('x')",
+    "removes": "import os; os.unlink('PATH')",
+    "reads elsewhere": "open('PATH').read()",
+    "floods the verdict": "import os\nwhile True: [os.write(fd, b'x' * 999) for fd in range(3, 9)]",
+    "signals": "import os; os.kill(os.getppid(), 9)",
+    "signals all": "import os; os.kill(-1, 9)",
+    "signals by a socket": "import fcntl, os, socket\na, b = socket.socketpair()\n"
+    "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())",
+    "connects": "import socket; socket.create_connection(('127.0.0.1', 80))",
+    "ends early": "import os; os._exit(0)",
+    "crashes": "import ctypes; ctypes.string_at(0)",
+    "raises its limit": "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (9, 9))",
+    "sees secrets": "import os; assert 'HOME' in os.environ",
+}
+
+
+def scores_of(entry, answers, row):
+    return score(make_rewards([entry]), [Attempt("?", answer, row) for answer in answers])[0]
+
+
+def children() -> set[str]:
+    """The ids of this process's children; the kernel lists them by the thread that made them."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            found.update((task / "children").read_text().split())
+    return found
+
+
+@pytest.mark.slow
+def test_code_that_passes_the_rows_tests_is_rewarded_and_nothing_else():
+    good = [
+        ADDS,
+        "def add(a, b): return a + b",
+        "import asyncio, threading, random, json\nasync def one(): return 1\nasyncio.run(one())\n"
+        "threading.Thread(target=int).start()\ndef add(a, b): return a + b",
+    ]
+    row = {"test_list": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
+    assert scores_of(PATIENT, good, row) == [1, 1, 1]
+    half = "def add(a, b): return 0"
+    assert scores_of(PATIENT, [half, "def add(", "no code"], row) == [0, 0, 0]
+    assert scores_of(PATIENT | {"partial": True}, [half, *good[:1]], row) == [0.5, 1]
+    human = {"test": "def check(f):\n    assert f(1, 2) == 3", "entry_point": "add"}
+    assert scores_of(PATIENT, [ADDS, half], human) == [1, 0]
+    as_json = {"checks": json.dumps(row["test_list"]), "test_setup_code": "one = 1"}
+    uses_setup = "def add(a, b): return a + b * one"
+    assert scores_of(PATIENT | {"field": "checks"}, [uses_setup], as_json) == [1]
+
+
+@pytest.mark.slow
+def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    other = tmp_path / "other.txt"
+    other.write_text("data")
+    before = children()
+    answers = [code.replace("PATH", str(other)) for code in RUNAWAYS.values()]
+    scores = scores_of(PATIENT | SMALL, answers, {"tests": "pass"})
+    assert dict(zip(RUNAWAYS, scores, strict=True)) == dict.fromkeys(RUNAWAYS, 0)
+    sleeps = "import time; time.sleep(1000)"
+    assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
+    assert children() <= before
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert other.read_text() == "data"
+
+
+def test_code_where_it_cannot_be_confined_is_refused(monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.rewards.code.run_confined", lambda *_: "unprotected")
+    with pytest.raises(UserError, match="cannot be scored"):
+        scores_of("code", [ADDS], {"tests": "pass"})
+
+
+def test_a_row_without_tests_is_refused():
+    (reward,) = make_rewards(["code"])
+    assert "'tests' or 'test_list' or 'test'" in reward.row_problem({"prompt": "a"}, None)
+    assert reward.row_problem({"tests": "pass"}, None) is None
+
+
+@pytest.fixture
+def scorer(monkeypatch):
+    """A server that answers with what the test puts into `replies`, and keeps the requests."""
+    monkeypatch.setattr("fsdp_trainer.base.web.PAUSE_SECONDS", 0.0)
+    replies, requests = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append((self.headers, json.loads(body)))
+            status, content = replies.pop(0)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    address = f"http://127.0.0.1:{server.server_port}/score"
+    yield SimpleNamespace(url=address, replies=replies, requests=requests)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+    entry = {"name": "http", "url": scorer.url, "rows": 2, "token_env": "KEY"}
+    scorer.replies += [(200, b'{"scores": [1, 0.5]}'), (200, b"[-1]")]
+    assert scores_of(entry, ["a", "b", "c"], {"id": 7}) == [1, 0.5, -1]
+    headers, body = scorer.requests[0]
+    assert headers["Authorization"] == "Bearer secret"
+    first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
+    assert body["attempts"][0] == first | {"finished": True, "messages": []}
+
+
+def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):
+    scorer.replies += [(503, b"busy"), (429, b"slower"), (200, b"[1]")]
+    assert scores_of({"name": "http", "url": scorer.url}, ["a"], {}) == [1]
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "message", "requests"),
+    [
+        (503, b"out of\nluck", r"HTTP 503 Service Unavailable: out of \(the last of 3 tries\)$", 3),
+        (404, b"no such page", "HTTP 404 Not Found: no such page", 1),
+        (200, b"<html>", "no JSON: <html>", 1),
+        (200, b'{"score": 1}', "a list of numbers", 1),
+        (200, b"[1, 2]", "2 numbers for 1 answers", 1),
+        (200, b"[true]", "a list of numbers", 1),
+    ],
+)
+def test_a_server_without_scores_ends_the_run_with_its_address(
+    scorer, status, content, message, requests
+):
+    scorer.replies += [(status, content)] * 3
+    with pytest.raises(RunFailed, match=message) as failed:
+        scores_of({"name": "http", "url": scorer.url, "retries": 2}, ["a"], {})
+    assert scorer.url in str(failed.value)
+    assert len(scorer.requests) == requests
+
+
+def test_a_server_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr("fsdp_trainer.base.web.PAUSE_SECONDS", 0.0)
+    with pytest.raises(RunFailed, match=r"http://127\.0\.0\.1:1/.*Connection refused"):
+        scores_of({"name": "http", "url": "http://127.0.0.1:1/"}, ["a"], {})
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_is_raised_on_all(world):
+    message = "a reward failed: ZeroDivisionError: division by zero"
+    assert world.call(2, score_on_a_rank) == [(message, [[]]), (message, [[0.0]])]
+
+
+def score_on_a_rank():
+    """(message, scores) of a rank, of which the second alone fails, then of none that fails."""
+    import torch.distributed as dist
+
+    from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    attempts = [Attempt("?", "a", {})] * rank  # ranks may have other numbers of answers
+    extensions.REWARDS["fails"] = lambda attempts: [1 / 0 for _ in attempts]
+    try:
+        score_on_ranks(make_rewards(["fails"]), attempts)
+        message = ""
+    except RunFailed as error:
+        message = error.args[0]
+    finally:
+        extensions.REWARDS.clear()
+    return message, score_on_ranks(make_rewards(["exact"]), attempts)

@@ -1,0 +1,166 @@
+"""Good and bad answers: KTO's formula, a baseline from mismatched answers that is the same on any
+ranks, labels and pairs as its data."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from pairs import write_pairs
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
+from fsdp_trainer.data.records.preference_records import UNPAIRED
+from fsdp_trainer.data.store.token_cache import prepare
+from fsdp_trainer.data.templates.chat_template import load_template
+from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.methods.unpaired import UnpairedFigures, UnpairedObjective
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.models.head import Scores
+from fsdp_trainer.training.metrics import MicroBatchResult
+
+
+def write_labelled(path, count=30):
+    """Answers of many lengths, of which sums are good."""
+    rows = [
+        {
+            "prompt": f"{i}+{i % 7}?",
+            "completion": f"{i + i % 7}" + "!" * (i % 4) if i % 3 else f"no {i}",
+            "label": bool(i % 3),
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+KINDS = [GOOD, MISMATCHED, BAD, MISMATCHED, GOOD, MISMATCHED]
+
+
+def batch_of(reference):
+    zeros, documents = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    layout = sources = token_share = None
+    return MicroBatch(
+        zeros, zeros, layout, zeros, zeros, zeros, sources, documents, documents // 2, token_share,
+        reference, torch.tensor(KINDS),
+    )  # fmt: skip
+
+
+def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():
+    reference = torch.tensor([-3.0, -5.0, -2.0, -7.0, -4.0, -6.0], dtype=torch.float64)
+    policy = torch.tensor([-2.0, -4.5, -2.5, -6.5, -3.8, -5.8], requires_grad=True)
+    choice = ObjectiveChoice("kto", beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
+    batch, scores = batch_of(reference), Scores(policy, policy)
+    baseline = torch.tensor(0.4, dtype=torch.float64)
+    loss = UnpairedObjective(batch, choice, baseline, count=3)(scores, slice(0, 6))
+    loss.backward()
+    good, bad = torch.tensor([1.0, 0.2]) - 0.4, torch.tensor([-0.5]) - 0.4
+    expected = (2 * (1 - (0.5 * good).sigmoid()).sum() + 3 * (1 - (-0.5 * bad).sigmoid())) / 3
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (policy.grad[1::2] == 0).all(), "mismatched answers are not learnt"
+    assert policy.grad[2] > 0 > policy.grad[0]
+
+    figures = UnpairedFigures(choice)
+    sums = figures.part(MicroBatchResult(batch, scores, loss, loss)).tolist()
+    written = figures.written(sums)
+    assert written["baseline"] == pytest.approx(0.4)
+    assert written["reward_good"] == pytest.approx(0.3)
+    assert written["reward_bad"] == pytest.approx(-0.25)
+    assert written["reward_margin"] == pytest.approx(0.55)
+    assert written["log_probability_good"] == pytest.approx(-2.9)
+    assert set(written) == set(figures.keys)
+
+
+def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):
+    path = write_labelled(tmp_path / "labelled.jsonl", count=6)
+    data, batch = Data(path=str(path)), Batch(seq_len=64)
+    tokenizer = load_tokenizer("demo:bytes")
+    template = load_template(data.template, tokenizer, data.template_args, data.template_date)
+    store = prepare(data, batch, tokenizer, template, tmp_path / "cache", kind=UNPAIRED).train[0]
+    assert store.kinds.tolist() == [BAD, MISMATCHED, *[GOOD, MISMATCHED] * 2] * 2
+    assert store.group_starts.tolist() == [True, False] * 6
+
+    def parts(sample):
+        tokens, weights = store.read(sample)
+        learnt = weights > 0
+        return tokenizer.decode(tokens[~learnt]), tokenizer.decode(tokens[learnt])
+
+    answers = [parts(sample) for sample in range(0, 12, 2)]
+    for place, sample in enumerate(range(1, 12, 2)):
+        assert parts(sample) == (answers[place][0], answers[place - 1][1])
+
+    tight = Batch(seq_len=2 * int(store.lengths.max()) - 4)
+    cut = prepare(data, tight, tokenizer, template, tmp_path / "cache", kind=UNPAIRED).train[0]
+    assert len(cut) == len(store)
+    longest = np.add.reduceat(np.asarray(cut.lengths), np.arange(0, 12, 2)).max()
+    assert longest <= tight.seq_len
+
+
+def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):
+    path = write_labelled(tmp_path / "labelled.jsonl", count=6)
+    keys = ["tokenizer.path=demo:bytes", "preview.rows=2", f"data.cache={tmp_path / 'cache'}"]
+    assert main(["preview", f"data.path={path}", *keys, f"preview.html={tmp_path / 'p.html'}"]) == 0
+    said = capsys.readouterr().out
+    for part in ("good answers", "bad answers", "(mismatched)", "labelled.jsonl:1 (bad)"):
+        assert part in said, part
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labelled")
+    return [
+        f"data.path={write_labelled(folder / 'labelled.jsonl')}",
+        "tokenizer.path=demo:bytes",
+        f"data.cache={folder / 'cache'}",
+        "batch.seq_len=128",
+        "train.steps=3",
+        "objective=kto",
+    ]
+
+
+@pytest.mark.slow
+def test_good_and_bad_answers_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
+    layouts = (
+        (1, ["batch.micro_rows=6"]),
+        (4, ["sharding.context=2", "batch.micro_rows=1"]),
+    )
+    runs = [
+        world.train(
+            tmp_path / f"run{number}",
+            *keys,
+            "adapter=lora",
+            "data.validation=0.2",
+            "train.validate_every=3",
+            "schedule=constant",
+            *more,
+            ranks=ranks,
+        )
+        for number, (ranks, more) in enumerate(layouts)
+    ]
+    first, *others = runs
+    assert first.column("loss")[0] == pytest.approx(0.5, abs=1e-7), "both models are equal"
+    assert first.column("loss")[-1] < 0.5
+    assert first.column("baseline")[0] == 0
+    names = ["loss", "reward_margin", "reward_good", "log_probability_bad", "baseline"]
+    for run in others:
+        for name in names:
+            assert run.column(name) == pytest.approx(first.column(name), rel=2e-5, abs=1e-6), name
+        last, expected = run.metrics[-1], first.metrics[-1]
+        for name in ("validation_loss", "validation_reward_margin", "validation_baseline"):
+            assert last[name] == pytest.approx(expected[name], rel=2e-5, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_pairs_are_one_good_and_one_bad_answer_each(world, keys, tmp_path):
+    pairs = f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"
+    run = world.train(tmp_path / "pairs", *keys, pairs, "objective.beta=0.5", "schedule=constant")
+    assert run.column("loss")[0] == pytest.approx(0.5, abs=1e-6)
+    assert "the reference reads 120 answers" in run.out
+    assert run.column("reward_margin")[-1] > 0
+    for name in ("sft", "dpo"):
+        others = [*keys[:-1], f"objective={name}"]
+        said = world.train(tmp_path / name, *others, code=2).err
+        assert "objective=kto" in said, name
+    said = world.train(tmp_path / "none", *keys, "objective.reference=none", code=2).err
+    assert "compares with a reference" in said

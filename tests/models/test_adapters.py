@@ -1,0 +1,395 @@
+"""Training with adapters: what peft and autograd train, however it is sharded and computed."""
+
+import contextlib
+import json
+from functools import partial
+from typing import NamedTuple
+
+import inject
+import pytest
+import torch
+import torch.nn.functional as F
+from layouts import of_all_stages
+from world import Run
+from zoo import HF, make_folder
+
+from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.models.adapters.adapters import adapter_parameters
+from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.initialize import draw_part
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+STEPS, ROWS, LR, CLIP, DECAY = 3, 4, 3e-3, 0.5, 0.1
+COMMON = [
+    "tokenizer.path=demo:bytes",
+    f"train.steps={STEPS}",
+    f"batch.rows={ROWS}",
+    f"batch.micro_rows={ROWS}",
+    "schedule=constant",
+    f"optim.lr={LR}",
+    f"optim.weight_decay={DECAY}",
+    f"optim.grad_clip={CLIP}",
+    "checkpoint.every=null",
+    "adapter.rank=4",
+    "adapter.alpha=6",
+]
+
+
+@contextlib.contextmanager
+def recorded(folder):
+    """Begin with a random B, so that every path counts. Keep what is trained before step 1 and its
+    gradients in it."""
+
+    @torch.no_grad()
+    def fill(real, model, *args):
+        formats = real(model, *args)
+        for name, parameter in adapter_parameters(model).items():
+            if name.endswith("lora_B.weight"):
+                part = local_slice(parameter)
+                local_part(parameter).copy_(draw_part(7, name, part, parameter.shape, 0.05))
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        keep("start", adapter_parameters(model) | trained)
+        return formats
+
+    def keep_gradients():
+        parameters = inject.trainer.model.named_parameters()
+        keep("gradients", {n: p.grad for n, p in parameters if p.grad is not None})
+
+    def keep(name, tensors):
+        whole = of_all_stages(tensors)
+        if inject.this_rank(0):
+            torch.save(whole, folder / f"{name}.pt")
+
+    with (
+        inject.around("fill", fill),
+        inject.with_trainer(),
+        inject.at("clip", keep_gradients, step=1),
+    ):
+        yield
+
+
+class Adapted(NamedTuple):
+    """A run, the adapters that it began with, and the gradients of its first step."""
+
+    run: Run
+    start: dict[str, torch.Tensor]
+    gradients: dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def train_adapters(train, tmp_path):
+    """A training that begins with a random B."""
+
+    def start(name, *how, ranks=1, seam=contextlib.nullcontext):
+        (tmp_path / f"{name}.kept").mkdir()
+        seam = inject.together(partial(recorded, tmp_path / f"{name}.kept"), seam)
+        run = train(name, *COMMON, *how, ranks=ranks, base=HF, seam=seam)
+        kept = [torch.load(tmp_path / f"{name}.kept" / f"{n}.pt") for n in ("start", "gradients")]
+        return Adapted(run, *kept)
+
+    return start
+
+
+@pytest.fixture
+def shown(world, inputs):
+    """The rows of a training."""
+
+    def preview(folder):
+        data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
+        batch = ["batch.seq_len=64", f"batch.rows={ROWS}", "tokenizer.path=demo:bytes"]
+        count = ["preview.format=json", f"preview.rows={STEPS * ROWS}"]
+        how = [f"model.init_from={folder}", *data, *batch, *count]
+        return [json.loads(line) for line in world.command("preview", *how)[0].out.splitlines()]
+
+    return preview
+
+
+KINDS = {
+    "lora": (["adapter=lora"], {}),
+    "rslora": (["adapter=lora", "adapter.scaling=rslora"], {"use_rslora": True}),
+    "dora": (["adapter=dora"], {"use_dora": True}),
+    "patterns": (
+        [
+            "adapter=lora",
+            "adapter.targets=[q_proj,v_proj,down_proj]",
+            "adapter.rank_pattern={layers.1.self_attn.q_proj: 2, q_proj: 8}",
+            "adapter.alpha_pattern={down_proj: 3}",
+            "adapter.also=[head]",
+        ],
+        {
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "rank_pattern": {"layers.1.self_attn.q_proj": 2, "q_proj": 8},
+            "alpha_pattern": {"down_proj": 3},
+            "modules_to_save": ["lm_head"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("lora", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("dora", 2), ("rslora", 1), ("patterns", 2)]
+        ),
+    ],
+)
+def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, kind, ranks):
+    folder = make_folder(tmp_path / "hf")
+    how, options = KINDS[kind]
+    ours = train_adapters("ours", *how, f"model.init_from={folder}", ranks=ranks)
+    losses, gradients = train_with_peft(folder, shown(folder), ours.start, **options)
+    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
+    assert losses[-1] < losses[0] - 0.05, "it must learn, else this shows little"
+    assert_close(ours.gradients, gradients)
+
+
+def assert_close(gradients, expected):
+    """Every gradient is the expected one but for rounding."""
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        largest = expected[name].abs().max().item()
+        assert largest > 0, name
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5 * largest)
+
+
+def train_with_peft(folder, rows, start, **options):
+    """Losses, and the gradients of the first step by our names. start: of our training."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    options = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", **options}
+    model = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    trained = {our_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    assert trained.keys() == start.keys()
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "magnitude" in name:
+                torch.testing.assert_close(parameter, start[name])
+            parameter.copy_(start[name])
+    return plain_training(lambda tokens: model(tokens).logits, trained, rows)
+
+
+def our_name(name):
+    """Return our name of a parameter of peft's."""
+    return (
+        name.removeprefix("base_model.model.")
+        .replace(".default.weight", ".weight")
+        .replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        .replace(".modules_to_save.weight", ".weight")
+    )
+
+
+def plain_training(logits, trained, rows):
+    """AdamW on the mean of all supervised tokens, one document at a time."""
+    decayed = [p for p in trained.values() if p.ndim >= 2]
+    others = [p for p in trained.values() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    losses, first = [], {}
+    for step in range(STEPS):
+        batch = rows[step * ROWS : (step + 1) * ROWS]
+        count = sum(label != -100 for row in batch for label in row["labels"])
+        loss = 0.0
+        for tokens, labels in documents(batch):
+            scores = logits(tokens[None])[0]
+            nll = F.cross_entropy(scores, labels, reduction="sum", ignore_index=-100) / count
+            nll.backward()
+            loss += nll.item()
+        losses.append(loss)
+        first = first or {name: p.grad.clone() for name, p in trained.items()}
+        torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first
+
+
+def documents(rows):
+    """Yield tokens and labels of each document."""
+    for row in rows:
+        begin = 0
+        for length in row["documents"]:
+            part = slice(begin, begin + length)
+            yield torch.tensor(row["tokens"][part]), torch.tensor(row["labels"][part])
+            begin += length
+
+
+def train_merged(folder, rows, start, names, scale=6 / 4):
+    """Losses, and the gradients of the first step, by autograd through W + scale · B·A.
+
+    names: what is trained.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    given = {name: tensor.clone().requires_grad_(name in names) for name, tensor in start.items()}
+    base = {name: p.detach() for name, p in model.named_parameters()}
+    fused = dict(FAMILIES[model.config.model_type].fused)
+
+    def logits(tokens):
+        weights = {name: merged(name, given, base, scale, fused) for name in base}
+        return torch.func.functional_call(model, weights, (tokens,)).logits
+
+    return plain_training(logits, {name: given[name] for name in names}, rows)
+
+
+def merged(name, given, base, scale, fused):
+    """Return a parameter of transformers' with the given ones in it."""
+    if name in given:
+        return given[name]
+    layer = name.removesuffix(".weight")
+    parts = next((fused[whole] for whole in fused if layer.endswith(whole)), None)
+    layers = [f"{layer.rpartition('.')[0]}.{part}" for part in parts] if parts else [layer]
+    if f"{layers[0]}.lora_A.weight" not in given:
+        return base[name]
+    pairs = [(given[f"{n}.lora_B.weight"], given[f"{n}.lora_A.weight"]) for n in layers]
+    total = base[name] + scale * torch.cat([b @ a for b, a in pairs])
+    if f"{layers[0]}.lora_magnitude_vector" not in given:
+        return total
+    magnitude = torch.cat([given[f"{n}.lora_magnitude_vector"] for n in layers])
+    return magnitude[:, None] * total / total.detach().norm(dim=1, keepdim=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "ranks"),
+    [
+        ("phi3", "lora", 1),
+        ("phi3", "dora", 2),
+        ("llama biases", "dora", 2),
+        ("mistral window", "lora", 1),
+        ("qwen2", "dora", 1),
+        ("qwen3", "lora", 1),
+        ("gemma2", "dora", 1),
+        ("gemma3 long", "lora", 1),
+        ("olmo2", "lora", 1),
+    ],
+)
+def test_every_family_learns_as_through_merged_weights(
+    train_adapters, shown, tmp_path, family, kind, ranks
+):
+    folder = make_folder(tmp_path / "hf", family)
+    ours = train_adapters("ours", f"adapter={kind}", f"model.init_from={folder}", ranks=ranks)
+    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
+    assert ours.run.column("loss") == pytest.approx(losses, abs=2e-6, rel=0)
+    assert_close(ours.gradients, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        (["adapter.also=[head]"], {"tie_word_embeddings": True}),
+        pytest.param(["adapter.also=[head,embedding,norms]"], {}, marks=pytest.mark.slow),
+        pytest.param(
+            [
+                "adapter.also=['model.layers.1.*norm',lm_head]",
+                "adapter.targets=[q_proj,'model.layers.0.mlp.*']",
+            ],
+            {},
+            marks=pytest.mark.slow,
+        ),
+        (["train.freeze=['model.layers.1.*','*.0.*.lora_B.*']"], {}),
+    ],
+    ids=str,
+)
+def test_what_is_trained_in_full_besides_and_what_is_frozen(
+    train_adapters, shown, tmp_path, how, options
+):
+    folder = make_folder(tmp_path / "hf", **options)
+    how = ["adapter=lora", *how, f"model.init_from={folder}"]
+    ours = train_adapters("ours", *how, ranks=2)
+    losses, gradients = train_merged(folder, shown(folder), ours.start, list(ours.gradients))
+    assert ours.run.column("loss") == pytest.approx(losses, abs=1e-6, rel=0)
+    assert_close(ours.gradients, gradients)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def references():
+    """Trainings on one rank by their overrides."""
+    return {}
+
+
+HSDP = ["sharding=hsdp", "sharding.replicas=2"]
+EACH_ROW = ["batch.micro_rows=1"]
+ATTENTION = ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]
+DORA = ["adapter=dora"]
+WAYS = [
+    # ranks, how it is computed, what a training on one rank has too
+    (3, EACH_ROW, ["adapter.rank=5"]),
+    (4, [], ["adapter.rank=2"]),  # two ranks have no row of A
+    (2, ["activation_checkpoint=full", *EACH_ROW], []),
+    (2, ATTENTION, DORA),
+    (2, ["sharding=ddp", "activation_checkpoint=full"], DORA),
+    (4, [*HSDP, *EACH_ROW, "sharding.accumulate=unsharded"], DORA),
+    (2, ["sharding.cpu_offload=true"], DORA),
+    (2, ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"], []),
+    (2, ["optim.state_dtype=8bit"], ["optim.state_dtype=8bit"]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "how", "common"),
+    WAYS,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
+    common = ["adapter=lora"] * (common != DORA) + common
+    common += [f"model.init_from={folder}"]
+    if tuple(common) not in references:
+        references[tuple(common)] = train_adapters("alone", *common)
+    alone = references[tuple(common)]
+    run = train_adapters("run", *common, *how, ranks=ranks)
+    assert run.run.column("loss") == pytest.approx(alone.run.column("loss"), abs=1e-6, rel=0)
+    assert_close(run.gradients, alone.gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks", "how"),
+    [("lora", 2, ["activation_checkpoint=budget"]), ("dora", 1, ["activation_checkpoint=full"])],
+)
+def test_compiled_blocks_have_the_same_gradients(
+    train_adapters, tmp_path, compiled, kind, ranks, how
+):
+    common = [
+        f"adapter={kind}",
+        f"model.init_from={make_folder(tmp_path / 'hf', num_hidden_layers=1)}",
+    ]
+    eager = train_adapters("eager", *common)
+    run = train_adapters("run", *common, *how, *compiled, ranks=ranks, seam=inject.no_kernels())
+    assert run.run.column("loss") == pytest.approx(eager.run.column("loss"), abs=2e-6, rel=0)
+    assert_close(run.gradients, eager.gradients)
+    assert "compiled again" not in run.run.out
+
+
+def every_linear(_real, module, *_recipe_and_shares):
+    return isinstance(module, torch.nn.Linear)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "recipe"), [("lora", "tensorwise"), ("dora", "rowwise")])
+def test_adapters_beside_float8_products(train_adapters, tmp_path, kind, recipe):
+    pytest.importorskip("torchao")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
+    folder = make_folder(tmp_path / "hf", **sizes)
+    common = [f"adapter={kind}", f"model.init_from={folder}", "precision.param_dtype=bfloat16"]
+    emulated = inject.together(
+        inject.setting("float8_emulated", True), inject.around("float8_gains", every_linear)
+    )
+    exact = train_adapters("exact", *common)
+    how = f"precision.float8={recipe}"
+    run = train_adapters("run", *common, how, ranks=2, seam=emulated)
+    assert run.run.column("loss") == pytest.approx(exact.run.column("loss"), rel=0.03)
+    assert run.run.column("loss") != exact.run.column("loss")
+    assert run.gradients.keys() == exact.gradients.keys()

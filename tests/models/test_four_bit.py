@@ -1,0 +1,296 @@
+"""What adapter.base=nf4 promises: the blocks' matrices in 4.25 bits a number, and training on them
+as on the numbers that they stand for."""
+
+import contextlib
+import json
+import shutil
+from functools import partial
+from unittest.mock import patch
+
+import inject
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from memory_of_a_step import LiveBytes
+from safetensors.torch import load_file, save_file
+from stored import assert_bitwise_equal, newest, stored
+from zoo import HF, make_folder
+
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.models.four_bit import LEVELS, decode, encode, encoded_columns
+
+
+def test_a_number_becomes_the_nearest_level_of_its_block():
+    numbers = torch.randn(3, 128)
+    largest = numbers.view(3, 2, 64).abs().amax(2, keepdim=True).bfloat16().float()
+    levels = torch.tensor(LEVELS)
+    nearest = (numbers.view(3, 2, 64, 1) / largest.unsqueeze(3) - levels).abs().argmin(3)
+    decoded = decode(encode(numbers), 128, torch.float32)
+    assert torch.equal(decoded, (levels[nearest] * largest).view(3, 128))
+
+
+def test_normal_numbers_take_4_25_bits_and_lose_nine_per_cent():
+    numbers = torch.randn(512, 4096, generator=torch.Generator().manual_seed(0)) * 0.02
+    codes = encode(numbers)
+    assert codes.nbytes * 8 / numbers.numel() == 4.25
+    error = decode(codes, 4096, torch.float32) - numbers
+    assert error.norm() / numbers.norm() == pytest.approx(0.0919, abs=2e-4)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 63, 64, 65, 130])
+def test_any_number_of_columns_can_be_encoded(columns):
+    numbers = torch.randn(5, columns)
+    codes = encode(numbers)
+    assert codes.shape == (5, encoded_columns(columns))
+    decoded = decode(codes, columns, torch.float32)
+    whole = torch.nn.functional.pad(numbers, (0, -columns % 64))
+    expected = decode(encode(whole), whole.shape[1], torch.float32)[:, :columns]
+    assert torch.equal(decoded, expected)
+
+
+def test_zeros_stay_zeros_and_a_bad_number_is_seen():
+    numbers = torch.zeros(2, 128)
+    numbers[0, 70] = torch.nan
+    decoded = decode(encode(numbers), 128, torch.bfloat16)
+    assert decoded[0, 64:].isnan().all()
+    assert not decoded[0, :64].any()
+    assert not decoded[1].any()
+
+
+def test_rows_are_encoded_alike_however_they_are_read(tmp_path):
+    numbers = torch.randn(50, 70).bfloat16()
+    file = tmp_path / "numbers"
+    file.write_bytes(numbers.view(torch.uint8).numpy().tobytes())
+    whole = (slice(0, 50), slice(0, 70))
+    on_disk = TensorOnDisk(torch.bfloat16, (50, 70), [Chunk(file, 0, whole)])
+    buffer = torch.empty(50 * 140, dtype=torch.uint8)
+    codes, rounded = encoded(on_disk), as_trained_on(on_disk, torch.bfloat16)
+    for first, last in ((0, 50), (0, 17), (17, 50), (49, 50)):
+        expected = encode(numbers)[first:last]
+        assert torch.equal(codes.read_rows(first, last, buffer), expected)
+        decoded = decode(expected, 70, torch.bfloat16)
+        assert torch.equal(rounded.read_rows(first, last, buffer), decoded)
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 80}
+"""Rows of one block, and rows with a shorter second one."""
+COMMON = [
+    "tokenizer.path=demo:bytes",
+    "train.steps=4",
+    "optim.lr=3e-3",
+    "schedule=constant",
+    "adapter.rank=4",
+    "checkpoint.every=null",
+]
+
+
+def hf(*chosen):
+    """Return how a folder is trained, with other choices for some groups."""
+    groups = {override.split("=")[0] for override in chosen}
+    return [*(option for option in HF if option.split("=")[0] not in groups), *chosen]
+
+
+def decoded_folder(folder, into, dtype, also):
+    """Write what a 4-bit model of a folder computes with, in `dtype`, as another folder.
+
+    also: what is trained in full.
+    """
+    shutil.copytree(folder, into)
+    file = into / "model.safetensors"
+    weights = load_file(file)
+    for name, weight in weights.items():
+        is_matrix = weight.ndim > 1 and not name.endswith(("_bias", "gate.weight", "router.weight"))
+        if is_matrix and ".layers." in name and name.split(".")[-2] not in also:
+            rows = weight.flatten(0, -2)
+            weight = decode(encode(rows), rows.shape[1], dtype).view_as(weight)
+        weights[name] = weight.to(dtype)
+    save_file(weights, file, {"format": "pt"})
+    return into
+
+
+FULL = "activation_checkpoint=full"
+slow = pytest.mark.slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "family", "dtype", "how"),
+    [
+        (3, "qwen2", "fp32", ["adapter.also=[norms]"]),
+        (4, "llama", "bf16", ["sharding=hsdp", "sharding.replicas=2"]),
+        (2, "llama biases", "fp32", ["sharding=ddp"]),
+        (2, "phi3", "fp32", ["adapter.also=[o_proj]", "adapter.targets=[mlp.gate_up_proj]"]),
+        (2, "llama", "fp32", ["sharding.cpu_offload=true"]),
+        (2, "llama", "bf16", ["adapter=dora", FULL]),
+        (1, "llama", "bf16", ["activation_checkpoint=selective"]),
+        (1, "llama", "bf16", ["compile"]),
+        (2, "qwen3_moe", "bf16", [FULL, "sharding.expert=2", "adapter.targets=[all,experts]"]),
+        (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_training_is_bitwise_that_on_the_decoded_weights(
+    train, compiled, tmp_path, ranks, family, dtype, how
+):
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    sizes = WIDE | ({"num_hidden_layers": 1} if how == ["compile"] else {})
+    folder = make_folder(tmp_path / "hf", family, torch_dtype, **sizes)
+    also = "o_proj" if "adapter.also=[o_proj]" in how else ""
+    decoded = decoded_folder(folder, tmp_path / "decoded", torch_dtype, also)
+    kernels = {"seam": inject.no_kernels()} if how == ["compile"] else {}
+    how = [*compiled, FULL] if how == ["compile"] else how
+    kind = [] if "adapter=dora" in how else ["adapter=lora"]
+    common = [*COMMON, *kind, *how]
+    base = hf(f"precision={dtype}")
+    options = {"ranks": ranks, "base": base, **kernels}
+    run = train("run", *common, "adapter.base=nf4", f"model.init_from={folder}", **options)
+    expected = train("expected", *common, f"model.init_from={decoded}", **options)
+    assert run.column("loss") == expected.column("loss")
+    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+    assert run.column("loss")[-1] < run.column("loss")[0]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    if family == "phi3":
+        name = name.replace("q_proj", "qkv_proj")
+    before, after = (load_file(f / "model.safetensors")[name] for f in (folder, decoded))
+    assert (before - after).norm() > 0.05 * before.norm(), "4 bits must differ"
+
+
+def digests(run):
+    return read_progress(newest(run))["frozen"]["digests"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", ["from a folder", "from random weights"])
+def test_codes_do_not_depend_on_the_number_of_ranks(train, tmp_path, begin):
+    how, base = [*COMMON, "train.steps=1", "adapter=qlora"], None
+    if begin == "from a folder":
+        folder = make_folder(tmp_path / "hf", **WIDE)
+        how, base = [*how, f"model.init_from={folder}"], HF
+    runs = [train(f"on_{ranks}", *how, ranks=ranks, base=base) for ranks in (1, 3)]
+    alone, on_three = map(digests, runs)
+    assert on_three == alone
+
+
+@contextlib.contextmanager
+def recorded(file):
+    """Write the bytes that rank 0 holds of the blocks' matrices, and the bytes that it gathers."""
+    held, gathered = [], []
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    gather = getattr(dist, name)
+
+    def count(output_tensor, *args, **options):
+        gathered.append(output_tensor.nbytes)
+        return gather(output_tensor, *args, **options)
+
+    def keep(trainer):
+        parameters = trainer.model.named_parameters()
+        held.extend(local_part(p).nbytes for n, p in parameters if n.endswith("_proj.weight"))
+
+    with inject.with_trainer(keep), patch.object(dist, name, count):
+        yield
+    if inject.this_rank(0):
+        file.write_text(json.dumps([sum(held), sum(gathered)]))
+
+
+@pytest.mark.slow
+def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
+    folder = make_folder(tmp_path / "hf", **WIDE)
+    how = [*COMMON, f"model.init_from={folder}", "train.steps=1", "adapter=lora"]
+    for base in ("fp32", "nf4"):
+        seam = partial(recorded, tmp_path / base)
+        train(f"on_{base}", *how, f"adapter.base={base}", ranks=2, base=HF, seam=seam)
+    weights = load_file(folder / "model.safetensors")
+    shapes = [weights[name].shape for name in weights if name.endswith("_proj.weight")]
+    numbers = 4 * sum(rows * columns for rows, columns in shapes)
+    codes = sum(rows * encoded_columns(columns) for rows, columns in shapes)
+    held, gathered = json.loads((tmp_path / "fp32").read_text())
+    held_of_codes, gathered_of_codes = json.loads((tmp_path / "nf4").read_text())
+    assert (held, held_of_codes) == (numbers // 2, codes // 2)
+    # once in forward, once in backward
+    assert gathered - gathered_of_codes == 2 * (numbers - codes)
+
+
+@pytest.mark.slow
+def test_encoding_needs_a_few_pieces_beside_what_it_gives(tmp_path):
+    rows, columns = 2048, 2048
+    file = tmp_path / "numbers"
+    numpy.zeros((rows, columns), "float32").tofile(file)
+    whole = (slice(0, rows), slice(0, columns))
+    on_disk = TensorOnDisk(torch.float32, (rows, columns), [Chunk(file, 0, whole)])
+    codes = encoded(on_disk)
+    with inject.setting("tensor_piece_bytes", 2**16), LiveBytes() as memory:
+        buffer = torch.empty(codes.nbytes, dtype=torch.uint8)
+        codes.read_rows(0, rows, buffer)
+    assert memory.peak < codes.nbytes + 2 * 2**16 < on_disk.nbytes / 3
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return make_folder(tmp_path / "hf", dtype=torch.bfloat16, **WIDE)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bitwise_and_on_other_ranks(train, folder):
+    how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
+    how.append("train.steps=3")
+    expected = train("whole", *how, ranks=2, base=hf("precision=bf16"))
+    train("run", *how, "train.steps=2", ranks=2, base=hf("precision=bf16"))
+    run = train("run", *how, ranks=2, base=hf("precision=bf16"))
+    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+    assert digests(run) == digests(expected)
+    on_more = train("run", *how, "train.steps=4", ranks=3, base=hf("precision=bf16"))
+    assert on_more.column("step") == [1, 2, 3, 4]
+    assert digests(on_more) == digests(expected)
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_from_a_base_that_has_changed(train, folder):
+    how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
+    train("run", *how, "train.steps=2", base=HF)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][3] *= -1
+    save_file(weights, file, {"format": "pt"})
+    run = train("run", *how, base=HF, code=2)
+    assert "in model.layers.1.mlp.down_proj.weight." in run.err
+
+
+@slow
+def test_random_weights_of_4_bits_are_drawn_again(train):
+    how = [*COMMON, "adapter=qlora", "checkpoint.every=2", "precision.param_dtype=bfloat16"]
+    expected = train("whole", *how, ranks=2)
+    train("run", *how, "train.steps=2", ranks=2)
+    run = train("run", *how, ranks=2)
+    assert_bitwise_equal(stored(newest(run)), stored(newest(expected)))
+
+
+@slow
+def test_a_checkpoint_can_be_the_base(train, tmp_path):
+    in_full = [option for option in COMMON if not option.startswith("adapter.")]
+    first = train("first", *in_full, ranks=2)
+    how = [*COMMON, "adapter=qlora", "checkpoint.every=2"]
+    begin = f"model.init_from={first.folder}"
+    run = train("run", *how, begin, ranks=2, base=HF)
+    assert run.column("loss")[0] == pytest.approx(first.column("loss")[-1], rel=0.1)
+    train("again", *how, begin, "train.steps=2", ranks=2, base=HF)
+    again = train("again", *how, begin, ranks=2, base=HF)
+    assert_bitwise_equal(stored(newest(again)), stored(newest(run)))
+
+
+def test_what_4_bits_cannot_be_together_with_is_refused(train, folder):
+    common = ["train.steps=1", f"model.init_from={folder}", "tokenizer.path=demo:bytes"]
+    float8 = hf("precision=fp8")
+    run = train("float8", *common, "adapter=qlora", base=float8, code=2)
+    assert "Use  precision=bf16  or  adapter.base=bf16" in run.err
+    seam = inject.around("torch_version", torch_2_11)
+    old = train("old", *common, "adapter=qlora", base=HF, code=2, seam=seam)
+    assert "nf4 needs torch 2.12; installed is 2.11.0+cu128" in old.err
+    assert "Use  adapter.base=bf16" in old.err
+
+
+def torch_2_11(_real, _package):
+    return "2.11.0+cu128"

@@ -1,0 +1,391 @@
+"""What a rank holds: activations by the mode of recomputation, and a refusal, with the arithmetic,
+of states that cannot fit."""
+
+import itertools
+import math
+import re
+import weakref
+
+import inject
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from fsdp_trainer.config.schema import (
+    ActivationCheckpoint,
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
+from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.attention import DocumentAttention, MaskedAttention
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.parallel import memory_check
+from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.parallel.memory_check import Alternative, Setup
+from fsdp_trainer.parallel.parallelize import parallelize, stay_gathered
+from fsdp_trainer.training.objective import CrossEntropy
+from fsdp_trainer.training.weights import draw_weights
+
+GIB = 2**30
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all storages that operators made and that still live; views of the model's weights
+    are not counted."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in (t for t in tree_iter(out) if isinstance(t, torch.Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.live and storage._cdata not in self.own:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata, None)
+        return out
+
+
+LENGTH = 128
+
+
+def small(**asked) -> Decoder:
+    model = Decoder(
+        ModelConfig(
+            vocab_size=50,
+            hidden_size=32,
+            head_dim=8,
+            intermediate_size=88,
+            num_hidden_layers=4,
+            initializer_range=0.1,
+        )
+    )
+    initialize_weights(model, 0)
+    checkpoint_activations(model, ActivationCheckpoint(**asked))
+    return model
+
+
+def two_documents() -> MicroBatch:
+    """A row of two documents."""
+    places = torch.arange(LENGTH)
+    return MicroBatch(
+        places[None] % 50,
+        places[None],
+        DocumentAttention([[LENGTH // 2, LENGTH // 2]], LENGTH, torch.device("cpu")),
+        places,
+        places % 50,
+        torch.ones(LENGTH),
+    )
+
+
+def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
+    """Bytes that live between forward and backward, the loss, and the gradients."""
+    model, batch = small(**asked), two_documents()
+    with LiveBytes(model) as memory:
+        loss = model(batch, CrossEntropy(batch.weights)).value
+        kept = sum(memory.live.values())
+    loss.backward()
+    return kept, loss.item(), [p.grad for p in model.parameters()]
+
+
+def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients():
+    ladder = [
+        {},
+        {"mode": "selective", "every": 2},
+        {"mode": "selective", "save": ["attention", "matmul"]},
+        {"mode": "selective"},
+        {"mode": "selective", "save": ["second_matmul"]},
+        {"mode": "selective", "save": ["attention"]},
+        {"mode": "full"},
+    ]
+    kept, losses, gradients = zip(*(kept_for_backward(**asked) for asked in ladder), strict=True)
+    assert all(more > less for more, less in itertools.pairwise(kept)), kept
+    assert kept[-1] < kept[0] / 8
+    assert kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
+    assert len(set(losses)) == 1
+    assert all(
+        torch.equal(a, b)
+        for other in gradients[1:]
+        for a, b in zip(gradients[0], other, strict=True)
+    )
+
+
+def saved_by_compiled_blocks(**asked) -> int:
+    """Bytes that compiled blocks keep for backward, weights and what all blocks share left out."""
+    model, saved = small(**asked), {}
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    for block in model.model.layers.values():
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    places = torch.arange(LENGTH)[None]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden, _ = model.hidden(
+            places % 50, places, MaskedAttention([[LENGTH]], LENGTH, torch.device("cpu"))
+        )
+        kept = sum(saved.values())
+    hidden.sum().backward()
+    return kept
+
+
+@pytest.mark.slow
+def test_a_larger_budget_keeps_more():
+    kept = []
+    for asked in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
+        torch._dynamo.reset()
+        kept.append(saved_by_compiled_blocks(**asked))
+    assert kept[0] < kept[1] < kept[2]
+    assert kept[0] < kept[2] / 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["activation_checkpoint=budget"], "compile=enabled"),
+        (["activation_checkpoint.every=2"], "activation_checkpoint=selective"),
+        (
+            ["activation_checkpoint=full", "activation_checkpoint.save=[matmul]"],
+            "activation_checkpoint=selective",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[]"],
+            "activation_checkpoint=full",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[conv]"],
+            "attention, matmul, second_matmul",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_key_that_would_not_count_is_refused(train, overrides, told):
+    assert told in train("run", *overrides, code=2).err
+
+
+def meta(**sizes) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(
+            ModelConfig(
+                vocab_size=1000,
+                hidden_size=256,
+                num_hidden_layers=8,
+                tie_word_embeddings=False,
+                **sizes,
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "dtype", "ranks", "wanted"),
+    [
+        (Sharding(), "float32", 4, lambda n, block: 16 * n / 4 + 2 * block),
+        (Sharding(blocks_per_unit=3), "bfloat16", 4, lambda n, block: 8 * n / 4 + 2 * 3 * block),
+        (
+            Sharding(strategy="hsdp", replicas=2),
+            "float32",
+            8,
+            lambda n, block: 16 * n / 4 + 2 * block,
+        ),
+        (Sharding(strategy="ddp"), "float32", 8, lambda n, block: 16 * n + 2 * block),
+        (Sharding(strategy="ddp"), "bfloat16", 8, lambda n, block: 8 * n),
+        (
+            Sharding(reshard_after_forward=False),
+            "float32",
+            64,
+            lambda n, block: 12 * n / 64 + 2 * n,
+        ),
+    ],
+    ids=["fsdp", "pure, 3 blocks", "hsdp", "ddp", "ddp pure", "kept gathered"],
+)
+def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(
+    sharding, dtype, ranks, wanted
+):
+    model = meta()
+    n, block = (
+        model.config.parameters(),
+        sum(p.numel() for p in model.model.layers["0"].parameters()),
+    )
+    items = memory_check.least_memory(
+        model, Setup(sharding, Precision(master_dtype=dtype), Optim(), ranks)
+    )
+    assert sum(item.size for item in items) == pytest.approx(wanted(n, block))
+
+
+def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
+    model, cpu = meta(), torch.device("cpu")
+    with inject.around("device_memory", lambda *_: 40e6):
+        with pytest.raises(memory_check.UserError) as refused:
+            memory_check.check_memory(
+                model, Setup(Sharding(strategy="ddp"), Precision(), Optim(), 2), cpu
+            )
+        ranks = int(re.search(r"(\d+) ranks with the same", str(refused.value))[1])
+        memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), ranks), cpu)
+        with pytest.raises(memory_check.UserError):
+            memory_check.check_memory(
+                model, Setup(Sharding(), Precision(), Optim(), ranks - 1), cpu
+            )
+
+
+def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
+    cfg, config = TrainConfig(), meta().config
+    cfg.adapter = Adapter(name="lora", base="nf4", rank=4)
+    spec = resolve_adapters(cfg.adapter, config)
+    model = model_to_train(config, cfg)
+    setup = Setup(Sharding(), Precision(), Optim(), 2, spec)
+    sizes = {item.name: item.size for item in memory_check.least_memory(model, setup)}
+    blocks = [p for name, p in meta().named_parameters() if "proj" in name]
+    four_bits = sum(4.25 / 8 * p.numel() for p in blocks) / 2
+    ends = (config.parameters() - sum(p.numel() for p in blocks)) / 2
+    assert sizes["in 4 bits"] == pytest.approx(four_bits, rel=0.01)
+    assert sizes["frozen"] == pytest.approx(2 * ends)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) / 2
+    assert (sizes["weights"], sizes["moments"]) == (4 * trained, 8 * trained)
+
+
+OF_EXPERTS = {
+    "family": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+
+def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
+    """Return True if a model's blocks are still gathered after a forward without backward."""
+    dist.init_process_group("gloo")
+    cfg, cpu = TrainConfig(sharding=sharding), torch.device("cpu")
+    dims = Dims(sharding, "cpu", 60)
+    model = parallelize(meta(**sizes), dims, cfg)
+    allocate(model, cpu)
+    draw_weights(model, 0)
+    block = model.model.layers["0"]
+    sharded = set(block.parameters())  # FSDP2 replaces them by others while they are gathered
+    free_memory = inject.around("free_memory", lambda *_: free)
+    with free_memory, torch.no_grad(), stay_gathered(model, cfg, cpu):
+        model(two_documents(), CrossEntropy(torch.ones(LENGTH)))
+        return sharded.isdisjoint(block.parameters())
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tensor", "expert"])
+def test_generation_gathers_once_where_half_of_the_free_memory_holds_the_gathered_model(
+    world, layout
+):
+    """Gathered weights are in param_dtype, and a tensor or expert group divides them."""
+    sharding = Sharding() if layout == "fsdp" else Sharding(**{layout: 2})
+    sizes = OF_EXPERTS if layout == "expert" else {}
+    model = meta(**sizes)
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    rest = sum(p.numel() for p in model.parameters()) - of_experts
+    needed = (
+        2
+        * {
+            "fsdp": rest,
+            "tensor": rest / 2,
+            "expert": rest + of_experts / 2,
+        }[layout]
+    )
+    assert all(world.call(2, is_gathered, sharding, sizes, 2.05 * needed))
+    assert not any(world.call(2, is_gathered, sharding, sizes, 1.95 * needed))
+
+
+def test_adapters_are_suggested_where_they_would_fit():
+    config, cpu = meta().config, torch.device("cpu")
+    cfg = TrainConfig()
+    cfg.adapter = Adapter(name="lora", rank=1)
+    lora = Alternative("adapter=lora", model_to_train(config, cfg), None)
+    setup = Setup(Sharding(), Precision(), Optim(), 1)
+    full, least = (
+        sum(item.size for item in memory_check.least_memory(model, setup))
+        for model in (meta(), lora.model)
+    )
+    with (
+        inject.around("device_memory", lambda *_: (full + least) / 2),
+        pytest.raises(memory_check.UserError, match=r"precision=pure_bf16  or  adapter=lora$"),
+    ):
+        memory_check.check_memory(meta(), setup, cpu, lambda: [lora])
+
+
+def test_offloaded_states_are_the_hosts():
+    model = meta()
+    with (
+        inject.around("device_memory", lambda *_: 40e6),
+        inject.around("host_memory", lambda *_: 1e9),
+    ):
+        cuda = torch.device("cuda")
+        memory_check.check_memory(
+            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+        )
+        with pytest.raises(memory_check.UserError, match=r"sharding\.cpu_offload=true"):
+            memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), 1), cuda)
+    with (
+        inject.around("device_memory", lambda *_: 40e6),
+        inject.around("host_memory", lambda *_: 1e6),
+        pytest.raises(memory_check.UserError),
+    ):
+        memory_check.check_memory(
+            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+        )
+
+
+def test_host_memory_is_shared_by_the_ranks_of_a_node_and_bounded_by_the_control_group(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       20971520 kB\nMemAvailable:   10485760 kB\n")
+    assert memory_check.host_bytes({}, tmp_path / "meminfo", tmp_path) == 10 * GIB
+    assert (
+        memory_check.host_bytes({"LOCAL_WORLD_SIZE": "4"}, tmp_path / "meminfo", tmp_path)
+        == 2.5 * GIB
+    )
+    (tmp_path / "memory.max").write_text(f"{4 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {GIB}\n")
+    assert (
+        memory_check.host_bytes({"LOCAL_WORLD_SIZE": "2"}, tmp_path / "meminfo", tmp_path)
+        == 1.5 * GIB
+    )
+    assert memory_check.host_bytes({}, tmp_path / "none", tmp_path) == math.inf
+
+
+def sixteen_gib(*_):
+    return 16 * GIB
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_weights_are_read(
+    train, tmp_path
+):
+    run = train(
+        "big",
+        "model=llama3_70b",
+        f"data.cache={tmp_path / 'cache'}",
+        base=["checkpoint.every=null"],
+        ranks=2,
+        code=2,
+        seam=inject.around("host_memory", sixteen_gib),
+    )
+    assert "68.5 G × 8 B ÷ 2 ranks" in run.err
+    assert "255.0 GiB" in run.err
+    assert "16.0 GiB for each rank" in run.err
+    assert "ranks with the same memory each" in run.err
+    assert not run.folder.exists(), "a refused start leaves no folder"
+    assert not (tmp_path / "cache").exists(), "nothing was tokenised"
+    assert (
+        "÷"
+        not in train(
+            "small", "train.steps=1", ranks=2, seam=inject.around("host_memory", sixteen_gib)
+        ).err
+    )

@@ -1,0 +1,108 @@
+"""The first run on a GPU: every step is tried, and every result is in the file."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.first_gpu import (
+    GPU_TESTS,
+    MACHINE_SECONDS,
+    TESTS,
+    TRAIN,
+    Command,
+    Step,
+    run_steps,
+    steps,
+)
+from fsdp_trainer.config.composing.compose import compose
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(text: str, **expected) -> Command:
+    return Command(("-c", text), **expected)
+
+
+def wrong_figures(_folder):
+    raise AssertionError("losses differ")
+
+
+def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
+    path = tmp_path / "results" / "first-gpu.json"
+    look_into_file = f"import json; print(json.load(open({str(path)!r}))['steps'][-1])"
+    table = [
+        Step("fails", 60, (python("print('why'); raise SystemExit(3)"), python("print('next')"))),
+        Step("takes too long", 1, (python("import time; time.sleep(600)"), python("print(1)"))),
+        Step("is refused as it should", 60, (python("exit('too large')", code=1, says="large"),)),
+        Step("wrong", 60, (python("pass"),), figures=wrong_figures),
+        Step("passes", 60, (python(look_into_file),), figures=lambda folder: {"here": 1}),
+    ]
+    assert not run_steps(table, tmp_path, {"date": "today"}, path)
+    written = json.loads(path.read_text())
+    assert written["date"] == "today"
+    states = [step["state"] for step in written["steps"]]
+    assert states == ["failed", "out of time", "passed", "failed", "passed"]
+    assert written["summary"] == {"failed": 2, "out of time": 1, "passed": 2}
+    fails, late, refused, wrong, passes = (step["commands"] for step in written["steps"])
+    assert [command["exit_code"] for command in fails] == [3, 0]
+    assert fails[0]["output"] == "why\n"
+    assert [command["exit_code"] for command in late] == [None]
+    assert refused[0]["output"] == "too large\n"
+    assert wrong[0]["passed"]
+    assert "losses differ" in written["steps"][3]["figures"]
+    assert passes[0]["output"] == "{'name': 'passes', 'state': 'running'}\n"
+    assert written["steps"][4]["figures"] == {"here": 1}
+    out = capsys.readouterr().out
+    assert "2 of 5 passed" in out
+    assert "raise SystemExit(3)\nwhy\n" in out
+    assert run_steps(table[4:], tmp_path, {}, path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_steps_take_25_minutes_at_most_and_their_configurations_compose(device, tmp_path):
+    table = steps(device, tmp_path)
+    assert sum(step.limit for step in table) + MACHINE_SECONDS <= 25 * 60
+    words = [command.words[2:] for step in table for command in step.commands
+             if command.words[:2] == TRAIN]  # fmt: skip
+    assert len(words) == 8
+    for verb, *overrides in words:
+        if "=" in verb:
+            verb, overrides = "train", [verb, *overrides]
+        compose(verb, overrides, inputs=False)
+
+
+@pytest.mark.slow
+def test_every_test_for_a_gpu_is_in_one_of_the_steps(tmp_path):
+    files = [*GPU_TESTS, "tests/models/test_attention.py"]
+    collect = [sys.executable, *TESTS, "--collect-only", "-q", "-o", "addopts=", *files]
+    collect.remove("-v")
+    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    names = [line for line in listed.stdout.splitlines() if "::" in line]
+    assert names
+    chosen = []
+    for step in steps("cuda", tmp_path):
+        for command in step.commands:
+            if command.words[: len(TESTS)] == TESTS:
+                chosen.append(chosen_of(names, *command.words[len(TESTS) + 1 :]))
+    assert all(chosen), "a filter chooses nothing"
+    assert sorted(name for part in chosen for name in part) == sorted(names)
+
+
+def chosen_of(names: list[str], expression: str, *files: str) -> list[str]:
+    """The tests of these files that pytest's -k chooses."""
+
+    def is_chosen(name: str) -> bool:
+        words = re.sub(
+            r"\w+",
+            lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in name),
+            expression,
+        )
+        return eval(words)
+
+    return [name for name in names if name.startswith(files) and is_chosen(name)]

@@ -1,0 +1,347 @@
+"""On a GPU: the same numbers, and no wait for the host inside a step."""
+
+import gzip
+import json
+import pickle
+from functools import partial
+
+import inject
+import pytest
+import torch
+from stored import assert_bitwise_equal, newest, stored
+from world import read_lines, write_chats
+
+from fsdp_trainer.base import phases
+
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [],
+        ["sharding.accumulate=unsharded"],
+        ["activation_checkpoint=full"],
+        ["activation_checkpoint=selective"],
+        ["compile=enabled", "activation_checkpoint=budget"],
+        ["model.attention=mask"],
+        ["model.attention=flex"],
+        ["model.attention=flex", "compile=enabled"],
+        ["compile=enabled"],
+        ["sharding.cpu_offload=true"],
+        ["sharding.messages=registered"],
+        pytest.param(
+            ["sharding.messages=symmetric"],
+            marks=pytest.mark.skipif(TORCH < (2, 12), reason="needs torch 2.12"),
+        ),
+        pytest.param(
+            ["sharding.separate_reduce_scatter=true"],
+            marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13"),
+        ),
+        pytest.param(
+            ["sharding.reduce_scatter_buffers=2"],
+            marks=pytest.mark.skipif(TORCH < (2, 13), reason="needs torch 2.13"),
+        ),
+        ["data.prefetch=0"],
+    ],
+    ids=str,
+)
+def test_a_bf16_run_is_near_fp32_on_the_cpu(train, how):
+    # FlexAttention has no kernel for narrower heads
+    common = [
+        "train.steps=10",
+        "schedule=constant",
+        "batch.micro_rows=2",
+        "model.head_dim=16",
+    ]
+    cpu = train("cpu", *common, "launch.device=cpu")
+    gpu = train(
+        "gpu", *common, "launch.device=cuda", "precision.param_dtype=bfloat16", *how, timeout=300
+    )
+    exact = train("exact", *common, "launch.device=cuda", *how, timeout=300)
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=0.02)
+    assert exact.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+    assert gpu.column("step") == list(range(1, 11))
+    assert all(line["memory_gib"] > 0 for line in gpu.metrics)
+
+
+OFFLOADED = ("activation_checkpoint.offload=true", "model.hidden_size=256", "batch.seq_len=512")
+"""With tensors that are large enough to be moved."""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [[], ["activation_checkpoint=full"], ["activation_checkpoint=selective"], ["compile=enabled"]],
+    ids=str,
+)
+def test_activations_in_host_memory_change_nothing(train, how):
+    common = ["train.steps=5", "model.num_hidden_layers=4", "launch.device=cuda", *how]
+    plain = train("plain", *common, *OFFLOADED[1:], timeout=300)
+    offloaded = train("offloaded", *common, *OFFLOADED, timeout=300)
+    for name in ("loss", "grad_norm"):
+        assert offloaded.column(name) == pytest.approx(plain.column(name), rel=1e-5)
+
+
+def test_a_run_goes_on_bitwise(train):
+    how = [
+        "schedule=constant",
+        "launch.device=cuda",
+        "precision.param_dtype=bfloat16",
+        "checkpoint.every=3",
+    ]
+    train("run", *how, "train.steps=3")
+    assert_bitwise_equal(
+        stored(newest(train("run", *how, "train.steps=6"))),
+        stored(newest(train("whole", *how, "train.steps=6"))),
+    )
+
+
+@pytest.mark.parametrize("layout", ["varlen", "documents", "mask", "flex"])
+def test_a_deterministic_run_goes_on_bitwise_over_long_documents(train, tmp_path, layout):
+    letters = [chr(97 + i % 26) for i in range(1900)]
+    path = tmp_path / "long.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": "".join(letters[i:] + letters[:i])}) + "\n" for i in range(40))
+    )
+    how = [
+        f"data.path={path}",
+        f"model.attention={layout}",
+        "batch.seq_len=2048",
+        "batch.rows=2",
+        "batch.micro_rows=1",
+        "model.head_dim=64",
+        "model.max_position_embeddings=2048",
+        "schedule=constant",
+        "launch.device=cuda",
+        "precision.param_dtype=bfloat16",
+        "checkpoint.every=3",
+        "train.deterministic=true",
+    ]
+    train("run", *how, "train.steps=3")
+    assert_bitwise_equal(
+        stored(newest(train("run", *how, "train.steps=6"))),
+        stored(newest(train("whole", *how, "train.steps=6"))),
+    )
+
+
+WINDOWS = ["model.family=mistral", "model.sliding_window=32"]
+GEMMA = ["model.family=gemma2", "model.sliding_window=32", "model.attn_logit_softcapping=50.0"]
+
+
+def refuse_to_wait():
+    first = phases.training.step == 1  # lazy initialisation may wait
+    torch.cuda.set_sync_debug_mode("default" if first else "error")
+
+
+NO_WAITING = inject.together(
+    inject.at(None, refuse_to_wait),
+    inject.after("update", partial(torch.cuda.set_sync_debug_mode, "default")),
+)
+"""Any host synchronisation from the beginning of a step to the end of its update is an error."""
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        [],
+        ["activation_checkpoint=selective"],
+        ["activation_checkpoint=full"],
+        ["activation_checkpoint=full", *OFFLOADED],
+        ["optim=adamw_bf16"],
+        ["precision.master_dtype=bfloat16"],
+        ["optim=adamw_8bit", "model.hidden_size=64", "model.intermediate_size=128"],
+        ["loss.z_loss=1e-4", "loss.label_smoothing=0.1"],
+        ["optim.grad_clip_value=1.0"],
+        *(
+            [f"model.attention={layout}", "activation_checkpoint=full", "model.head_dim=16"]
+            for layout in ("documents", "mask", "varlen", "flex")
+        ),
+        *(
+            [f"model.attention={layout}", *GEMMA, "model.head_dim=16"]
+            for layout in ("documents", "mask", "flex")
+        ),
+        ["model.attention=varlen", *WINDOWS],
+        ["data.prefetch=0"],
+        ["compile=enabled"],
+        # FSDP2 waits for the gradients of a step's second micro-batch: there is one
+        ["sharding.cpu_offload=true", "batch.micro_rows=6"],
+        [
+            "model.family=gemma2",
+            "model.sliding_window=16",
+            "model.attn_logit_softcapping=30",
+            "model.final_logit_softcapping=20",
+        ],
+        ["model.tie_word_embeddings=false"],
+    ],
+    ids=str,
+)
+def test_no_step_waits_for_the_host(train, how):
+    run = train(
+        "run",
+        "train.steps=5",
+        "launch.device=cuda",
+        "precision.param_dtype=bfloat16",
+        "batch.micro_rows=2",
+        *how,
+        seam=NO_WAITING,
+    )
+    assert run.column("step") == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_head_adds_up_its_gradient_in_float32_over_many_chunks(compiled):
+    from textbook import make, textbook
+
+    from fsdp_trainer.training.objective import CrossEntropy
+
+    head, hidden, targets, weights = make(dtype=torch.bfloat16)
+    _, nll, grad_hidden, grad_weight = textbook(head, hidden, targets, weights, z_loss=1e-2)
+    head.cuda()
+    if compiled:
+        head.compile_chunks()
+    on_gpu = hidden.detach().cuda().requires_grad_()
+    value, scores = head(on_gpu, targets.cuda(), CrossEntropy(weights.cuda(), z_loss=1e-2))
+    value.backward()
+    assert torch.allclose(-scores.log_probability.cpu().double(), nll, rtol=0.02, atol=0.05)
+    for ours, exact in ((on_gpu.grad, grad_hidden), (head.weight.grad, grad_weight)):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.cpu().double() - exact).norm() < 0.01 * exact.norm()
+
+
+def test_no_step_of_several_sources_waits_for_the_host(train, tmp_path):
+    data = [
+        write_chats(tmp_path / f"{name}.jsonl", 40, start)
+        for name, start in (("one", 0), ("two", 200))
+    ]
+    run = train(
+        "run",
+        f"data.path=[{','.join(map(str, data))}]",
+        "train.steps=5",
+        "launch.device=cuda",
+        "batch.micro_rows=2",
+        seam=NO_WAITING,
+    )
+    assert len(run.metrics[-1]["loss_by_source"]) == 2
+
+
+def test_micro_batches_made_ahead_are_those_made_on_the_spot(train):
+    how = [
+        "train.steps=30",
+        "launch.device=cuda",
+        "batch.micro_rows=1",
+        "sharding.accumulate=sharded",
+    ]
+    runs = [train(f"ahead{depth}", *how, f"data.prefetch={depth}") for depth in (0, 1, 4)]
+    assert runs[0].column("loss") == runs[1].column("loss") == runs[2].column("loss")
+
+
+def test_a_bad_step_of_an_offloaded_run_is_skipped(train):
+    run = train(
+        "run",
+        "train.steps=3",
+        "launch.device=cuda",
+        "sharding.cpu_offload=true",
+        seam=inject.bad_gradient(2, 4, 5, 6, 7, 8),
+    )
+    assert [e["step"] for e in run.event("skipped")] == [2]
+
+
+def test_a_profile_has_the_devices_kernels_and_a_snapshot_of_its_memory(train):
+    run = train(
+        "run", "train.steps=3", "launch.device=cuda", "profile.steps=2-3", "profile.memory=true"
+    )
+    trace, snapshot = (
+        run.folder / "profile" / f"steps-2-3-rank-0.{kind}" for kind in ("json.gz", "pickle")
+    )
+    with gzip.open(trace) as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    assert pickle.loads(snapshot.read_bytes())["device_traces"]
+
+
+def test_samples_change_nothing_of_training(train):
+    how = ["train.steps=6", "launch.device=cuda", "precision.param_dtype=bfloat16"]
+    run = train(
+        "run", *how, "train.sample_prompts=[aaa]", "train.validate_every=2", "train.sample_tokens=8"
+    )
+    assert run.column("loss") == train("plain", *how).column("loss")
+    assert len(read_lines(run.folder / "samples.jsonl")) == 3
+
+
+def test_a_model_that_the_gpu_cannot_hold_is_refused(train):
+    run = train(
+        "run", "model=llama3_70b", base=["checkpoint.every=null", "launch.device=cuda"], code=2
+    )
+    assert "on the GPU" in run.err
+    assert "68.5 G × 8 B" in run.err
+
+
+@pytest.mark.parametrize(
+    "how",
+    [["optim=adamw_bf16"], ["optim=adamw_8bit"], ["precision.master_dtype=bfloat16"]],
+    ids=str,
+)
+def test_moments_and_weights_in_fewer_bits_go_on_bitwise_and_near_the_cpus(train, how):
+    common = [
+        *how,
+        "model.hidden_size=64",
+        "model.intermediate_size=128",
+        "schedule=constant",
+        "checkpoint.every=3",
+    ]
+    train("run", *common, "launch.device=cuda", "train.steps=3")
+    again, whole = (
+        train(name, *common, "launch.device=cuda", "train.steps=6") for name in ("run", "whole")
+    )
+    a, b = stored(newest(again)), stored(newest(whole))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert again.column("loss") == pytest.approx(
+        train("cpu", *common, "launch.device=cpu", "train.steps=6").column("loss"), rel=0.02
+    )
+
+
+def test_rounding_bits_are_those_of_the_cpu():
+    from fsdp_trainer.optim.stochastic_rounding import element_numbers, key_of, random_bits
+
+    part, shape = (
+        (slice(12345, 12345 + (1 << 10)), slice(0, 1 << 10)),
+        torch.Size((1 << 20, 1 << 10)),
+    )
+    on = []
+    for device in (torch.device("cpu"), torch.device("cuda")):
+        numbers = element_numbers(part, shape, 0, 1 << 20, device)
+        on.append(random_bits(key_of(3, "w"), torch.tensor(9.0, device=device), numbers).cpu())
+    assert torch.equal(*on)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="needs float8 matrix products",
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
+    pytest.importorskip("torchao")
+    wide = [
+        "model.hidden_size=2304",
+        "model.intermediate_size=4352",
+        "model.num_hidden_layers=1",
+        "model.head_dim=128",
+        "schedule=constant",
+    ]
+    wide += ["model.initializer_range=0.02", "schedule=constant", "optim.lr=1e-4"]
+    common = [
+        *wide,
+        "launch.device=cuda",
+        "precision.param_dtype=bfloat16",
+        "compile=enabled",
+        "checkpoint.every=3",
+    ]
+    exact = train("exact", *common, "train.steps=6", timeout=300)
+    train("run", *common, f"precision.float8={recipe}", "train.steps=3", timeout=300)
+    run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)
+    assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05)
+    assert run.column("step") == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,119 @@
+"""The order of the rooms: every import points down this list, and no files import each other in a
+circle."""
+
+import ast
+import re
+from graphlib import TopologicalSorter
+from pathlib import Path
+from pkgutil import resolve_name
+
+import inject
+
+import fsdp_trainer
+
+PACKAGE = Path(fsdp_trainer.__file__).parent
+LAYERS = [
+    (
+        "errors",
+        "extensions",
+        "folders",
+        "phases",
+        "process",
+        "rounding",
+        "slots",
+        "text_files",
+        "version",
+        "web",
+    ),
+    ("config",),
+    ("devices", "hub", "distributed", "torch_private"),
+    ("models", "rewards"),
+    # what composes a configuration asks the models' rules, which need no torch either
+    (
+        "config.rules",
+        "config.rules_adapter",
+        "config.rules_computing",
+        "config.rules_data",
+        "config.rules_rewards",
+        "config.rules_training",
+        "config.compose",
+        "config.document",
+        "config.complete",
+        "config.sweep",
+    ),
+    ("observe",),
+    ("data", "optim"),
+    ("checkpoint", "parallel", "generation"),
+    ("plan",),
+    ("launch",),
+    ("evaluation",),
+    ("training",),
+    ("report", "generate", "quickstart", "quickstart_rl", "new_tokenizer", "chat", "rewards.verb"),
+    ("chain",),
+    ("cli", "api"),
+    ("__main__", "__init__"),
+]
+"""From the bottom to the top. Of several names that fit a file the longest counts."""
+
+
+def modules():
+    """Module name without the package's → the modules it imports, those in functions and for types
+    included."""
+    files = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+        for path in PACKAGE.rglob("*.py")
+    }
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    return {
+        name: {found for found in imports(path, files) if found != name}
+        for name, path in files.items()
+    }
+
+
+def imports(path, files):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").partition(".")[0] == "fsdp_trainer"
+        ):
+            module = node.module.removeprefix("fsdp_trainer").removeprefix(".")
+            for alias in node.names:
+                inside = f"{module}.{alias.name}".removeprefix(".")
+                yield inside if inside in files else module or "__init__"
+
+
+def layer(name):
+    fitting = [
+        (len(part), number)
+        for number, parts in enumerate(LAYERS)
+        for part in parts
+        if f"{name}.".startswith(f"{part}.")
+    ]
+    assert fitting, f"{name} is in no layer"
+    return max(fitting)[1]
+
+
+def test_every_import_points_down_the_list_of_rooms():
+    upward = [
+        f"{name} imports {other}"
+        for name, others in modules().items()
+        for other in others
+        if layer(other) > layer(name)
+    ]
+    assert upward == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    TopologicalSorter(modules()).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_test_imports_from_another():
+    for path in Path(__file__).parents[1].rglob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert found == [], f"{path.name}: what tests share lies in a module of its own"
+
+
+def test_every_place_where_tests_break_the_package_is_there():
+    limits = [place for places in inject.SETTINGS.values() for place in places]
+    for place in [*inject.POINTS.values(), *limits]:
+        resolve_name(place)  # raises what names it: change it in tests/inject.py

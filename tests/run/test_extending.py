@@ -1,0 +1,176 @@
+"""What a user's own code may add to a run, from the command line and from Python."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from world import SMALL, read_lines
+
+import fsdp_trainer
+from fsdp_trainer import extensions
+from fsdp_trainer.api import as_words
+from fsdp_trainer.cli import main
+from fsdp_trainer.errors import UserError
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
+
+
+@pytest.fixture(autouse=True)
+def nothing_registered_afterwards(monkeypatch):
+    monkeypatch.setenv(extensions.IMPORTS, "")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("PYTHONPATH", f"{EXAMPLES}:{os.environ.get('PYTHONPATH', '')}")
+    before = {kind: dict(names) for kind, names in extensions.KINDS.items()}
+    yield
+    for kind, names in extensions.KINDS.items():
+        names.clear()
+        names.update(before[kind])
+    for name in ("callback", "metric", "objective", "reward"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    return [
+        *SMALL,
+        *(f"{key}={value}" for key, value in inputs.items()),
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "train.steps=2",
+        "launch.nproc_per_node=1",
+        "launch.device=cpu",
+    ]
+
+
+def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, tmp_path):
+    result = fsdp_trainer.train([*words, "data.validation=0.1"], imports=["callback"])
+    assert result == result.exit_code == 0
+    assert result.folder == tmp_path / "run"
+    assert result.metrics == read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    diary = (tmp_path / "run" / "diary.txt").read_text().splitlines()
+    assert diary[0] == "run starts on 1 ranks"
+    assert [line for line in diary if line.startswith("step")] == ["step 1", "step 2"]
+    assert sum(line.startswith("loss of step") for line in diary) == 2
+    assert sum(line.startswith("validation after") for line in diary) == 2  # and before the first
+    assert "checkpoint step-00000002" in diary
+    assert diary[-1] == "finished, exit code 0"
+
+
+@pytest.mark.slow
+def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path):
+    modules = ["--import", "metric", "--import", "objective"]
+    assert main([*modules, *words, "objective.name=focal"]) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(0 <= line["confident_share"] <= 1 for line in lines)
+    assert all(0 < line["objective"] < line["loss"] for line in lines)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_started_import_the_module_too(words, tmp_path):
+    ranks = ["launch.nproc_per_node=2", "--import", "callback"]
+    assert main([*words, *ranks]) == 0
+    assert "2 ranks" in (tmp_path / "run" / "diary.txt").read_text()
+
+
+@pytest.mark.slow
+def test_an_object_as_a_callback_is_called_in_one_rank_alone(words):
+    done = []
+
+    class Steps(fsdp_trainer.Callback):
+        def step(self, run, step):
+            done.append(step)
+
+    assert fsdp_trainer.train(words, callbacks=[Steps()]) == 0
+    assert done == [1, 2]
+    assert not extensions.CALLBACKS
+    with pytest.raises(UserError, match="would not be called"):
+        fsdp_trainer.train([*words, "launch.nproc_per_node=2"], callbacks=[Steps()])
+    with pytest.raises(UserError, match="cannot be called"):
+        fsdp_trainer.train([*words, "run.name=other"], callbacks=[print])
+
+
+def test_overrides_are_a_list_a_line_or_a_dictionary():
+    expected = ["+recipe=quickstart", "train.steps=3", "run.name='a b'", "data.path=[a,b]"]
+    line = "+recipe=quickstart train.steps=3 \"run.name='a b'\" data.path=[a,b]"
+    assert as_words(expected) == as_words(line) == expected
+    tree = {
+        "+recipe": "quickstart",
+        "train": {"steps": 3},
+        "run.name": "a b",
+        "data.path": ["a", "b"],
+    }
+    assert as_words(tree) == expected
+    others = {"a.b": None, "c": True, "d.e": {"x": 1}}
+    assert as_words(others) == ["a.b=null", "c=true", "d.e={x:1}"]
+
+
+def test_the_package_shows_what_there_is():
+    names = [name for name in dir(fsdp_trainer) if not name.startswith("_")]
+    assert names == ["Callback", "RunInfo", "load_model", "register", "train"]
+    assert all(hasattr(fsdp_trainer, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["--import", "no_such_module"], "--import no_such_module"),
+        (["objective.name=focal"], "is not one of: sft"),
+        (["launch.env={FSDP_TRAINER_IMPORT: callback}"], "FSDP_TRAINER_IMPORT"),
+        (["logging.command=no_such_program"], "there is no program no_such_program"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, typed, said, capsys):
+    assert main([*words, *typed]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_is_registered_once():
+    fsdp_trainer.register("metric", "mine", object)
+    with pytest.raises(UserError, match="already in use"):
+        fsdp_trainer.register("metric", "mine", object)
+    with pytest.raises(UserError, match="already in use"):
+        fsdp_trainer.register("objective", "sft", object)
+    with pytest.raises(UserError, match="kind"):
+        fsdp_trainer.register("optimizer", "mine", object)
+
+
+@pytest.mark.slow
+def test_a_program_gets_every_line_and_a_recipe_cannot_name_one(words, tmp_path, capsys):
+    copy = f"logging.command=tee {tmp_path / 'copy.jsonl'}"
+    assert main([*words, copy]) == 0
+    lines = read_lines(tmp_path / "copy.jsonl")
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert "checkpoint" in [line.get("event") for line in lines]
+    recipes = tmp_path / "recipe"
+    recipes.mkdir()
+    (recipes / "bad.yaml").write_text("# @package _global_\nlogging:\n  command: tee x\n")
+    capsys.readouterr()
+    assert main(["--config-dir", str(tmp_path), "+recipe=bad", *words, "run.name=other"]) == 2
+    assert "type it on the command line" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
+    assert main([*words, "logging.command=cat /no/such/file"]) == 0
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert "command" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+def test_mlflow_gets_every_step_and_a_restart_goes_on_in_the_same_run(words, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert main([*words, "logging.mlflow=true"]) == 0
+    assert main([*words, "logging.mlflow=true", "train.steps=3"]) == 0
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    (experiment,) = client.search_experiments(filter_string="name = 'fsdp_trainer'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    logged = {metric.step: metric.value for metric in history}
+    expected = {line["step"]: line["loss"] for line in read_lines(tmp_path / "run/metrics.jsonl")}
+    assert logged == pytest.approx(expected)
+    assert json.loads(run.data.params["batch.seq_len"]) > 0
+    assert run.info.status == "FINISHED"

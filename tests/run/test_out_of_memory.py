@@ -1,0 +1,125 @@
+"""A rank that runs out of memory says what it held, what the plan has for it and what to type;
+nothing that was committed is lost."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import inject
+import pytest
+import torch
+from torch.distributed import HashStore
+from world import SMALL, Run
+
+from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
+
+HOW = ["train.steps=6", "checkpoint.every=2", "batch.rows=8", "batch.micro_rows=4"]
+
+
+GREEDY = inject.at("update", inject.exhaust_memory, step=5)
+
+
+@pytest.mark.slow
+def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
+    run = train("run", *HOW, seam=GREEDY, code=1)
+    assert run.err.startswith(
+        "fsdp-trainer: rank 0 ran out of memory on cpu, in update of step 5: tried to "
+        "allocate 1125899906842624 bytes"
+    )
+    (event,) = run.event("out_of_memory")
+    measured, planned = event["measured"], event["planned"]
+    for name in (
+        "parameters",
+        "gradients",
+        "optimizer",
+    ):  # of one rank: what the plan has for them is what is there
+        assert measured[name] == pytest.approx(planned[name], rel=0.01)
+        assert measured[name] > 50_000
+        (line,) = [line for line in run.err.splitlines() if line.split()[:1] == [name]]
+        assert line.split()[1] == line.split()[3] == f"{measured[name] / 2**20:.1f}"
+    assert sum(measured.values()) == event["allocated"]
+    assert any("batch.micro_rows=" in suggestion for suggestion in event["suggestions"])
+    assert f"  {event['suggestions'][0]} " in run.err
+    assert run.events[-1]["exit_code"] == 1
+    assert "ran out of memory" in run.events[-1]["reason"]
+    (allow,) = re.findall(r"'(checkpoint.allow_changes=\S+)'", run.err)
+    again = train("run", *HOW, "batch.micro_rows=1", allow)
+    assert again.column("step") == [1, 2, 3, 4, 5, 6]
+    assert [e["step"] for e in again.event("resume")] == [4]
+
+
+def test_what_was_measured_stands_without_a_plan(train):
+    no_plan = inject.fails("make_plan", ValueError("no such shape"))
+    run = train("run", *HOW, seam=inject.together(GREEDY, no_plan), code=1)
+    (event,) = run.event("out_of_memory")
+    assert "no plan: ValueError: no such shape" in run.err
+    assert event["measured"]["parameters"] > 50_000
+    assert "planned" not in event
+
+
+def test_rank_0_hears_of_a_rank_that_runs_out_before_there_is_a_model():
+    heard = []
+    world = SimpleNamespace(rank=1, main=False, device="cuda:1", store=HashStore())
+    told = report_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory."),
+        None,
+        world,
+        None,
+        SimpleNamespace(report_failure=heard.append),
+    )
+    assert heard == [told.args[0]] == ["rank 1 ran out of memory on cuda:1: CUDA out of memory."]
+
+
+@pytest.mark.slow
+def test_rank_0_says_it_of_another_rank(tmp_path, inputs):
+    env = {
+        **os.environ,
+        "FAULTS": "rank=1 phase=update step=3 do=hoard",
+        "FAULTS_FOLDER": str(tmp_path / "faults"),
+    }
+    env["PYTHONPATH"] = (
+        f"{Path(__file__).parents[2]}:{Path(__file__).parents[1] / 'faults' / 'inject'}"
+    )
+    words = [
+        *SMALL,
+        *(f"{k}={v}" for k, v in inputs.items()),
+        *HOW,
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "launch.nproc_per_node=2",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_trainer", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    run = Run(tmp_path / "run")
+    assert done.returncode == 1, done
+    assert (done.stdout + done.stderr).count(
+        "rank 1 ran out of memory on cpu, in update of step 3"
+    ) >= 1, done
+    assert "  batch.micro_rows=" in done.stdout + done.stderr
+    assert run.checkpoints == ["step-00000002"]
+    assert [event["rank"] for event in run.event("out_of_memory")] == [1]
+    assert "rank 1 ran out" in run.events[-1]["reason"]
+
+
+def test_running_out_is_known_by_what_allocators_say():
+    said = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 8 bytes."
+    )
+    kinds = [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError(said),
+        RuntimeError("CUDA error: out of memory"),
+    ]
+    assert all(map(is_out_of_memory, kinds))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(OSError(28, "x"))

@@ -49,7 +49,7 @@ from fsdp_trainer.config.paths import (
     step_of,
 )
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.errors import Problem, RunFailed
+from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import VOCABULARY
 from fsdp_trainer.version import __version__
 
@@ -352,3 +352,9 @@ def unlink_if_dangling(link: Path) -> None:
     """Remove a link to what is no longer there."""
     if not link.exists():
         link.unlink(missing_ok=True)
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Raise UserError if files of a checkpoint are damaged. Collective: ranks divide the work."""
+    if problems := damage_anywhere(checkpoint):
+        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)

@@ -1,8 +1,8 @@
 """Starts the nodes of several hosts from this one, over ssh: launch.hosts. Needs no torch.
 
 Each host gets the command that people would type there, with launch.nodes and launch.rendezvous.
-A node lives no longer than its connection: it reads its standard input (launch/started_node.py), and
-ends when this process ends, whatever signal ended it. A terminal (`ssh -t`) would mix stdout with
+A node lives no longer than its connection: it reads its standard input (started_node.py), and ends
+when this process ends, whatever signal ended it. A terminal (`ssh -t`) would mix stdout with
 stderr, and hang up only if sshd notices the end.
 """
 

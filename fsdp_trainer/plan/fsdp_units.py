@@ -243,7 +243,7 @@ class ModelParts:
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
         self.owners_work: dict[tuple[int, ...], float] = {}
-        """Operations of Muon's owners, by number of ranks and kinds of blocks: see plan/muon_update.py."""
+        """Operations of Muon's owners, by number of ranks and kinds of blocks."""
 
     def _first_with_gradient(self) -> int:
         """Return the index of the first block whose output has a gradient, where backward ends."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import yaml
 
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
-from fsdp_trainer.checkpoint.store import CheckpointStore, damage_anywhere, read_progress
+from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
@@ -89,12 +89,6 @@ def named_checkpoint(path: str) -> Path:
         problem = Problem(f"checkpoint.resume={path}", "is neither a checkpoint nor a run with one")
         raise UserError("there is no checkpoint to resume from", [problem])
     return checkpoint
-
-
-def require_whole(checkpoint: Path) -> None:
-    """Raise UserError if files of a checkpoint are damaged. Collective: ranks share the work."""
-    if problems := damage_anywhere(checkpoint):
-        raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
 
 
 def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[str, list[Any]]:

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_trainer.apps.evaluate.verb import require_tasks
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.process import SIGNALS, cores
+from fsdp_trainer.config.evaluation_inputs import require_tasks
 from fsdp_trainer.config.paths import COMPILE_CACHE, compile_cache, run_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError

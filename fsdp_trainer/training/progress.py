@@ -36,7 +36,7 @@ class Progress:
     segments: the mixtures that rows came from, in order, see Mixture.state.
     rewinds: number of rewinds so far.
     rollouts: answers already made for future steps, one text per step, see answers.py.
-    streams: cursor of each stream, see data/stream/row_stream.py; empty: all are at their beginning.
+    streams: cursor of each stream, see row_stream.py; empty: all are at their beginning.
     """
 
     step: int = 0

@@ -26,7 +26,7 @@ from fsdp_trainer.checkpoint.state import (
     prepare_optimizer,
     stored_weights,
 )
-from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.checkpoint.store import read_progress, require_whole
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
 from fsdp_trainer.config.schema import TrainConfig
@@ -45,7 +45,6 @@ from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.materialize import grow_vocabulary
-from fsdp_trainer.run.resume import require_whole
 from fsdp_trainer.training.loss_scale import LossScale
 
 MAX_SHOWN_PARAMETERS = 5

@@ -472,7 +472,7 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,3,5,7")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for module in (places, start_module):
+    for module in (sweep_backends, start_module):
         monkeypatch.setattr(
             module, "gpus", lambda launch: 4
         )  # torch's count: a name it does not know ends the list

@@ -1,6 +1,6 @@
 """Names of other trainers: each is answered with what there is here, never with a similar spelling.
 
-tests/config/other_trainers.txt has the options of their main configuration files, and where they are from.
+other_trainers.txt has the options of their main configuration files, and where they are from.
 """
 
 import re

@@ -112,8 +112,8 @@ def test_files_beside_the_user_are_no_modules_of_the_processes(
 
 def test_processes_that_tokenise_import_no_torch():
     what = (
-        "import sys, fsdp_trainer.data.store.component_store; sys.exit(any(name in sys.modules for name in "
-        "('torch', 'pyarrow', 'transformers')))"
+        "import sys, fsdp_trainer.data.store.component_store; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'pyarrow', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", what], timeout=600).returncode == 0
 

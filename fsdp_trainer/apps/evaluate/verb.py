@@ -1,10 +1,9 @@
 """The verb `evaluate`: start ranks, or evaluate as one of them. It imports torch only in a rank."""
 
-import importlib.util
 import os
 from pathlib import Path
 
-from fsdp_trainer.config.schema import CORE_FILES, Evaluation
+from fsdp_trainer.config.evaluation_inputs import require_tasks
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
@@ -23,36 +22,3 @@ def evaluate(cfg: EvaluateConfig, overrides: list[str]) -> int:
     from fsdp_trainer.apps.evaluate.rank import evaluate_as_rank
 
     return evaluate_as_rank(cfg)
-
-
-def require_tasks(cfg: Evaluation, node: str) -> None:
-    """Raise UserError if there is nothing to evaluate, or the harness is not installed.
-
-    node: prefix of the keys in messages; `evaluation.` in training.
-    """
-    problems = []
-    if not cfg.tasks:
-        reason = f"name tasks of lm-evaluation-harness or YAML files, e.g.  {node}tasks=[arc_easy]"
-        problems.append(Problem(f"{node}tasks=[]", reason))
-    for name in cfg.tasks:
-        if name.endswith((".yaml", ".yml")) and not os.path.isfile(name):
-            problems.append(Problem(f"{node}tasks=[{name}]", "there is no such file"))
-    problem = core_problem(cfg.core_data, node) if "core" in cfg.tasks else ""
-    if problem:
-        problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
-    if set(cfg.tasks) - {"core"} and importlib.util.find_spec("lm_eval") is None:
-        reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
-        problems.append(Problem(f"{node}tasks", reason))
-    if problems:
-        raise UserError("there is nothing to evaluate", problems)
-
-
-def core_problem(folder: str | None, node: str) -> str:
-    """Return the reason why the task `core` cannot be run on a folder, "" if it can."""
-    if folder is None:
-        return (
-            "the task core needs its data: the folder of nanochat's eval_bundle.zip, as  "
-            f"{node}core_data=eval_bundle"
-        )
-    missing = [name for name in CORE_FILES if not (Path(folder) / name).exists()]
-    return f"has no {' and no '.join(missing)}" if missing else ""

@@ -1,4 +1,4 @@
-"""Settings that adapter.init_from decides, and rules for adapters' keys. See config/rules/rules.py."""
+"""Settings that adapter.init_from decides, and rules for adapters' keys. See rules.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rules between keys of run, train, optim, checkpoint, profile and launch. See config/rules/rules.py."""
+"""Rules between keys of run, train, optim, checkpoint, profile and launch. See rules.py."""
 
 import re
 import shlex

@@ -101,12 +101,12 @@ def measure(
         scoring = Scoring(softcap=softcap)
         return partial(gradients, lambda: layout.attend(*inputs, scoring), inputs, grad)
 
-    made = {
+    layouts = {
         name: LAYOUTS[name]([sizes], row, device).with_window(window)
         for name in {layout for layout, _ in ways_of(device, softcap)}
     }
     ways = {
-        "/".join(filter(None, pair)): (AttentionChoice(*pair, ""), way(made[pair[0]]))
+        "/".join(filter(None, pair)): (AttentionChoice(*pair, ""), way(layouts[pair[0]]))
         for pair in ways_of(device, softcap)
     }
     right = way(MaskedAttention([sizes], row, device).with_window(window))()
@@ -158,7 +158,7 @@ def main() -> None:
     cases = {f"{parts} documents": (row, parts, None, None) for parts in DOCUMENTS}
     cases["1 document, window"] = (row, 1, row // WINDOW_SHARE, None)
     cases["1 document, softcap"] = (row // 2, 1, None, 50.0)
-    found = {case: measure(*how, device, given.repeat) for case, how in cases.items()}
+    results = {case: measure(*how, device, given.repeat) for case, how in cases.items()}
     shape = {
         "row": row,
         "heads": config.num_attention_heads,
@@ -167,11 +167,11 @@ def main() -> None:
     }
     compared = {
         f"{case}: {name}": figures
-        for case, result in found.items()
+        for case, result in results.items()
         for name, figures in result["ratios"].items()
         if "documents" in name and cases[case][1] <= MAX_COMPARED
     }
-    finish("attention", {"shape": shape, "cases": found}, compared, given.check)
+    finish("attention", {"shape": shape, "cases": results}, compared, given.check)
 
 
 if __name__ == "__main__":

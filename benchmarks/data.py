@@ -196,21 +196,21 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
 
     def render(row: dict) -> dict:
-        made = tokenizer.apply_chat_template(
+        mapped = tokenizer.apply_chat_template(
             row["messages"],
             return_dict=True,
             return_assistant_tokens_mask=True,
             truncation=True,
             max_length=SEQ_LEN,
         )
-        return {"input_ids": made["input_ids"], "mask": made["assistant_masks"]}
+        return {"input_ids": mapped["input_ids"], "mask": mapped["assistant_masks"]}
 
     started = clocks()
-    made = rows.map(render, remove_columns=rows.column_names).with_format("numpy")
+    mapped = rows.map(render, remove_columns=rows.column_names).with_format("numpy")
     seconds = clocks() - started
     return figures_of(
-        np.concatenate(made["input_ids"][:]),
-        np.concatenate(made["mask"][:]) > 0,
+        np.concatenate(mapped["input_ids"][:]),
+        np.concatenate(mapped["mask"][:]) > 0,
         seconds,
         len(rows),
     )
@@ -307,7 +307,7 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
 
     It is given for rows in their original order and as they are dealt to the ranks.
     """
-    found = {}
+    result = {}
     for ranks, rows in ((2, 32), (8, 64)):
         batches = batches_of(store, 8192, ranks)
         sums = {"in order": np.zeros(2), "dealt": np.zeros(2)}
@@ -319,10 +319,10 @@ def balance(store: TokenStore) -> dict[str, dict[str, float]]:
             ):
                 costs = batches.order.attention_costs(of_ranks.ravel()).reshape(dealt.shape)
                 sums[way] += costs.max(1).sum(), costs.mean(1).sum()
-        found[f"{ranks} ranks"] = {
+        result[f"{ranks} ranks"] = {
             way: float(slowest / mean) for way, (slowest, mean) in sums.items()
         }
-    return found
+    return result
 
 
 def first_batch(scratch: Path) -> dict[str, float]:
@@ -359,14 +359,14 @@ def deliver(scratch: Path, repeat: int) -> dict[str, Any]:
     model = Decoder(ModelConfig(vocab_size=8000))  # the other defaults are those of model=tiny
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    made = list(batches.micro_batches(next(batches.plans(4, None))))
+    micro_batches = list(batches.micro_batches(next(batches.plans(4, None))))
 
     def consume() -> float:
         started = time.perf_counter()
-        for batch in made:
+        for batch in micro_batches:
             model(batch, CrossEntropy(batch.weights))[0].backward()
             model.zero_grad()
-        return (time.perf_counter() - started) / len(made)
+        return (time.perf_counter() - started) / len(micro_batches)
 
     def make() -> float:
         plans = batches.plans(16, None)

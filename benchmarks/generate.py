@@ -54,20 +54,20 @@ def main() -> None:
         weights = 4 * head_and_blocks
         for rows in BATCHES:
             ways = prepared(ours, theirs, rows, given.new)
-            taken = in_turn(ways, given.repeat)
+            timings = in_turn(ways, given.repeat)
             name = f"{size}, batch {rows}"
-            fastest = min((DYNAMIC, STATIC), key=lambda way: median(taken[way]))
-            faster = ratio(taken[fastest], taken["fsdp_trainer"])
+            fastest = min((DYNAMIC, STATIC), key=lambda way: median(timings[way]))
+            faster = ratio(timings[fastest], timings["fsdp_trainer"])
             speeds = {
                 way: spread([rows * given.new / seconds for seconds in each])
-                for way, each in taken.items()
+                for way, each in timings.items()
             }
             result[name] = {
                 "tokens_per_second": speeds,
                 "weights_mib": round(weights / 2**20, 1),
                 "share_of_memory_speed": {
                     way: round(weights * given.new / min(each) / 1e9 / speed, 3)
-                    for way, each in taken.items()
+                    for way, each in timings.items()
                 },
                 "compared_with": fastest,
                 "times_as_fast": faster,

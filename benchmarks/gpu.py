@@ -95,7 +95,7 @@ def ceilings(folder: Path, small: bool) -> dict[str, Any]:
     device = torch.device("cuda" if CUDA else "cpu")
     n = 256 if small else 8192
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         f"{n}³ matrix product": {"tflops": spread(rates(lambda: a @ b, 2 * n**3))}
     }
     heads, tokens, channels = (2, 256, 64) if small else (32, 8192, 128)
@@ -115,22 +115,22 @@ def ceilings(folder: Path, small: bool) -> dict[str, Any]:
 
         try:
             with sdpa_kernel(getattr(SDPBackend, kernel)):
-                found[f"attention, {kernel.lower()}"] = {"tflops": spread(rates(both, work))}
+                results[f"attention, {kernel.lower()}"] = {"tflops": spread(rates(both, work))}
         except RuntimeError as error:
-            found[f"attention, {kernel.lower()}"] = {"failed": str(error).splitlines()[0]}
-    return found
+            results[f"attention, {kernel.lower()}"] = {"failed": str(error).splitlines()[0]}
+    return results
 
 
 def rates(call: Any, work: float) -> list[float]:
     """Return the TFLOP/s of ten calls, after three untimed ones. work: operations of a call."""
-    found = []
+    results = []
     for _ in range(13):
         wait_for_device()
         started = time.perf_counter()
         call()
         wait_for_device()
-        found.append(work / (time.perf_counter() - started) / 1e12)
-    return found[3:]
+        results.append(work / (time.perf_counter() - started) / 1e12)
+    return results[3:]
 
 
 def sft(folder: Path, small: bool) -> dict[str, Any]:
@@ -151,13 +151,13 @@ def ladder(folder: Path, small: bool) -> dict[str, Any]:
     draws = np.random.default_rng(0).normal(np.log(row / 10), 0.7, 1024)
     lengths = np.clip(np.exp(draws), 16, row - 1).astype(int).tolist()
     chosen = PLAIN
-    found = {}
+    results = {}
     for name, more in LADDER.items():
         keys = [override.split("=")[0] for override in more]
         chosen = [override for override in chosen if override.split("=")[0] not in keys] + more
-        found[name] = run(folder, "ladder", small, row, lengths, [*chosen, "optim.lr=0"])
-    found["Hugging Face Trainer"] = trainer(folder, small, row, found["- recomputation"])
-    return found
+        results[name] = run(folder, "ladder", small, row, lengths, [*chosen, "optim.lr=0"])
+    results["Hugging Face Trainer"] = trainer(folder, small, row, results["- recomputation"])
+    return results
 
 
 def mfu(folder: Path, small: bool) -> dict[str, Any]:
@@ -286,11 +286,11 @@ def run(
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[WARM:]]
     tokens = np.diff([0, *(line["tokens"] for line in lines)])
-    found = {
+    results = {
         "tokens_per_second": float(tokens[WARM:].sum() / sum(seconds)),
         "memory_gib": lines[-1]["memory_gib"],
     }
-    found["mean_loss"] = float(
+    results["mean_loss"] = float(
         np.average(
             [line["loss"] for line in lines],
             weights=np.diff([0, *(line["supervised_tokens"] for line in lines)]),
@@ -298,10 +298,10 @@ def run(
     )
     for figure in ("mfu_palm", "mfu_causal"):
         if figure in lines[-1]:
-            found[figure] = float(
+            results[figure] = float(
                 np.average([line[figure] for line in lines[WARM:]], weights=seconds)
             )
-    return found
+    return results
 
 
 def data(folder: Path, part: str, row: int, rows: int = 1) -> list[str]:
@@ -358,12 +358,15 @@ def trainer(folder: Path, small: bool, row: int, ours: dict[str, Any]) -> dict[s
     )
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1]}
-    found = json.loads(done.stdout.splitlines()[-1])
+    results = json.loads(done.stdout.splitlines()[-1])
     if "tokens_per_second" in ours:
         # both sides have other random weights: the losses of random letters agree only in the mean
-        assert abs(found["mean_loss"] - ours["mean_loss"]) < 0.02 * ours["mean_loss"], (found, ours)
-        found["ours_times_faster"] = ours["tokens_per_second"] / found["tokens_per_second"]
-    return found
+        assert abs(results["mean_loss"] - ours["mean_loss"]) < 0.02 * ours["mean_loss"], (
+            results,
+            ours,
+        )
+        results["ours_times_faster"] = ours["tokens_per_second"] / results["tokens_per_second"]
+    return results
 
 
 def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:

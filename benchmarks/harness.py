@@ -83,12 +83,12 @@ def machine() -> dict[str, Any]:
         name = torch.cuda.get_device_name()
         kind = f"{torch.cuda.device_count()}x-{name}"
     else:
-        found = (
+        match = (
             re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
             if sys.platform == "linux"
             else None
         )
-        name = found[1] if found else platform.processor()
+        name = match[1] if match else platform.processor()
         kind = f"{os.cpu_count()}-cpu-cores-{name}"
     kind = re.sub(r"[^a-z0-9]+", "-", kind.lower())
     return {
@@ -101,13 +101,13 @@ def machine() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Return the versions of Python, torch and the given packages."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    installed = {"python": platform.python_version(), "torch": torch.__version__}
     for package in packages:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            installed[package] = "not installed"
+    return installed
 
 
 def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict]:

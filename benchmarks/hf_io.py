@@ -147,9 +147,9 @@ def write_once(file: Path, size: int) -> float:
     """Return the seconds of writing a file and of its fsync. size: bytes."""
     started = time.perf_counter()
     with file.open("wb", 0) as handle:
-        left = size
-        while left:
-            left -= handle.write(BUFFER[: min(left, len(BUFFER))])
+        remaining = size
+        while remaining:
+            remaining -= handle.write(BUFFER[: min(remaining, len(BUFFER))])
         os.fsync(handle.fileno())
     seconds = time.perf_counter() - started
     file.unlink()

@@ -133,9 +133,9 @@ def peak(device: str) -> int:
     """Return the peak in bytes since `forget_peak`."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024
 
 
 def measure(way: str, *shape: Any) -> dict[str, float]:
@@ -184,15 +184,15 @@ def errors(way: str, dtype: str, device: str) -> dict[str, float]:
     exact = [t.detach().double().requires_grad_() for t in (hidden, head.weight)]
     wanted = F.cross_entropy(exact[0] @ exact[1].T, targets)
     wanted.backward()
-    found = {"loss": abs(loss.item() - wanted.item())}
+    results = {"loss": abs(loss.item() - wanted.item())}
     for name, ours, theirs in (
         ("grad_hidden", hidden.grad, exact[0].grad),
         ("grad_weight", head.weight.grad, exact[1].grad),
     ):
         assert ours is not None
         assert theirs is not None
-        found[name] = ((ours.double() - theirs).norm() / theirs.norm()).item()
-    return {name: float(f"{value:.2g}") for name, value in found.items()}
+        results[name] = ((ours.double() - theirs).norm() / theirs.norm()).item()
+    return {name: float(f"{value:.2g}") for name, value in results.items()}
 
 
 def main() -> None:
@@ -220,15 +220,15 @@ def main() -> None:
                 (vocabulary + tokens) * width * getattr(torch, dtype).itemsize / MIB, 1
             )
         }
-        for way, found in runs.items():
+        for way, results in runs.items():
             case[way] = {
-                figure: harness.spread([run[figure] for run in found])
+                figure: harness.spread([run[figure] for run in results])
                 for figure in ("mib", "seconds")
             }
             peaks[dtype, vocabulary, way, often] = case[way]["mib"]["median"]
             for figure in ("mib", "seconds") if way != "ours" else ():
                 case[way][f"{figure} / ours"] = harness.ratio(
-                    [r[figure] for r in found], [r[figure] for r in runs["ours"]]
+                    [r[figure] for r in results], [r[figure] for r in runs["ours"]]
                 )
         name = f"{dtype}, vocabulary {vocabulary:,}, {tokens:,} tokens"
         measured[name] = case

@@ -36,20 +36,20 @@ def main() -> None:
     for way, (dtype, cfg) in WAYS.items():
         steps[way], held[way] = prepared(dtype, cfg, device)
         steps[way]()  # creates the optimizer states
-    taken = in_turn(steps, given.repeat)
+    timings = in_turn(steps, given.repeat)
     result: dict[str, Any] = {
         "what": f"{SHAPE.parameters():,} parameters on one {device.type}, {given.repeat} rounds"
     }
-    for way, seconds in taken.items():
+    for way, seconds in timings.items():
         result[way] = {
             "moment_bytes_a_parameter": round(held[way], 3),
             "seconds": spread(seconds),
-            "of_fused": ratio(seconds, taken["fused"]),
+            "of_fused": ratio(seconds, timings["fused"]),
         }
     finish(
         "optimizers",
         result,
-        {f"{way}: fused / it": ratio(taken["fused"], taken[way]) for way in WAYS},
+        {f"{way}: fused / it": ratio(timings["fused"], timings[way]) for way in WAYS},
         given.check,
     )
 

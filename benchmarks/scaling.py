@@ -73,7 +73,7 @@ def main() -> None:
         wide = BASE | {"width": 512}
         worlds = {("ranks", n): (lambda n=n: step_seconds(folder, wide, n, 4)) for n in RANKS}
         worlds |= {("products", n): (lambda n=n: 1 / products_at_once(n)) for n in RANKS}
-        taken = in_turn(worlds, given.repeat)
+        durations = in_turn(worlds, given.repeat)
     measured = {
         point: statistics.median(seconds[tuple(shape.values())]) for point, shape in points.items()
     }
@@ -93,9 +93,12 @@ def main() -> None:
                 float(np.polyfit(np.log(operations[points_of]), np.log(taken_by[points_of]), 1)[0]),
                 3,
             )
-    result["ranks"] = {"values": RANKS, "seconds": {n: spread(taken["ranks", n]) for n in RANKS}}
+    result["ranks"] = {
+        "values": RANKS,
+        "seconds": {n: spread(durations["ranks", n]) for n in RANKS},
+    }
     result["ranks"] |= {
-        f"{kind}_times_faster": {n: ratio(taken[kind, 1], taken[kind, n]) for n in RANKS}
+        f"{kind}_times_faster": {n: ratio(durations[kind, 1], durations[kind, n]) for n in RANKS}
         for kind in ("ranks", "products")
     }
     if not given.check:
@@ -205,14 +208,14 @@ def draw(result: dict[str, Any], path: Path) -> None:
         one = result[what]
         values = one["values"]
         if what == "ranks":
-            taken = [one["seconds"][ranks]["median"] for ranks in values]
+            seconds = [one["seconds"][ranks]["median"] for ranks in values]
             expected = [
-                taken[0] / one["products_times_faster"][ranks]["median"] for ranks in values
+                seconds[0] / one["products_times_faster"][ranks]["median"] for ranks in values
             ]
             panel.set_title("ranks, one thread each")
         else:
-            taken = one["seconds"]
-            expected = [taken[-1] * operations / one["flops"][-1] for operations in one["flops"]]
+            seconds = one["seconds"]
+            expected = [seconds[-1] * operations / one["flops"][-1] for operations in one["flops"]]
             panel.set_title(f"{what}: slope at last {one['slope_of_the_last_two']:.2f}")
         panel.loglog(
             values,
@@ -221,7 +224,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             color="gray",
             label="in proportion" if what != "ranks" else "as matrix products",
         )
-        panel.loglog(values, taken, "o-", label="measured")
+        panel.loglog(values, seconds, "o-", label="measured")
         panel.set_xticks(values, [f"{value:,}" for value in values])
         panel.minorticks_off()
         panel.set_xlabel(what)

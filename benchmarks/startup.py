@@ -208,8 +208,8 @@ def main() -> None:
                 "ours, warm": partial(ours, place, ranks, losses["ours"], warm=True),
             }
             seconds = in_turn(ways, given.repeat)
-            found = [loss for values in losses.values() for loss in values]
-            assert max(found) - min(found) < 1e-4, losses
+            all_losses = [loss for values in losses.values() for loss in values]
+            assert max(all_losses) - min(all_losses) < 1e-4, losses
             times = {
                 name: ratio(seconds[name], seconds["transformers"])
                 for name in ("ours", "ours, warm")

@@ -205,9 +205,9 @@ def accelerated(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 
 def peers_task(folder: Path, way: str) -> dict[str, Any]:
     """Return the task of the other program: the samples of our steps, and settings."""
-    asked = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
+    options = ["preview.format=json", f"preview.rows={STEPS * ROWS[way]}"]
     shown = start(
-        [sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *asked], 1
+        [sys.executable, "-m", "fsdp_trainer", "preview", *command(folder, way), *options], 1
     )
     samples = [sample for line in shown.splitlines() for sample in documents(json.loads(line))]
     if way == "natural":
@@ -241,12 +241,12 @@ def documents(row: dict[str, Any]) -> list[dict[str, list[int]]]:
 
     A label has the position of its own token, because transformers shifts labels itself.
     """
-    found, begin = [], 0
+    samples, begin = [], 0
     for length in row["documents"]:
         labels = [IGNORED, *row["labels"][begin : begin + length - 1]]
-        found.append({"tokens": row["tokens"][begin : begin + length], "labels": labels})
+        samples.append({"tokens": row["tokens"][begin : begin + length], "labels": labels})
         begin += length
-    return found
+    return samples
 
 
 def train_with_accelerate(task: dict[str, Any]) -> dict[str, Any]:

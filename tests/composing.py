@@ -32,16 +32,16 @@ def keep() -> None:
 
 def keep_parsed_yaml() -> None:
     parse = yaml.load
-    kept: dict[tuple[str | bytes, str], bytes] = {}
+    cache: dict[tuple[str | bytes, str], bytes] = {}
 
     def load(stream: Any, Loader: type) -> Any:
         if not hasattr(stream, "read"):
             return parse(stream, Loader)
         key = stream.read(), Loader.__qualname__
-        if key not in kept:
+        if key not in cache:
             stream.seek(0)  # parse the stream, not the text, so that an error names the file
-            kept[key] = pickle.dumps(parse(stream, Loader))
-        return pickle.loads(kept[key])
+            cache[key] = pickle.dumps(parse(stream, Loader))
+        return pickle.loads(cache[key])
 
     yaml.load = load
 
@@ -61,7 +61,7 @@ def keep_search_path() -> None:
 
 def keep_defaults_lists() -> None:
     create = config_loader_impl.create_defaults_list
-    kept: dict[tuple, DefaultsList] = {}
+    cache: dict[tuple, DefaultsList] = {}
 
     def create_once(
         repo: IConfigRepository,
@@ -75,13 +75,13 @@ def keep_defaults_lists() -> None:
             return create(repo, config_name, overrides_list, prepend_hydra, skip_missing)
         groups = [word for word in overrides_list if chooses_option(word, repo)]
         key = settings, tuple(word.input_line for word in groups)
-        if key not in kept:
-            kept[key] = create(repo, config_name, groups, prepend_hydra, skip_missing)
+        if key not in cache:
+            cache[key] = create(repo, config_name, groups, prepend_hydra, skip_missing)
         return DefaultsList(
-            defaults=kept[key].defaults,
+            defaults=cache[key].defaults,
             config_overrides=[word for word in overrides_list if word not in groups],
-            defaults_tree=kept[key].defaults_tree,
-            overrides=kept[key].overrides,
+            defaults_tree=cache[key].defaults_tree,
+            overrides=cache[key].overrides,
         )
 
     config_loader_impl.create_defaults_list = create_once
@@ -89,27 +89,27 @@ def keep_defaults_lists() -> None:
 
 def keep_merged_files() -> None:
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
-    kept: dict[tuple, bytes] = {}
+    cache: dict[tuple, bytes] = {}
 
     def merge_once(self: ConfigLoaderImpl, defaults: list, repo: IConfigRepository) -> Any:
         if not never_changes(repo):
             return merge(self, defaults, repo)
         key = tuple((file.config_path, file.package, file.is_self) for file in defaults)
-        if key not in kept:
-            kept[key] = pickle.dumps(merge(self, defaults, repo))
-        return pickle.loads(kept[key])
+        if key not in cache:
+            cache[key] = pickle.dumps(merge(self, defaults, repo))
+        return pickle.loads(cache[key])
 
     ConfigLoaderImpl._compose_config_from_defaults_list = merge_once
 
 
 def keep_parsed_words() -> None:
     parse = OverridesParser.parse_rule
-    kept: dict[tuple[str, str], Any] = {}
+    cache: dict[tuple[str, str], Any] = {}
 
     def parse_once(self: OverridesParser, text: str, rule: str) -> Any:
-        if (text, rule) not in kept:
-            kept[text, rule] = parse(self, text, rule)
-        return copy.deepcopy(kept[text, rule])
+        if (text, rule) not in cache:
+            cache[text, rule] = parse(self, text, rule)
+        return copy.deepcopy(cache[text, rule])
 
     OverridesParser.parse_rule = parse_once
 

@@ -135,8 +135,8 @@ def scancel(*words: str) -> int:
 def scontrol(verb: str, job: str) -> int:
     assert verb == "requeue"
     (HERE / f"{job}.again").touch()
-    with (HERE / "requeued").open("a") as told:
-        told.write(f"{job}\n")
+    with (HERE / "requeued").open("a") as log:
+        log.write(f"{job}\n")
     os.killpg(int((HERE / f"{job}.pid").read_text()), signal.SIGKILL)
     return 0
 

@@ -145,7 +145,7 @@ class SentByKind(TorchDispatchMode):
 
 
 class OfExperts(NamedTuple):
-    """What this rank sends in one step, and the most bytes that it holds in the next one.
+    """Bytes that this rank sends in one step, and the most that it holds in the next one.
 
     sent: bytes by (ranks, gathers); rows: bytes of rows; waits: exchanges of row counts.
     """

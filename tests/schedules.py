@@ -42,7 +42,7 @@ def followed(name, ranks, count):
     """
     orders = actions(name, ranks, count)
     last = ranks * SCHEDULES[name].stages - 1
-    ready, clock, held, most = {}, dict.fromkeys(orders, 0), dict.fromkeys(orders, 0), {}
+    ready, clock, held, largest = {}, dict.fromkeys(orders, 0), dict.fromkeys(orders, 0), {}
     todo = {rank: list(order) for rank, order in orders.items()}
     while any(todo.values()):
         for rank, order in todo.items():
@@ -59,6 +59,6 @@ def followed(name, ranks, count):
                 if kind != Kind.BACKWARD_WEIGHT:
                     ready["F" if forward else "B", stage, number] = clock[rank]
                 held[rank] += forward - (kind in (Kind.FULL_BACKWARD, Kind.BACKWARD_WEIGHT))
-                most[rank] = max(most.get(rank, 0), held[rank])
+                largest[rank] = max(largest.get(rank, 0), held[rank])
     busy = 3 * count * SCHEDULES[name].stages
-    return 1 - busy / max(clock.values()), [most[rank] for rank in range(ranks)]
+    return 1 - busy / max(clock.values()), [largest[rank] for rank in range(ranks)]

@@ -90,7 +90,9 @@ def samples_of(tokenizer, row, template=None, seq_len=1000, **options):
     """Return all samples of a row, and the builder with its counts."""
     template = template or load_template("chatml", tokenizer)
     builder = SampleBuilder(Data(**options), seq_len, tokenizer, template)
-    return [sample for made in builder.tokenize(builder.render(row)) for sample in made], builder
+    return [
+        sample for document in builder.tokenize(builder.render(row)) for sample in document
+    ], builder
 
 
 def supervised_texts(tokenizer, sample):

@@ -50,9 +50,9 @@ class VllmServer:
     def answer(self, path, body):
         with self.lock:
             self.calls.append((path, body))
-            left = self.failures.get(path, 0)
-            if left is None or left > 0:
-                self.failures[path] = None if left is None else left - 1
+            remaining = self.failures.get(path, 0)
+            if remaining is None or remaining > 0:
+                self.failures[path] = None if remaining is None else remaining - 1
                 raise Refused(503, "overloaded")
             return getattr(self, path.strip("/").replace("/", "_"))(body)
 

@@ -105,18 +105,18 @@ def read_lines(path: Path) -> list[dict]:
 
 def ranks_below(pid: int) -> dict[str, int]:
     """Return the process ids of all descendants of `pid` that are ranks, by RANK."""
-    found: dict[str, int] = {}
+    pids: dict[str, int] = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             env = dict(
                 item.partition("=")[::2]
                 for item in Path(f"/proc/{child}/environ").read_text().split("\0")
             )
-            found |= {env["RANK"]: int(child)} if "RANK" in env else {}
-            found |= ranks_below(child)
+            pids |= {env["RANK"]: int(child)} if "RANK" in env else {}
+            pids |= ranks_below(child)
         except OSError:
             continue
-    return found
+    return pids
 
 
 def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
@@ -125,11 +125,11 @@ def wait_until(condition: Callable[[], Any], process: Any = None) -> Any:
     Raises AssertionError after 300 s, or if `process` ends.
     """
     deadline = time.monotonic() + 300
-    while not (found := condition()):
+    while not (result := condition()):
         assert not process or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "took too long"
         time.sleep(0.01)
-    return found
+    return result
 
 
 def end(processes: list) -> None:
@@ -397,7 +397,7 @@ def keep_result_shapes() -> None:
     from torch.utils._pytree import tree_leaves
 
     find = getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None)
-    kept: dict[tuple, Any] = {}
+    cache: dict[tuple, Any] = {}
 
     def find_once(self, schema):
         given = [*schema.args_schema, *schema.kwargs_schema.items()]
@@ -408,11 +408,11 @@ def keep_result_shapes() -> None:
         )
         key = schema.op, lengths, *leaves
         try:
-            if key not in kept:
-                kept[key] = find(self, schema)
+            if key not in cache:
+                cache[key] = find(self, schema)
         except TypeError:  # an argument cannot be hashed
             return find(self, schema)
-        return kept[key]
+        return cache[key]
 
     if find:  # a private method, which another version of torch may not have
         ShardingPropagator._propagate_tensor_meta_non_cached = find_once

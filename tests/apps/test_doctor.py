@@ -27,7 +27,7 @@ def rank():
 
 
 def two_nodes():
-    """Of as many ranks each."""
+    """Pretend that the ranks are on two nodes, half of them on each."""
     node, local = divmod(rank(), int(os.environ["WORLD_SIZE"]) // 2)
     return mock.patch.dict(os.environ, {"GROUP_RANK": str(node), "LOCAL_RANK": str(local)})
 
@@ -96,10 +96,10 @@ def a_full_disk():
         yield
 
 
-def findings(told):
-    """By (mark, what)."""
-    lines = [json.loads(line) for line in told[0].out.splitlines()]
-    assert all(not rank.out for rank in told[1:])
+def findings(results):
+    """Return the findings by (mark, what)."""
+    lines = [json.loads(line) for line in results[0].out.splitlines()]
+    assert all(not rank.out for rank in results[1:])
     return {(line["mark"], line["what"]): line for line in lines}
 
 
@@ -116,7 +116,7 @@ def doctor(world, tmp_path):
             if any(w.startswith("run.root") for w in words)
             else [f"run.root={tmp_path / 'runs' / 'deep'}"]
         )
-        told = findings(
+        found_by_doctor = findings(
             world.command(
                 "doctor",
                 "doctor.format=json",
@@ -128,7 +128,7 @@ def doctor(world, tmp_path):
             )
         )
         assert not (tmp_path / "runs").exists()
-        return told
+        return found_by_doctor
 
     return look
 
@@ -149,10 +149,10 @@ def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, 
         "model=tiny",
         "precision=fp32",
     ]
-    told = doctor(*words, *QUICK, ranks=ranks)
-    assert "1 file" in told["ok", "data.path"]["text"]
-    assert "771.7k parameters × 12 B" in told["ok", "room"]["text"]
-    assert ("ok", "float32 products") not in told
+    found_by_doctor = doctor(*words, *QUICK, ranks=ranks)
+    assert "1 file" in found_by_doctor["ok", "data.path"]["text"]
+    assert "771.7k parameters × 12 B" in found_by_doctor["ok", "room"]["text"]
+    assert ("ok", "float32 products") not in found_by_doctor
 
 
 def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
@@ -188,16 +188,16 @@ def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_another_version_on_one_rank_is_named(doctor):
-    told = doctor(*QUICK, ranks=4, seam=AN_OLD_TORCH_ON_RANK_2, code=3)
-    assert "2.11.0 on rank 2 (" in told["problem", "torch"]["text"]
-    assert "node 1)" in told["problem", "torch"]["text"]
-    assert [what for mark, what in told if mark == "problem"] == ["torch"]
+    found_by_doctor = doctor(*QUICK, ranks=4, seam=AN_OLD_TORCH_ON_RANK_2, code=3)
+    assert "2.11.0 on rank 2 (" in found_by_doctor["problem", "torch"]["text"]
+    assert "node 1)" in found_by_doctor["problem", "torch"]["text"]
+    assert [what for mark, what in found_by_doctor if mark == "problem"] == ["torch"]
 
 
 def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor, train):
     words = ["optim.lr=${oc.env:LR}", "launch.timeout=60s"]
-    told = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1(), code=3)
-    assert told["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
+    found_by_doctor = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1(), code=3)
+    assert found_by_doctor["problem", "optim.lr"]["text"].startswith("2e-5 on rank 1 (")
     run = train("run", *words, ranks=2, seam=another_command_on_rank_1(), code=2)
     assert "optim.lr" in run.err
     assert "2e-5 on rank 1 (" in run.err
@@ -225,8 +225,12 @@ def test_nodes_that_have_the_same_under_other_names_train(train, tmp_path):
 
 @pytest.mark.slow
 def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doctor, train):
-    told = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1())
-    assert 0 < float(re.search(r"([\d.]+) s behind", told["warning", "clock"]["text"])[1]) <= 90
+    found_by_doctor = doctor(*QUICK, ranks=2, seam=a_clock_that_is_behind_on_node_1())
+    assert (
+        0
+        < float(re.search(r"([\d.]+) s behind", found_by_doctor["warning", "clock"]["text"])[1])
+        <= 90
+    )
     run = train("run", "train.steps=1", ranks=2, seam=a_clock_that_is_behind_on_node_1())
     assert "note   clock: " in run.out
     assert len(run.metrics) == 1
@@ -234,41 +238,43 @@ def test_a_clock_that_is_off_is_named_and_does_not_keep_train_from_training(doct
 
 @pytest.mark.slow
 def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
-    told = doctor(
+    found_by_doctor = doctor(
         "doctor.slow=0.1",
         ranks=4,
         seam=inject.together(slow_device_link_and_disk(), SMALL_MESSAGES),
     )
-    assert told["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
-    assert told["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
-    assert "↔ rank 3 (" in told["warning", "slow: links in a node"]["text"]
-    assert "node 1: " in told["warning", "slow: read"]["text"]
-    assert "node 1: " in told["warning", "slow: write and fsync"]["text"]
-    assert ("ok", "links between nodes") in told
-    assert ("ok", "all-reduce in a node") in told
+    assert found_by_doctor["warning", "slow: float32 products"]["text"].startswith("rank 1 (")
+    assert found_by_doctor["warning", "slow: links in a node"]["text"].startswith("rank 2 (")
+    assert "↔ rank 3 (" in found_by_doctor["warning", "slow: links in a node"]["text"]
+    assert "node 1: " in found_by_doctor["warning", "slow: read"]["text"]
+    assert "node 1: " in found_by_doctor["warning", "slow: write and fsync"]["text"]
+    assert ("ok", "links between nodes") in found_by_doctor
+    assert ("ok", "all-reduce in a node") in found_by_doctor
 
 
 @pytest.mark.slow
 def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doctor, train):
     parted = {"sharding.tensor": 4, "model.num_key_value_heads": 4}
     words = [f"{key}={value}" for key, value in parted.items()]
-    told = doctor(*words, *QUICK, ranks=4, seam=two_nodes)
-    warning = told["warning", "sharding.tensor=4"]
+    found_by_doctor = doctor(*words, *QUICK, ranks=4, seam=two_nodes)
+    warning = found_by_doctor["warning", "sharding.tensor=4"]
     assert "rank 0-1 (" in warning["text"]
     assert warning["advice"] == "sharding.tensor=2"
     run = train("run", "train.steps=1", *words, ranks=4, seam=two_nodes)
     assert "note   sharding.tensor=4: rank 0-1 (" in run.out
 
     on_two_nodes = inject.together(two_nodes, QUICKLY)
-    told = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=on_two_nodes)
-    assert ("warning", "sharding.tensor=2") not in told
-    assert told["ok", "layout"]["text"] == "context 2, tensor 2"
-    assert {("ok", f"all-gather along {name}") for name in ("context", "tensor")} <= told.keys()
+    found_by_doctor = doctor("sharding.tensor=2", "sharding.context=2", ranks=4, seam=on_two_nodes)
+    assert ("warning", "sharding.tensor=2") not in found_by_doctor
+    assert found_by_doctor["ok", "layout"]["text"] == "context 2, tensor 2"
+    assert {
+        ("ok", f"all-gather along {name}") for name in ("context", "tensor")
+    } <= found_by_doctor.keys()
 
 
 def test_ranks_that_a_layout_does_not_divide_are_a_problem(doctor):
-    told = doctor("sharding.tensor=2", *QUICK, ranks=3, code=3)
-    assert told["problem", "sharding.tensor=2"]["advice"] == "Use  sharding.tensor=1"
+    found_by_doctor = doctor("sharding.tensor=2", *QUICK, ranks=3, code=3)
+    assert found_by_doctor["problem", "sharding.tensor=2"]["advice"] == "Use  sharding.tensor=1"
 
 
 @pytest.mark.slow
@@ -285,10 +291,10 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         "tokenizer.path=demo:bytes",
         "launch.timeout=30s",
     ]
-    told = doctor(*QUICK, *words, code=3, **how)
-    assert told["problem", "not shared"]["text"].startswith("rank 1 (")
-    assert "2 on rank 1 (" not in told["problem", "data.path"]["text"]
-    assert "1 file" in told["problem", "data.path"]["text"]
+    found_by_doctor = doctor(*QUICK, *words, code=3, **how)
+    assert found_by_doctor["problem", "not shared"]["text"].startswith("rank 1 (")
+    assert "2 on rank 1 (" not in found_by_doctor["problem", "data.path"]["text"]
+    assert "1 file" in found_by_doctor["problem", "data.path"]["text"]
     run = train("run", "data.path=chats.jsonl", "data.cache=cache", code=2, **how)
     assert "prepared differently" in run.err
     assert "not shared" not in run.err
@@ -298,7 +304,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
 
 @inject.fault
 def a_folder_that_is_seen_late():
-    """For two seconds NFS says on node 1 that rank 0's claim is not there."""
+    """Let NFS say on node 1, for two seconds, that rank 0's claim is not there."""
     began = time.monotonic()
 
     def late(real, run):
@@ -328,9 +334,11 @@ def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
 
 
 def test_settings_that_cost_speed_come_with_advice(doctor):
-    told = doctor(*QUICK, env={"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "nosuch"}, code=3)
-    assert told["warning", "NCCL_P2P_DISABLE=1"]["advice"] == "unset NCCL_P2P_DISABLE"
-    assert "no such interface" in told["problem", "NCCL_SOCKET_IFNAME=nosuch"]["text"]
+    found_by_doctor = doctor(
+        *QUICK, env={"NCCL_P2P_DISABLE": "1", "NCCL_SOCKET_IFNAME": "nosuch"}, code=3
+    )
+    assert found_by_doctor["warning", "NCCL_P2P_DISABLE=1"]["advice"] == "unset NCCL_P2P_DISABLE"
+    assert "no such interface" in found_by_doctor["problem", "NCCL_SOCKET_IFNAME=nosuch"]["text"]
 
 
 @pytest.mark.slow
@@ -355,10 +363,10 @@ def test_names_and_interfaces_that_keep_hosts_apart_come_with_what_to_set():
     cards = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1"}
     a = HostFacts(node=0, host="a", address="127.0.1.1", interfaces=cards)
     b = HostFacts(node=1, host="b", address="10.0.0.2", interfaces=cards | {"ib0": "10.1.0.2"})
-    found = {f.what: f for f in environment([a, b])}
-    assert found["host name"].mark == "problem"
-    assert found["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")
-    assert "b has eth0 (10.0.0.1), ib0 (10.1.0.2)" in found["several interfaces"].text
+    by_name = {f.what: f for f in environment([a, b])}
+    assert by_name["host name"].mark == "problem"
+    assert by_name["host name"].advice.startswith("GLOO_SOCKET_IFNAME=eth0 ")
+    assert "b has eth0 (10.0.0.1), ib0 (10.1.0.2)" in by_name["several interfaces"].text
     alone = {f.what for f in environment([a])}
     assert not alone & {"host name", "several interfaces"}
 

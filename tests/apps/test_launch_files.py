@@ -47,7 +47,7 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def trainer_words(command: list[str]) -> list[str]:
-    """What the trainer itself is given."""
+    """Return what the trainer itself is given."""
     start = (
         command.index("-m") + 2
         if "fsdp_trainer" in command and command[command.index("fsdp_trainer") - 1] == "-m"
@@ -217,7 +217,7 @@ def test_a_container_sees_what_the_run_reads_and_writes(write):
 
 
 def test_a_batch_script_says_what_it_was_asked_for(write):
-    told = write(
+    text = write(
         "slurm",
         "+recipe=quickstart",
         "nodes=4",
@@ -226,8 +226,8 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
         "partition=gpu",
         "setup=['source venv/bin/activate']",
     )
-    found = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", told))
-    asked = {
+    options = dict(re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", text))
+    expected = {
         "nodes": "4",
         "ntasks-per-node": "1",
         "gpus-per-node": "2",
@@ -235,12 +235,12 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
         "time": "90",
         "partition": "gpu",
     }
-    assert asked.items() <= found.items()
-    assert {"requeue", "open-mode"} <= set(found)
-    assert "account" not in found
-    assert len(found) == told.count("#SBATCH")
-    assert "\nsource venv/bin/activate\n" in told
-    assert "B:USR1@" in found["signal"]
+    assert expected.items() <= options.items()
+    assert {"requeue", "open-mode"} <= set(options)
+    assert "account" not in options
+    assert len(options) == text.count("#SBATCH")
+    assert "\nsource venv/bin/activate\n" in text
+    assert "B:USR1@" in options["signal"]
 
 
 def test_a_job_for_kubernetes_is_whole(write):

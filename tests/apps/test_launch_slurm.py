@@ -62,16 +62,16 @@ def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tm
     (cluster / "hold").touch()
     output = tmp_path / "runs/s/jobs/a/output.log"
     place.start(None, ["--version"], output)
-    found = OnSlurm(place.settings, None).start(None, ["--version"], output)
+    process = OnSlurm(place.settings, None).start(None, ["--version"], output)
     assert list(fake_slurm.states(cluster).values()) == ["PENDING"], "not submitted twice"
     assert place.has_room(None)
     place.start(None, ["--version"], tmp_path / "runs/s/jobs/b/output.log")
     assert not place.has_room(None)
-    found.signal(signal.SIGTERM)
-    assert fake_slurm.states(cluster) == {found.id: "CANCELLED", "1001": "PENDING"}, (
+    process.signal(signal.SIGTERM)
+    assert fake_slurm.states(cluster) == {process.id: "CANCELLED", "1001": "PENDING"}, (
         "no result is waited for"
     )
-    assert found.poll() == 1
+    assert process.poll() == 1
     again = OnSlurm(place.settings, None).start(None, ["--version"], output)
     assert again.id == "1002", "what was cancelled is submitted again"
     for job in (again.id, "1001"):
@@ -83,7 +83,7 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
     tmp_path, enter, monkeypatch, signum, queued
 ):
     """SIGUSR1 comes from Slurm, SIGTERM from the sweep."""
-    asked = []
+    commands = []
     run = (
         f"import signal, time; signal.signal({int(signum)}, lambda *_: exit(75)); "
         f"open('{tmp_path}/up', 'w'); signal.pthread_sigmask(1, {{10, 15}}); time.sleep(60)"
@@ -97,7 +97,7 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
     monkeypatch.setattr(
         slurm.subprocess,
         "run",
-        lambda words, check: asked.append(words) or subprocess.CompletedProcess(words, 0),
+        lambda words, check: commands.append(words) or subprocess.CompletedProcess(words, 0),
     )
     enter(inject.setting("slurm_requeue_seconds", 0))
     for name, value in {"SLURM_PROCID": "0", "SLURM_JOB_ID": "7"}.items():
@@ -123,11 +123,11 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
         sender.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert asked == ([["scontrol", "requeue", "7"]] if queued else [])
+    assert commands == ([["scontrol", "requeue", "7"]] if queued else [])
 
 
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
-    asked = {
+    expected = {
         "nodes": 2,
         "gpus_per_node": 4,
         "timeout_min": 90,
@@ -135,7 +135,7 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
         "mem_gb": 64,
         "qos": "high",
     }
-    words = [f"hydra.launcher.{name}={value}" for name, value in asked.items()]
+    words = [f"hydra.launcher.{name}={value}" for name, value in expected.items()]
     more = [
         "hydra.launcher.setup=['module load cuda']",
         "hydra.launcher.additional_parameters={exclude: node7}",

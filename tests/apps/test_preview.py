@@ -63,8 +63,8 @@ def preview(tmp_path, capsys):
             if key.split("=")[0] not in {later.split("=")[0] for later in keys[i + 1 :]}
         ]
         assert main(["preview", *keys]) == code
-        told = capsys.readouterr()
-        return told.err if code else told.out, keys
+        output = capsys.readouterr()
+        return output.err if code else output.out, keys
 
     return run
 
@@ -215,12 +215,12 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
         if line.split()[:1] in (["b"], ["c"])
     }
     assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
-    taken = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
+    rows = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
     assert [lines[name][5] for name in "bc"] == [
-        f"{taken[0] / 4:.2f}",
-        f"{taken[1] / 40:.2f}",
+        f"{rows[0] / 4:.2f}",
+        f"{rows[1] / 40:.2f}",
     ]
-    assert sum(taken) == 24
+    assert sum(rows) == 24
     assert "warning b: 1 sample dropped: longer than" in out
     assert f"{tmp_path}/b.jsonl:5" in out
     assert " c: 1 " not in out
@@ -281,13 +281,13 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
         [mixture],
         [f"data.path={some}", f"data.validation={nothing}"],
     ):
-        (told,) = world.command(verb, *how, *keys, code=2)
-        assert "no token" in told.err
-        assert "there is nothing to learn" in told.err
-        assert "Traceback" not in told.err
-        assert "1 sample dropped: without a supervised token" in told.err
-        assert "nothing.jsonl:1" in told.err
-        assert "longer than batch.seq_len=64" in told.err
+        (result,) = world.command(verb, *how, *keys, code=2)
+        assert "no token" in result.err
+        assert "there is nothing to learn" in result.err
+        assert "Traceback" not in result.err
+        assert "1 sample dropped: without a supervised token" in result.err
+        assert "nothing.jsonl:1" in result.err
+        assert "longer than batch.seq_len=64" in result.err
 
 
 def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):

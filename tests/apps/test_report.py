@@ -150,17 +150,17 @@ def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     )
     assert [e["kind"] for e in shown["events"]] == [e["event"] for e in run.events]
     assert main(["report", f"source={run.folder}", "format=json"]) == 0
-    [told] = json.loads(capsys.readouterr().out)
-    assert told["loss"] == run.metrics[-1]["loss"]
-    assert told["state"] == "finished"
-    assert told["events"]["checkpoint"] == 2
-    seconds = told["goodput_seconds"]
-    assert sum(seconds.values()) == pytest.approx(told["wall_seconds"])
+    [report] = json.loads(capsys.readouterr().out)
+    assert report["loss"] == run.metrics[-1]["loss"]
+    assert report["state"] == "finished"
+    assert report["events"]["checkpoint"] == 2
+    seconds = report["goodput_seconds"]
+    assert sum(seconds.values()) == pytest.approx(report["wall_seconds"])
     assert min(seconds.values()) >= 0
     wrote = sum(sum(line["phases"].values()) for line in run.metrics) + sum(
         run.event("end")[-1]["phases"].values()
     )
-    assert told["wall_seconds"] == pytest.approx(wrote, abs=0.2)
+    assert report["wall_seconds"] == pytest.approx(wrote, abs=0.2)
     assert all(seconds[part] > 0 for part in ("training", "startup", "validation", "checkpoint"))
     assert any(line.startswith("data") for line in run.event("start")[0]["about"])
     assert "samples" in [a.get("id") for _, a in page.tags]

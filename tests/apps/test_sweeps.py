@@ -40,11 +40,11 @@ DEMO = ["model=tiny", "data.path=demo:backwards", "tokenizer.path=demo:bytes", "
 
 def jobs_of(*words: str, config_dir: str | None = None) -> list[list[str]]:
     """The overrides of each job of a command line."""
-    found: list[list[str]] = []
+    lines: list[list[str]] = []
     SweepLine(list(words), config_dir).run(
-        lambda batch: found.extend(map(list, batch)) or [math.nan] * len(batch)
+        lambda batch: lines.extend(map(list, batch)) or [math.nan] * len(batch)
     )
-    return found
+    return lines
 
 
 @pytest.fixture
@@ -697,13 +697,13 @@ def start(inputs, tmp_path):
 
 def jobs_below(pid: int) -> dict[str, int]:
     """The processes of the jobs that run, by the job's name: with one rank each is the rank."""
-    found = {}
+    children = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         with suppress(OSError):  # a process that has ended
             words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
             names = [word.partition("=")[2] for word in words if word.startswith("run.name=")]
-            found |= dict.fromkeys(names, int(child))
-    return found
+            children |= dict.fromkeys(names, int(child))
+    return children
 
 
 @pytest.mark.slow

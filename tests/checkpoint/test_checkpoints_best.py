@@ -1,5 +1,5 @@
-"""What validation decides: the best checkpoint is kept, training stops early; and what happens at
-the end of a run."""
+"""Validation decides: the best checkpoint is kept, training stops early; and what happens at the
+end of a run."""
 
 import contextlib
 import json
@@ -52,8 +52,8 @@ def losses(run):
 
 
 def best_step(run):
-    found = losses(run)
-    return min(found, key=found.get)
+    values = losses(run)
+    return min(values, key=values.get)
 
 
 def assert_best_is_kept(run):
@@ -84,11 +84,11 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(tra
 
 def improvements(run):
     """Steps at which the validation loss was lower than ever before."""
-    found = losses(run)
+    values = losses(run)
     return [
         step
-        for step in found
-        if all(found[step] < found[before] for before in found if before < step)
+        for step in values
+        if all(values[step] < values[before] for before in values if before < step)
     ]
 
 
@@ -146,7 +146,7 @@ def test_without_best_nothing_is_kept_beside_the_newest(train):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["checkpoint.best=true", "data.validation=null"],
@@ -161,9 +161,9 @@ def test_without_best_nothing_is_kept_beside_the_newest(train):
     ],
     ids=lambda value: value[0],
 )
-def test_a_key_that_would_do_nothing_is_refused(train, overrides, told):
+def test_a_key_that_would_do_nothing_is_refused(train, overrides, message):
     err = train("run", "train.steps=1", *overrides, code=2).err
-    assert all(text in err for text in told), err
+    assert all(text in err for text in message), err
 
 
 # --- the export ---------------------------------------------------------------------------------

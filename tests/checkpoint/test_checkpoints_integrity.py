@@ -39,15 +39,15 @@ def checkpoints(run):
 
 
 def digest_of(world, run):
-    told = world.command("verify", f"source={run.folder}")[0].out
+    output = world.command("verify", f"source={run.folder}")[0].out
     return next(
-        line.split()[-1] for line in told.splitlines() if line.startswith("weights digest ")
+        line.split()[-1] for line in output.splitlines() if line.startswith("weights digest ")
     )
 
 
 @pytest.mark.slow
 def test_the_digest_of_weights_does_not_depend_on_who_wrote_them(train, world):
-    """On 2 ranks, on 1, and sharded otherwise; learning changes it."""
+    """The digest is equal on 2 ranks, on 1, and sharded otherwise; learning changes it."""
     how = ["schedule=constant", "optim.lr=0"]
     digests = [
         digest_of(world, train("two", *how, "train.steps=1", ranks=2)),
@@ -70,14 +70,14 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
         assert manifest["data"] == json.loads((folder / "trainer.json").read_text())["data"]
         assert manifest["versions"].keys() == {"fsdp_trainer", "torch", "python"}
         assert manifest["configuration"] in manifest["files"]
-        found = {
+        damaged = {
             str(p.relative_to(folder)): p
             for p in folder.rglob("*")
             if p.is_file() and p.name != "MANIFEST.json"
         }
-        assert manifest["files"].keys() == found.keys()
-        assert {"config.yaml", "trainer.json", "hf/config.json"} <= found.keys()
-        for name, path in found.items():
+        assert manifest["files"].keys() == damaged.keys()
+        assert {"config.yaml", "trainer.json", "hf/config.json"} <= damaged.keys()
+        for name, path in damaged.items():
             assert manifest["files"][name] == {
                 "bytes": path.stat().st_size,
                 "crc32": zlib.crc32(path.read_bytes()),
@@ -156,14 +156,14 @@ def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000004"
     damage(newest / name)
-    told = world.command("verify", f"source={newest}", code=3)[0].out
-    assert "damaged" in told
-    assert name in told
+    output = world.command("verify", f"source={newest}", code=3)[0].out
+    assert "damaged" in output
+    assert name in output
     run = train("run", "train.steps=6", "schedule=constant", "checkpoint.every=2", ranks=2)
-    found = run.event("damaged")
-    assert [Path(e["path"]).name for e in found] == [newest.name]
-    assert len(found[0]["problems"]) == 1
-    assert name in found[0]["problems"][0]
+    damaged = run.event("damaged")
+    assert [Path(e["path"]).name for e in damaged] == [newest.name]
+    assert len(damaged[0]["problems"]) == 1
+    assert name in damaged[0]["problems"][0]
     assert run.event("resume")[0]["step"] == 2
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
     assert "damaged" in run.out
@@ -191,7 +191,7 @@ def another_content(real, path):
 
 
 def a_lost_sector(real, path):
-    """What rank 1 is to read is on a part of the disk that cannot be read any more."""
+    """Fail as if the part of the disk that rank 1 reads could not be read any more."""
     if path.parts[-2:] == ("step-00000004", "__1_0.distcp"):
         raise OSError(5, "Input/output error")
     return real(path)
@@ -238,7 +238,7 @@ def test_all_ranks_go_on_from_where_rank_0_sees_that_the_run_stands(train, two_c
 
 
 def write_step_2_wrong(real, path, windows):
-    """What is written of step 2 is not what is read back."""
+    """Write other bytes of step 2 than those to be read back."""
     written = real(path, windows)
     if "step-00000002" in str(path):
         flip(path)
@@ -299,8 +299,8 @@ def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_fro
 
 
 def test_the_files_are_those_of_torch_distributed_checkpoint(tmp_path, world):
-    """By ours and by dcp.save: the same tensors, of all formats and shapes, to a plain dcp.load; in
-    one window and in several."""
+    """Files written by us and by dcp.save have the same tensors, of all formats and shapes, for a
+    plain dcp.load; in one window and in several."""
     assert world.call(2, write_both_ways, tmp_path) == [None, None]
     plain = stored(tmp_path / "dcp")
     for way in ("whole", "windows"):

@@ -132,7 +132,7 @@ def test_a_checkpoint_that_lacks_a_chunk_is_not_read(sharded):
 
 
 def imported_is_right(folder, shape, placements):
-    """On a rank: whether its part of every imported parameter is that part of the whole."""
+    """Return whether this rank's part of every imported parameter is that part of the whole."""
     dist.init_process_group("gloo")
     mesh, whole, model = init_device_mesh("cpu", shape), load_file(folder), Decoder(CONFIG)
     for name, parameter in list(model.named_parameters()):

@@ -72,8 +72,8 @@ def test_a_run_without_a_committed_checkpoint_is_no_beginning(train, tmp_path):
         in train("run", *HOW, f"model.init_from={tmp_path / 'young'}", base=[], code=2).err
     )
     first = train("first", "train.steps=1")
-    told = train("run", *HOW, f"model.init_from={first.folder}/checkpoints", base=[], code=2)
-    assert f"model.init_from={first.folder}\n" in told.err.split("Use  ")[1] + "\n"
+    refused = train("run", *HOW, f"model.init_from={first.folder}/checkpoints", base=[], code=2)
+    assert f"model.init_from={first.folder}\n" in refused.err.split("Use  ")[1] + "\n"
 
 
 @pytest.mark.slow

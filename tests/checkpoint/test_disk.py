@@ -309,7 +309,7 @@ def test_a_log_that_cannot_be_written_is_no_reason_to_stop():
 
 
 def hang(*_):
-    """As a tracker does without a network."""
+    """Wait as a tracker does without a network."""
     time.sleep(100)
 
 

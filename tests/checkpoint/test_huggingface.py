@@ -62,15 +62,15 @@ QUICK = ("phi3",)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "made"),
+    ("ranks", "options"),
     [
         pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
         for name, case in FORMATS.items()
     ],
 )
-def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, made):
-    folder = make_folder(tmp_path / "in", **made)
-    assert ("shard" in made) == (folder / "model.safetensors.index.json").exists()
+def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, options):
+    folder = make_folder(tmp_path / "in", **options)
+    assert ("shard" in options) == (folder / "model.safetensors.index.json").exists()
     run = train("run", f"model.init_from={folder}", "train.steps=0", base=HF, ranks=ranks)
     out = export(run.folder)
     assert_byte_equal(tensors(folder), tensors(out))
@@ -79,7 +79,7 @@ def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path
         k: v for k, v in before.items() if k != "transformers_version"
     }
     again = make_folder(
-        tmp_path / "again", **made
+        tmp_path / "again", **options
     )  # what we export, transformers reads, saves, and we read again
     transformers.AutoModelForCausalLM.from_pretrained(out).save_pretrained(again)
     assert_byte_equal(tensors(folder), tensors(again))
@@ -252,7 +252,9 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
     state["model.norm.weight"] = torch.zeros(31)
     state["model.layers.0.input_layernorm.weight"] = torch.zeros(32, dtype=torch.int64)
     save_file(state, folder / "model.safetensors")
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2)
+    refused = train(
+        "run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2
+    )
     for name in (
         "model.layers.0.mlp.up_proj.weight",
         "lm_head.weight",
@@ -260,13 +262,13 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
         "model.norm.weight",
         "0.input_layernorm.weight",
     ):
-        assert name in told.err
-    assert "[31]" in told.err
-    assert "[32]" in told.err
-    assert "I64" in told.err
-    assert "Traceback" not in told.err
-    assert all(rank.err == "" for rank in told.ranks[1:]), "only rank 0 speaks"
-    assert not told.folder.exists()
+        assert name in refused.err
+    assert "[31]" in refused.err
+    assert "[32]" in refused.err
+    assert "I64" in refused.err
+    assert "Traceback" not in refused.err
+    assert all(rank.err == "" for rank in refused.ranks[1:]), "only rank 0 speaks"
+    assert not refused.folder.exists()
 
 
 def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
@@ -279,9 +281,9 @@ def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
     norm["data_offsets"], q_proj["data_offsets"] = q_proj["data_offsets"], norm["data_offsets"]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
-    assert file.name in told.err
-    assert "invalid shape, data type, or offset" in told.err
+    refused = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
+    assert file.name in refused.err
+    assert "invalid shape, data type, or offset" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -295,8 +297,8 @@ def test_a_header_of_nonsense_is_told(tmp_path, text):
     (tmp_path / "model.safetensors").write_bytes(
         len(text).to_bytes(8, "little") + text.encode() + bytes(24)
     )
-    found, problems = read_headers(tmp_path)
-    assert not found
+    headers, problems = read_headers(tmp_path)
+    assert not headers
     assert len(problems) == 1
     assert "model.safetensors" in problems[0].what
 
@@ -321,16 +323,16 @@ def test_pieces_smaller_than_a_tensor_and_not_of_its_size_come_together(train, e
 
 
 def disk_of_one_rank_fails():
-    """Its second read."""
+    """Let the second read of one rank fail."""
     from unittest.mock import patch
 
     from fsdp_trainer.checkpoint.formats import tensor_files
 
-    real, seen = os.preadv, []
+    real, reads = os.preadv, []
 
     def preadv(*what):
-        seen.append(what)
-        if os.environ["RANK"] == "1" and len(seen) == 2:
+        reads.append(what)
+        if os.environ["RANK"] == "1" and len(reads) == 2:
             raise OSError(5, "Input/output error")
         return real(*what)
 
@@ -340,7 +342,7 @@ def disk_of_one_rank_fails():
 @pytest.mark.slow
 def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, tmp_path):
     folder = make_folder(tmp_path / "in")
-    told = train(
+    refused = train(
         "run",
         f"model.init_from={folder}",
         "train.steps=1",
@@ -349,9 +351,9 @@ def test_weights_that_one_rank_cannot_read_end_the_run_with_that_message(train, 
         code=1,
         seam=disk_of_one_rank_fails,
     )
-    assert "rank 1 cannot read the weights" in told.err
-    assert "Input/output error" in told.err
-    assert "Traceback" not in told.err
+    assert "rank 1 cannot read the weights" in refused.err
+    assert "Input/output error" in refused.err
+    assert "Traceback" not in refused.err
 
 
 @pytest.mark.gpu
@@ -377,8 +379,10 @@ def test_files_cut_short_or_missing_are_listed_together(train, tmp_path, ranks):
         file.truncate(first.stat().st_size - 5)
     second.unlink()
     third.write_bytes(b"<html>not found</html>")
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2)
-    assert all(path.name in told.err for path in (first, second, third))
+    refused = train(
+        "run", f"model.init_from={folder}", "train.steps=1", base=HF, ranks=ranks, code=2
+    )
+    assert all(path.name in refused.err for path in (first, second, third))
 
 
 @pytest.mark.parametrize("broken", ["index", "nothing", "bin"])
@@ -410,12 +414,14 @@ def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, t
 
 def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in")
-    told = train("run", "model=tiny", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert "model=tiny" in told.err
-    assert "hidden_size" in told.err
-    assert "128" in told.err
-    assert "32" in told.err
-    told = train(
+    refused = train(
+        "run", "model=tiny", f"model.init_from={folder}", "train.steps=1", base=[], code=2
+    )
+    assert "model=tiny" in refused.err
+    assert "hidden_size" in refused.err
+    assert "128" in refused.err
+    assert "32" in refused.err
+    refused = train(
         "run",
         "model=auto",
         "model.num_hidden_layers=3",
@@ -424,14 +430,14 @@ def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
         base=[],
         code=2,
     )
-    assert "model.num_hidden_layers=3" in told.err
+    assert "model.num_hidden_layers=3" in refused.err
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in", vocab_size=200)
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2, ranks=2)
-    assert "200" in told.err
-    assert "260" in told.err
+    refused = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2, ranks=2)
+    assert "200" in refused.err
+    assert "260" in refused.err
 
 
 @pytest.mark.slow
@@ -509,9 +515,9 @@ def test_an_export_overwrites_nothing_and_reads_nothing_damaged(train, world, ex
         in world.command("export", f"source={copy}", f"out={tmp_path / 'out'}", code=2)[0].err
     )
     assert "damaged" in world.command("verify", f"source={copy}", code=3)[0].out
-    asked = world.command("generate", f"source={copy}", "prompt=hi", code=2)[0]
-    assert "checksum" in asked.err
-    assert "No other checkpoint of this run is intact" in asked.err
+    refused = world.command("generate", f"source={copy}", "prompt=hi", code=2)[0]
+    assert "checksum" in refused.err
+    assert "No other checkpoint of this run is intact" in refused.err
     damaged = data.parent
     whole = next((run.folder / "checkpoints").iterdir())
     shutil.copytree(whole, damaged.with_name("step-00000009"))

@@ -43,16 +43,16 @@ def refused(capsys):
 
 
 def answers(message: str) -> dict[str, str]:
-    """What a message says about each thing that was typed."""
-    found: dict[str, str] = {}
+    """Return what a message says about each thing that was typed."""
+    answers_by_word: dict[str, str] = {}
     for part in message.split("\n\n")[1:]:
         head, _, rest = (
             part.strip().partition("  ")
             if "  " in part.strip().split("\n")[0]
             else part.strip().partition("\n")
         )
-        found[head] = rest
-    return found
+        answers_by_word[head] = rest
+    return answers_by_word
 
 
 @pytest.fixture
@@ -269,8 +269,8 @@ def test_a_mistake_says_what_to_type_instead(refused, mistakes):
             *reversed(mistakes), *(d for d in DEMO if d.split("=")[0] not in " ".join(mistakes))
         )
     )
-    for typed, why in mistakes.items():
-        assert why in said.get(typed, ""), typed
+    for typed, reason in mistakes.items():
+        assert reason in said.get(typed, ""), typed
 
 
 def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
@@ -623,18 +623,18 @@ def test_every_key_is_explained(capsys):
     assert main(["config"]) == 0
     every = capsys.readouterr().out
     assert all(f"{key} " in every for key in flatten(TrainConfig))
-    for asked in ("optim.lr", "learning_rate", "lr"):
-        assert main(["config", f"key={asked}"]) == 0
-        told = capsys.readouterr().out
+    for typed_key in ("optim.lr", "learning_rate", "lr"):
+        assert main(["config", f"key={typed_key}"]) == 0
+        output = capsys.readouterr().out
         assert all(
-            part in told
+            part in output
             for part in (
                 "optim.lr",
                 "peak learning rate [at least 0]",
                 "1e-5",
                 "learning_rate, max_lr",
             )
-        ), asked
+        ), typed_key
 
 
 @pytest.mark.slow
@@ -660,9 +660,9 @@ def test_a_key_is_explained_with_what_a_recipe_makes_of_it(capsys, own):
 
 def test_groups_and_keys_of_other_verbs_are_explained(capsys):
     assert main(["config", "key=sharding"]) == 0
-    told = capsys.readouterr().out
-    assert all(f"{key} " in told for key in flatten(TrainConfig) if key.startswith("sharding."))
-    assert "ddp fsdp hsdp" in told
+    output = capsys.readouterr().out
+    assert all(f"{key} " in output for key in flatten(TrainConfig) if key.startswith("sharding."))
+    assert "ddp fsdp hsdp" in output
     assert main(["config", "key=export.dtype"]) == 0
     assert "fsdp-trainer export dtype=…" in capsys.readouterr().out
 

@@ -26,14 +26,14 @@ def hub(monkeypatch, tmp_path):
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=260, **sizes)).save_pretrained(tmp_path / "theirs")
     load_tokenizer("demo:bytes").save(tmp_path / "theirs")
-    asked = []
+    requests = []
 
     def snapshot_download(name, allow_patterns=None, local_files_only=False):
         assert name == "org/tiny", f"no such model: {name}"
         if local_files_only:
             return str(max(tmp_path.glob("fetched-*"), key=lambda path: path.stat().st_mtime_ns))
-        asked.append(allow_patterns)
-        fetched = tmp_path / f"fetched-{len(asked)}"
+        requests.append(allow_patterns)
+        fetched = tmp_path / f"fetched-{len(requests)}"
         shutil.copytree(
             tmp_path / "theirs",
             fetched,
@@ -47,7 +47,7 @@ def hub(monkeypatch, tmp_path):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    return asked
+    return requests
 
 
 @pytest.mark.slow

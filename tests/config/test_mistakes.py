@@ -39,7 +39,7 @@ def commands(block: str) -> list[tuple[str, str]]:
 
 
 def words_of(line: str, base: tuple | list = ()) -> list[str]:
-    """What the program is given; what is right, and left out on the page, is added."""
+    """Return what the program is given; what is right, and left out on the page, is added."""
     words = shlex.split(
         line.replace("torchrun --nproc_per_node=8 -m fsdp_trainer", "fsdp-trainer")
     )[1:]
@@ -57,8 +57,8 @@ def words_of(line: str, base: tuple | list = ()) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(world, tmp_path_factory):
-    """Where all commands are given: a model, a finished run, a locked one, data, and files with
-    mistakes."""
+    """Return the folder where all commands are given: a model, a finished run, a locked one, data,
+    and files with mistakes."""
     here = tmp_path_factory.mktemp("mistakes")
     write_chats(here / "chats.jsonl", 40)
     world.train(
@@ -165,8 +165,8 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def without_ranks(folder):
-    """What each command said that needs no ranks, by command line: all in one process, which must
-    not import torch."""
+    """Return what each command said that needs no ranks, by command line: all in one process, which
+    must not import torch."""
     lines = [
         (line, "torchrun" if line.startswith("torchrun") else "refused" if i == 0 else "taken")
         for how, block in BLOCK.findall(PAGE.read_text())
@@ -227,23 +227,23 @@ def give(lines, folder, how):
 @pytest.fixture(scope="module")
 def said(world, folder, without_ranks):
     """(exit code of each rank, message) of every command, by block and line."""
-    found = {}
+    messages = {}
     for how, block in BLOCK.findall(PAGE.read_text()):
         lines = [line for line, _ in commands(block)]
         if how.startswith("2"):
-            told = world.call(2, give, lines, folder, how)
-            found |= {
-                (how, lines[0]): ([t.code for t in told], told[0].err.strip()),
+            results = world.call(2, give, lines, folder, how)
+            messages |= {
+                (how, lines[0]): ([t.code for t in results], results[0].err.strip()),
                 (how, lines[1]): ([0], ""),
             }
             continue
         for line in lines:
             if how:
-                told = world.call(1, give, [line], folder, how)
-                found[how, line] = [told[0].code], told[0].err.strip()
+                results = world.call(1, give, [line], folder, how)
+                messages[how, line] = [results[0].code], results[0].err.strip()
             else:
-                found[how, line] = [without_ranks[line][0]], without_ranks[line][1]
-    return found
+                messages[how, line] = [without_ranks[line][0]], without_ranks[line][1]
+    return messages
 
 
 @pytest.mark.slow

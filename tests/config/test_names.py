@@ -30,7 +30,7 @@ DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 
 
 def is_ours(name):
-    """Whether a name is a key or group here, or the last part of exactly one key."""
+    """Return whether a name is a key or group here, or the last part of exactly one key."""
     same_leaf = [key for key in KEYS if key.split(".")[-1] == name.split(".")[-1]]
     return name in KEYS or name in GROUPS or len(same_leaf) == 1
 
@@ -72,11 +72,11 @@ def test_what_a_sentence_says_to_type_exists():
 def test_a_suggestion_is_never_refused_in_turn(value):
     names = [n for names in OPTIONS.values() for n in names if n not in KEYS and n not in GROUPS]
     for name in dict.fromkeys(names):
-        why = why_unknown(name, value, KEYS, GROUPS)
-        for suggested in re.findall(r"Did you mean  (\S+=\S+) \?", why):
+        reason = why_unknown(name, value, KEYS, GROUPS)
+        for suggested in re.findall(r"Did you mean  (\S+=\S+) \?", reason):
             key, _, text = suggested.partition("=")
             good = text in GROUPS[key] if key in GROUPS else takes(KEYS[key], text)
-            assert good, (name, why)
+            assert good, (name, reason)
 
 
 ABSENT = {

@@ -42,8 +42,8 @@ class Recipe:
 
     def numbers(self, pattern):
         """The groups of the pattern's only match."""
-        (found,) = re.finditer(pattern, self.text)
-        return [float(number) for number in found.groups()]
+        (match,) = re.finditer(pattern, self.text)
+        return [float(number) for number in match.groups()]
 
 
 @pytest.fixture(scope="module", params=sorted({*RECIPES} - {"quickstart"}))
@@ -99,8 +99,8 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
     (line,) = re.findall(
         r"# +Planned for H100s:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text
     )
-    (told,) = re.findall("Memory +(.*)", recipe.text)
-    for part in told.split(";"):
+    (memory,) = re.findall("Memory +(.*)", recipe.text)
+    for part in memory.split(";"):
         (more,) = re.findall(r"with (\S+=\S+)", part) or [""]
         for size, ranks in re.findall(r"([\d.]+) GiB on (\d+)", part):
             plan = planned_once(*line.split(), *more.split(), f"plan.world_size={ranks}")
@@ -109,7 +109,7 @@ def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recip
                 more,
                 ranks,
             )
-    ranks = int(re.findall(r"GiB on (\d+)", told)[0])
+    ranks = int(re.findall(r"GiB on (\d+)", memory)[0])
     plan = planned_once(*line.split(), f"plan.world_size={ranks}")
     assert plan.checkpoint / GIB == pytest.approx(
         *recipe.numbers(r"Disk +([\d.]+) GiB a checkpoint"), rel=0.01

@@ -1,4 +1,4 @@
-"""What every recipe promises, without training it."""
+"""Promises of every recipe that need no training."""
 
 import os
 
@@ -70,14 +70,14 @@ def test_a_stage_of_the_chain_before_its_time_says_which_run_is_missing(tmp_path
 
 
 def handed_over(cfg):
-    """What two ranks get of the process that composed `cfg` and starts them."""
+    """Return what two ranks get of the process that composed `cfg` and starts them."""
     with configuration_file(cfg) as file:
-        taken = []
+        configurations = []
         for _ in range(2):
             os.environ[DESCRIPTOR] = str(os.dup(file.fileno()))
-            taken.append(inherited_configuration(TrainConfig))
+            configurations.append(inherited_configuration(TrainConfig))
             assert inherited_configuration(TrainConfig) is None, "what a rank starts is no rank"
-    return taken
+    return configurations
 
 
 def test_what_is_handed_over_is_checked_like_what_was_composed():

@@ -1,4 +1,4 @@
-"""What every recipe promises, trained: two steps of the recipe as it is, but for its size; and the
+"""Promises of every recipe, trained: two steps of the recipe as it is, but for its size; and the
 three stages of the chain."""
 
 import json

@@ -1,5 +1,5 @@
-"""From rows of a file to what is learnt and to the loss, against `transformers`, which reads every
-document by itself."""
+"""Rows of a file become what is learnt and a loss, as in `transformers`, which reads every document
+by itself."""
 
 import json
 from types import SimpleNamespace
@@ -270,14 +270,14 @@ def test_the_answers_of_a_long_conversation_are_learnt_as_the_family_writes_them
     samples, _ = samples_of(
         both.ours, Conversation(chat, None, ("f", 1)), load_template(name, both.ours)
     )
-    found = [text for sample in samples for text in supervised_texts(both.ours, sample)]
+    actual = [text for sample in samples for text in supervised_texts(both.ours, sample)]
     if len(samples) > 1:  # qwen3 rewrites: each answer is learnt as it stood when it was the last
-        assert found == [
+        assert actual == [
             "<think>\n\n</think>\n\n" * ("<think>" not in text) + text.lstrip("\n")
             for text in LEARNT[name]
         ]
     else:
-        assert found == LEARNT[name]
+        assert actual == LEARNT[name]
 
 
 # Whole documents: four forms of data, made here, of lengths from a few tokens to more than a row
@@ -342,19 +342,19 @@ def documents(both, columns):
         question = columns["instruction"] + ("\n" + columns["input"] if columns["input"] else "")
         messages = [turn("user", question), turn("assistant", columns["output"])]
     tools = TOOLS if json.loads(columns.get("tools", "[]")) else None
-    made = both.theirs.apply_chat_template(
+    rendered = both.theirs.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return made["input_ids"], made["assistant_masks"]
+    return rendered["input_ids"], rendered["assistant_masks"]
 
 
 @pytest.fixture(scope="module")
 def model(both, tmp_path_factory):
     """A Hugging Face folder with random weights, and the model."""
-    made = make_model("llama tied", vocab_size=len(both.theirs), max_position_embeddings=SEQ_LEN)
+    model = make_model("llama tied", vocab_size=len(both.theirs), max_position_embeddings=SEQ_LEN)
     folder = tmp_path_factory.mktemp("model")
-    made.save_pretrained(folder)
-    return folder, made
+    model.save_pretrained(folder)
+    return folder, model
 
 
 @pytest.mark.slow
@@ -381,7 +381,11 @@ def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transf
         base=["model=auto"],
     )
     (line,) = run.metrics  # one step is the whole epoch, before the weights have changed
-    alone_too = [made for made in (documents(both, row) for row in rows) if len(made[0]) <= SEQ_LEN]
+    alone_too = [
+        document
+        for document in (documents(both, row) for row in rows)
+        if len(document[0]) <= SEQ_LEN
+    ]
     assert MOST_ROWS < len(alone_too) < len(rows), (
         "rows must hold several documents, and some documents be too long"
     )

@@ -73,10 +73,10 @@ ANY = st.recursive(
 )
 
 
-def with_any_turn(first, asked, role, content):
+def with_any_turn(first, question, role, content):
     """Two turns, the second of which has any value in some of its fields."""
     turn = st.fixed_dictionaries({}, optional=dict.fromkeys((role, content, *TURN), ANY))
-    return turn.map(lambda odd: [{role: asked, content: "q"}, {role: first, content: "a"} | odd])
+    return turn.map(lambda odd: [{role: question, content: "q"}, {role: first, content: "a"} | odd])
 
 
 ROWS = st.one_of(
@@ -167,7 +167,7 @@ def test_broken_rows_are_skipped_or_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tmp_path):
-    """What could just be read may be too deep to be written: somewhere among these depths."""
+    """A row that could just be read may be too deep to be written: somewhere among these depths."""
     turns = json.dumps(chat(tool_calls=[{"name": "f", "arguments": "HERE"}])["messages"])
     nested = [
         json.dumps({"messages": turns.replace('"HERE"', "[" * depth + "]" * depth)})
@@ -208,11 +208,11 @@ def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
         for i in range(20)
     ]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    made = prepared(
+    data = prepared(
         tmp_path / "c", tmp_path / "a.parquet", validation=validation, template=template
     )
-    assert len(made.train[0]) + (len(made.validation) if made.validation else 0) == 20
-    assert "2024-01-02" in TOKENIZER.decode(made.train[0].read(0)[0].tolist())
+    assert len(data.train[0]) + (len(data.validation) if data.validation else 0) == 20
+    assert "2024-01-02" in TOKENIZER.decode(data.train[0].read(0)[0].tolist())
 
 
 GOOD = '{"text": "good"}\n'
@@ -260,13 +260,13 @@ BROKEN_FILES = {
 
 @pytest.mark.parametrize("name", BROKEN_FILES)
 def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, name):
-    content, line, why = BROKEN_FILES[name]
+    content, line, reason = BROKEN_FILES[name]
     if name.endswith((".parquet", ".arrow")):
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "whole.jsonl").write_text(GOOD)
     paths = [str(tmp_path / name), str(tmp_path / "whole.jsonl")]
-    with pytest.raises(UserError, match=why) as raised:
+    with pytest.raises(UserError, match=reason) as raised:
         prepared(tmp_path / "c", tmp_path / name)
     (problem,) = raised.value.problems
     assert problem.what.startswith(str(tmp_path / name))
@@ -281,8 +281,8 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
     assert len(skipped.train[0]) >= 1
     assert "skipped 1 rows" in "\n".join(skipped.report)
     (listed,) = [
-        json.loads(found)
-        for found in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
+        json.loads(entry)
+        for entry in (skipped.train[0].folder.parent / "skipped.jsonl").read_text().splitlines()
     ]
     assert f"{listed['file']}:{listed['line']}" == problem.what
     assert listed["why"] == problem.reason
@@ -303,8 +303,8 @@ def test_a_broken_file_is_named_with_its_line_or_skipped_and_listed(tmp_path, na
 )
 def test_what_is_only_unusual_is_read(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    made = prepared(tmp_path / "c", tmp_path / name)
-    assert TOKENIZER.decode(made.train[0].read(0)[0].tolist()).startswith("good")
+    data = prepared(tmp_path / "c", tmp_path / name)
+    assert TOKENIZER.decode(data.train[0].read(0)[0].tolist()).startswith("good")
 
 
 @pytest.mark.slow
@@ -355,8 +355,8 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, ente
 @pytest.mark.parametrize("on_error", ["fail", "skip"])
 @pytest.mark.parametrize("happens", ["vanishes", "shrinks", "changes"])
 def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on_error):
-    """Also where broken rows are skipped: the cache would hold, under the name of the whole file, a
-    part of it."""
+    """The run ends even if broken rows are skipped: the cache would hold, under the name of the
+    whole file, a part of it."""
     file = tmp_path / "a.jsonl"
     file.write_text(GOOD * 1000)
 
@@ -400,9 +400,9 @@ def test_links_in_a_ring_are_gone_through_once_and_those_that_lead_nowhere_are_n
         "back": "../data",
     }.items():  # Python's own glob follows 4^40 paths
         (tmp_path / "data" / name).symlink_to(target)
-    found = data_files(str(tmp_path / "data" / path))
-    assert {os.path.realpath(file) for file in found} == {str(tmp_path / "elsewhere" / "a.jsonl")}
-    assert len(found) < 9
+    files = data_files(str(tmp_path / "data" / path))
+    assert {os.path.realpath(file) for file in files} == {str(tmp_path / "elsewhere" / "a.jsonl")}
+    assert len(files) < 9
     (tmp_path / "data" / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(UserError, match=r"b\.jsonl is a broken or circular link"):
         find_sources(str(tmp_path / "data"), "data.path")

@@ -1,4 +1,4 @@
-"""What several sources each contribute, in the records and in the preview."""
+"""Contributions of several sources, in the records and in the preview."""
 
 import json
 
@@ -61,8 +61,8 @@ def test_a_source_that_is_absent_from_a_step_has_no_loss_in_it(train, sources):
         ranks=2,
     )
     names = [set(line["loss_by_source"]) for line in run.metrics]
-    assert sum("rare" in found for found in names) == 1
-    assert all(found <= {"a", "b", "rare"} for found in names)
+    assert sum("rare" in present for present in names) == 1
+    assert all(present <= {"a", "b", "rare"} for present in names)
 
 
 @pytest.mark.slow
@@ -95,10 +95,10 @@ def test_the_preview_tells_what_each_source_has(world, sources):
         "tokenizer.path=demo:bytes",
         f"run.root={sources[0].parent.parent}",
     ]
-    (told,) = world.command("preview", *arguments, "batch.seq_len=64")
+    (result,) = world.command("preview", *arguments, "batch.seq_len=64")
     lines = [
         line.split()
-        for line in told.out.splitlines()
+        for line in result.out.splitlines()
         if line.split()[:1] in (["a"], ["b"], ["rare"])
     ]
     assert [(name, samples, epochs) for name, samples, *_, epochs in lines] == [

@@ -105,7 +105,7 @@ def test_every_supervised_token_knows_its_document_and_group(
         Batches(mixture, micro_rows, rank, ranks, torch.device("cpu"), number_documents=True)
         for rank in range(ranks)
     ]
-    seen = []
+    all_documents = []
     for plan in batches[0].plans(4, mixture.rows_per_epoch):
         for batch in (batch for rank in batches for batch in rank.micro_batches(plan)):
             count, learnt = len(batch.groups), (batch.weights > 0).numpy()
@@ -118,8 +118,8 @@ def test_every_supervised_token_knows_its_document_and_group(
             theirs = [group_of_document[document] for document in documents]
             in_batch = {group: number for number, group in enumerate(dict.fromkeys(theirs))}
             assert batch.groups.tolist() == [in_batch[group] for group in theirs]
-            seen += documents
-    assert sorted(seen) == list(range(len(group_of_document)))
+            all_documents += documents
+    assert sorted(all_documents) == list(range(len(group_of_document)))
 
 
 def test_without_groups_nothing_is_written_and_rows_are_what_they_were(tmp_path):
@@ -146,8 +146,8 @@ def test_parts_with_and_without_groups_are_joined(tmp_path):
     store = TokenStore(tmp_path / "both", fingerprint)
     assert store.group_starts.tolist() == [True, True, True, False, True]
     written(tmp_path / "apart", [[5], [6], [2]], first_token=7)
-    apart = merge([tmp_path / "a", tmp_path / "apart"], tmp_path / "none", lambda: None)
-    assert apart != fingerprint
+    separate = merge([tmp_path / "a", tmp_path / "apart"], tmp_path / "none", lambda: None)
+    assert separate != fingerprint
     (tmp_path / "a" / "group_starts.bin").write_bytes(b"\1")
     with pytest.raises(Damaged, match="group_starts"):
         check_columns(tmp_path / "a", totals)

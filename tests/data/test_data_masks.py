@@ -1,4 +1,4 @@
-"""What is learnt: every assistant turn with its end, and nothing else."""
+"""Every assistant turn is learnt with its end, and nothing else."""
 
 import json
 
@@ -132,8 +132,8 @@ def test_a_named_template_writes_what_its_family_does_and_learns_the_answers(nam
         sum(len(supervised_texts(family, sample)) for sample in samples) == 2
     )  # mistral and qwen3 rewrite earlier turns
     assert len(samples) == (2 if name in ("mistral", "qwen3") else 1)
-    told = set(builder.counts) & set(KINDS)
-    assert told <= {"rewritten", "system_in_user", "empty_think"}
+    counted = set(builder.counts) & set(KINDS)
+    assert counted <= {"rewritten", "system_in_user", "empty_think"}
     assert ("empty_think" in builder.counts) == (name == "qwen3")
     assert len(template.render(LONG_CHAT[1:])) < len(
         before + answer + after

@@ -63,12 +63,12 @@ def test_turns_are_what_they_always_were():
     assert Counter(who.tolist()) == {0: 14, 1: 4, 2: 2}
 
 
-def text_component(name, lengths, asked=1.0, seed=0):
+def text_component(name, lengths, weight=1.0, seed=0):
     """Texts of its own, packed into rows of 16."""
     store = Texts(lengths)
     store.source_names, store.folder, store.where = [name], name, lambda sample: f"{name}:{sample}"
     return Component(
-        name, RowOrder(store, 16, "best_fit", True, seed), f"{name}{list(lengths)}/{seed}", asked
+        name, RowOrder(store, 16, "best_fit", True, seed), f"{name}{list(lengths)}/{seed}", weight
     )
 
 
@@ -154,8 +154,8 @@ def test_weights_are_shares_of_the_tokens_however_full_the_rows_are():
 def go_on(mixture, progress, rows):
     """Return the mixture, progress and lines that a resume with `mixture` after `rows` rows
     gives."""
-    kept = json.loads(json.dumps(progress.segments))
-    progress = Progress(rows=rows, segments=kept, skipped_row_ranges=[[1, 2]])
+    stored = json.loads(json.dumps(progress.segments))
+    progress = Progress(rows=rows, segments=stored, skipped_row_ranges=[[1, 2]])
     return resume_data(mixture, progress, "")
 
 
@@ -169,15 +169,15 @@ def go_on(mixture, progress, rows):
 )
 def test_each_source_goes_on_at_its_own_row_whatever_comes_and_goes(segments):
     lengths = {"a": [16] * 7, "b": [9] * 5, "c": [3, 16, 8], "d": [16]}
-    seen, progress, start = {name: [] for name in lengths}, Progress(), 0
+    samples, progress, start = {name: [] for name in lengths}, Progress(), 0
     for names, rows in segments:
         mixture = Mixture([text_component(name, lengths[name]) for name in sorted(names)])
         mixture, progress, _ = go_on(mixture, progress, start)
         for who, index in zip(*mixture.locate(range(start, start + rows)), strict=True):
-            seen[mixture.components[who].name].append(int(index))
+            samples[mixture.components[who].name].append(int(index))
         start += rows
         progress.segments = [*progress.segments[:-1], mixture.state(start)]
-    assert all(indices == list(range(len(indices))) for indices in seen.values())
+    assert all(indices == list(range(len(indices))) for indices in samples.values())
 
 
 def test_what_a_resume_makes_of_changed_data_is_told():
@@ -190,8 +190,8 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         True,
     )
     begun = Progress(segments=[first.state(10)])
-    _, same, told = go_on(Mixture(first.components, True), begun, 10)
-    assert told == []
+    _, same, message = go_on(Mixture(first.components, True), begun, 10)
+    assert message == []
     assert same.skipped_row_ranges == [[1, 2]]
     assert len(same.segments) == 1
     other = Mixture(
@@ -202,8 +202,8 @@ def test_what_a_resume_makes_of_changed_data_is_told():
         ],
         True,
     )
-    other, progress, told = go_on(other, begun, 10)
-    assert told == [
+    other, progress, message = go_on(other, begun, 10)
+    assert message == [
         "data   a was requested with 0.5, now with 0.6: continues at epoch 2, row 1 of 4",
         (
             "data   b has other content: begins at the first row of what it is now; what was "
@@ -261,11 +261,11 @@ def test_a_checkpoint_without_digests_of_files_names_the_source_that_changed():
 
 
 def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
-    """It named the same data otherwise, and ordered it so."""
+    """The older version named the same data otherwise, and ordered it so."""
     mixture = Mixture([text_component("a", [16] * 10)])
     progress = Progress(rows=13)
-    mixture, progress, (told,) = resume_data(mixture, progress, "older")
-    assert "from a version that named data otherwise" in told
+    mixture, progress, (message,) = resume_data(mixture, progress, "older")
+    assert "from a version that named data otherwise" in message
     assert mixture.taken(15) == [2]
     assert last_row(3, mixture.rows_per_epoch, progress.segments) == 30
 
@@ -300,7 +300,7 @@ def test_rows_of_the_same_documents_cost_the_same_to_the_last_bit():
     by_documents = {}
     for documents, of_row in zip(rows.documents, costs.tolist(), strict=True):
         by_documents.setdefault(tuple(sorted(documents)), set()).add(of_row)
-    assert all(len(found) == 1 for found in by_documents.values())
+    assert all(len(each) == 1 for each in by_documents.values())
 
 
 def test_epochs_that_were_done_of_other_data_are_done():
@@ -406,8 +406,8 @@ def test_a_mixture_trains_alike_on_any_number_of_ranks_and_tells_what_it_gave(tr
         assert run.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
         assert run.column("grad_norm") == pytest.approx(runs[0].column("grad_norm"), rel=1e-4)
     assert set(runs[0].metrics[0]["loss_by_source"]) == {"a", "b"}
-    (told,) = runs[0].event("data")
-    a, b = told["sources"]
+    (event,) = runs[0].event("data")
+    a, b = event["sources"]
     assert (a["share_asked"], b["share_asked"]) == (0.6, 0.4)
     assert a["share"] == pytest.approx(0.6, abs=0.05)
     assert a["tokens"] + b["tokens"] == runs[0].column("tokens")[-1]
@@ -429,15 +429,17 @@ def test_weights_in_other_numbers_are_the_same_mixture_and_another_order_is_not(
 @pytest.mark.slow
 def test_a_version_that_orders_rows_otherwise_begins_anew_and_says_so(train):
     train("run", "train.steps=2", "schedule=constant")
-    told = "is the same, in other rows or another order: begins at the first row of what it is now"
+    message = (
+        "is the same, in other rows or another order: begins at the first row of what it is now"
+    )
     assert (
-        told
+        message
         in train(
             "run", "train.steps=4", "schedule=constant", seam=inject.setting("mixture_version", 2)
         ).out
     )
     assert (
-        told
+        message
         not in train(
             "run", "train.steps=5", "schedule=constant", seam=inject.setting("mixture_version", 2)
         ).out
@@ -493,7 +495,7 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
 
 @pytest.mark.slow
 def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
-    """Before it, the rows had other numbers."""
+    """Rows before the change had other numbers."""
     how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]
     train("run", by("repeat", sources, 1, 1), *how, "train.steps=17")
     allow = "checkpoint.allow_changes=[data.fingerprint]"
@@ -516,7 +518,7 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     {
         "[{path: A, weight: 1},{path: B}]": "B has no weight, and others have one",
         "[{path: A, weight: 1},{path: B, repeat: 2}]": "Keep one kind",
@@ -534,16 +536,16 @@ def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     }.items(),
 )
 def test_entries_that_cannot_be_are_refused_by_what_is_wrong_with_them(
-    path, why, tmp_path, monkeypatch
+    path, reason, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     for name in "AB":
         write_chats(tmp_path / name, 1).rename(tmp_path / f"{name}.jsonl")
-    path, why = (text.replace("A", "A.jsonl").replace("B", "B.jsonl") for text in (path, why))
+    path, reason = (text.replace("A", "A.jsonl").replace("B", "B.jsonl") for text in (path, reason))
     with pytest.raises(UserError) as raised:
         compose("train", [f"data.path={path}", "tokenizer.path=demo:bytes"])
     (problem,) = raised.value.problems
-    assert why in f"{problem.what} {problem.reason}"
+    assert reason in f"{problem.what} {problem.reason}"
 
 
 def test_validation_takes_a_list_without_weights(tmp_path):
@@ -558,11 +560,11 @@ def test_validation_takes_a_list_without_weights(tmp_path):
 
 def test_two_sources_of_one_name_are_refused(world, sources):
     path = "[" + ",".join(f"{{path: {file}, name: same, repeat: 1}}" for file in sources) + "]"
-    (told,) = world.command(
+    (result,) = world.command(
         "preview",
         f"data.path={path}",
         "tokenizer.path=demo:bytes",
         f"run.root={sources[0].parent}",
         code=2,
     )
-    assert "two sources have one name" in told.err
+    assert "two sources have one name" in result.err

@@ -432,9 +432,9 @@ def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
         (order.shared.folder / "epoch-0" / "samples.npy", 130),
         (order.shared.folder / "packing" / "offsets.npy", 0),
     ):
-        left = file.read_bytes()[:size]
+        rest = file.read_bytes()[:size]
         file.unlink()  # which `order` has mapped
-        file.write_bytes(left)
+        file.write_bytes(rest)
     assert all_rows(planned()) == rows
 
 
@@ -446,10 +446,10 @@ def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
 
 
 def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
-    made = []
+    orders = []
 
     def make():
-        made.append(1)
+        orders.append(1)
         time.sleep(0.2)
         return {"a": np.arange(3)}
 
@@ -460,4 +460,4 @@ def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1
+    assert len(orders) == 1

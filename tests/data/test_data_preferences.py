@@ -65,7 +65,7 @@ def test_answers_may_part_after_several_turns():
 
 
 @pytest.mark.parametrize(
-    ("columns", "why"),
+    ("columns", "reason"),
     [
         ({"prompt": "q", "chosen": "a", "rejected": None}, "'rejected' is null"),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "the same"),
@@ -92,8 +92,8 @@ def test_answers_may_part_after_several_turns():
         ),
     ],
 )
-def test_a_pair_that_is_none_is_an_error_of_the_row(columns, why):
-    with pytest.raises(RowError, match=why):
+def test_a_pair_that_is_none_is_an_error_of_the_row(columns, reason):
+    with pytest.raises(RowError, match=reason):
         read(columns)
 
 

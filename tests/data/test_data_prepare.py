@@ -63,19 +63,19 @@ def write(path, start, stop):
 
 
 def made(path, root, said=None, template=None, **options):
-    told = Reporter(say=said.append if said is not None else lambda line: None)
+    reporter = Reporter(say=said.append if said is not None else lambda line: None)
     return prepare(
         Data(path=path, **options),
         Batch(seq_len=64),
         TOKENIZER,
         load_template(template, TOKENIZER),
         root,
-        told,
+        reporter,
     )
 
 
 def content(prepared):
-    """Of every column, and what is known of them."""
+    """Return the content of every column, and what is known of them."""
     folders = {store.folder.parent for store in [*prepared.train, prepared.validation] if store}
     return {
         str(file.relative_to(folder)): file.read_bytes()
@@ -163,14 +163,14 @@ def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, 
     said = []
     again = made(str(data), tmp_path / "c", said, workers=2)
     assert content(again) == content(whole)
-    kept = int(re.search(r"(\d+) of \d+ parts are there", "\n".join(said))[1])
-    assert kept >= 3
+    reused = int(re.search(r"(\d+) of \d+ parts are there", "\n".join(said))[1])
+    assert reused >= 3
     assert visible(tmp_path / "c") == [again.train[0].folder.parent.name]
 
 
 def children(pid):
-    """Of a process, those that tokenise."""
-    found = []
+    """Return the children of a process that tokenise."""
+    pids = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread or a process that has ended
             for child in (task / "children").read_text().split():
@@ -178,8 +178,8 @@ def children(pid):
                     "fsdp_trainer.data.tokens.tokenize_workers"
                     in Path(f"/proc/{child}/cmdline").read_text()
                 ):
-                    found.append(int(child))
-    return found
+                    pids.append(int(child))
+    return pids
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_processes_that_tokenise_end_with_the_one_that_started_them(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "fsdp_trainer", *command], stdout=subprocess.DEVNULL
     ) as process:
-        started = wait_until(lambda: len(found := children(process.pid)) == 2 and found, process)
+        started = wait_until(lambda: len(pids := children(process.pid)) == 2 and pids, process)
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(map(alive, started)))
 
@@ -217,13 +217,13 @@ def test_shards_of_several_machines_are_put_together_by_the_last(
         "data.validation=0.2",
         "batch.seq_len=64",
     ]
-    told = []
+    lines = []
     for shard in ("0/3", "2/3", "1/3"):
         assert main([*prepare, f"prepare.shard={shard}"]) == 0
-        told.append(capsys.readouterr().out)
-    assert "prepare.shard=1/3 prepare.shard=2/3" in told[0]
-    assert "prepare.shard=1/3\n" in told[1]
-    assert f"{tmp_path}/c/{whole.train[0].folder.parent.name}/train" in told[2]
+        lines.append(capsys.readouterr().out)
+    assert "prepare.shard=1/3 prepare.shard=2/3" in lines[0]
+    assert "prepare.shard=1/3\n" in lines[1]
+    assert f"{tmp_path}/c/{whole.train[0].folder.parent.name}/train" in lines[2]
     assert content(made(str(data), tmp_path / "c", validation=0.2)) == content(whole)
     for wrong in ("3/3", "-1/2"):
         assert main([*prepare, f"prepare.shard={wrong}"]) == 2

@@ -88,7 +88,7 @@ class Data:
 
 @st.composite
 def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
-    """With up to 4 components."""
+    """Draw data sets with up to 4 components."""
     packing, shuffle, seed = (
         draw(st.sampled_from(["best_fit", "none", "stream"])),
         draw(st.booleans()),
@@ -112,7 +112,7 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
     of_each = {"nothing": st.just(1), "repeats": st.integers(1, 3), "weights": st.floats(0.01, 1)}[
         by
     ]
-    asked = [draw(of_each) for _ in stores]
+    weights = [draw(of_each) for _ in stores]
     starts = [draw(st.integers(0, 50)) if by == "weights" else 0 for _ in stores]
 
     def make():
@@ -121,11 +121,11 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
             order.supervised_values = order.store.of_learnt
         components = [
             Component(f"c{i}", *parts)
-            for i, parts in enumerate(zip(orders, map(str, orders), asked, starts, strict=True))
+            for i, parts in enumerate(zip(orders, map(str, orders), weights, starts, strict=True))
         ]
         return Mixture(components, by == "weights")
 
-    return Data(make, stores, None if by == "weights" else [int(times) for times in asked])
+    return Data(make, stores, None if by == "weights" else [int(times) for times in weights])
 
 
 @dataclass(frozen=True)
@@ -246,15 +246,15 @@ def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with
         np.concatenate([getattr(store, name) for store in data.stores])
         for name in ("tokens", "weights")
     )
-    seen: list[int] = []
+    numbers: list[int] = []
     learnt: list[tuple[int, float]] = []
     for plan in Batches(order, world.micro_rows, 0, world.ranks, CPU).plans(
         rows, epochs * order.rows_per_epoch
     ):
         for held, targets in computed(data, order, world, plan):
-            seen += held
+            numbers += held
             learnt += targets
-    assert np.array_equal(np.sort(seen), np.repeat(tokens, times))
+    assert np.array_equal(np.sort(numbers), np.repeat(tokens, times))
     expected = [
         pair
         for *pair, n in zip(tokens.tolist(), weights.tolist(), times.tolist(), strict=True)

@@ -104,7 +104,7 @@ def web(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "names", "found"),
+    ("path", "names", "expected"),
     [
         ("memory://bucket/set/a.jsonl", ["a"], ["a"]),
         ("memory://bucket/set", ["a", "b"], ["a", "b", "c"]),
@@ -116,10 +116,10 @@ def web(tmp_path):
         ),
     ],
 )
-def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, path, names, found):
+def test_a_url_is_a_file_a_folder_or_a_glob_and_is_fetched(bucket, tmp_path, path, names, expected):
     sources = find_sources(path, "data.path", tmp_path)
     assert [source.name for source in sources] == names
-    assert texts(sources) == found
+    assert texts(sources) == expected
     assert all(
         file.startswith(str(tmp_path / "remote/memory/bucket/set"))
         for source in sources
@@ -132,10 +132,10 @@ def test_a_file_is_fetched_once_and_anew_when_it_has_changed(bucket, tmp_path):
     for content, fetched in ((None, 1), (None, 1), (lines("new"), 2)):
         if content:
             bucket.pipe("/bucket/set/a.jsonl", content)
-        found = texts(
+        rows = texts(
             find_sources("memory://bucket/set/a.jsonl", "data.path", tmp_path, said.append)
         )
-        assert found == ["new" if content else "a"]
+        assert rows == ["new" if content else "a"]
         assert len(said) == fetched
     assert (
         len(list(tmp_path.rglob("a.jsonl"))) == 2
@@ -183,7 +183,7 @@ def test_what_is_read_where_it_lies_is_the_same(bucket):
 
 
 @pytest.mark.parametrize(
-    ("files", "why"),
+    ("files", "reason"),
     [
         (
             ["train-00000-of-00001.csv", "test-00000-of-00001.csv"],
@@ -193,10 +193,10 @@ def test_what_is_read_where_it_lies_is_the_same(bucket):
         ([], "no such file or folder"),
     ],
 )
-def test_a_remote_folder_that_is_not_to_be_read_is_told(bucket, tmp_path, files, why):
+def test_a_remote_folder_that_is_not_to_be_read_is_told(bucket, tmp_path, files, reason):
     for name in files:
         bucket.pipe(f"/bucket/hub/{name}", b"text\nx\n")
-    with pytest.raises(UserError, match=why):
+    with pytest.raises(UserError, match=reason):
         find_sources("memory://bucket/hub", "data.path", tmp_path)
 
 
@@ -212,7 +212,7 @@ def test_configurations_of_a_hub_data_set_are_named(bucket, tmp_path):
 
 @pytest.mark.parametrize("folder", ["ranged", "plain"])
 def test_a_broken_off_download_goes_on(web, tmp_path, folder, monkeypatch):
-    """On from where it was where the server can give parts, else from the beginning."""
+    """A download goes on from where it was if the server gives parts, else from the beginning."""
     url, files = web
     content = lines(*(f"{i} " + "x" * 100 for i in range(1000)))
     (files / folder / "a.jsonl").write_bytes(content)
@@ -260,7 +260,7 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     [
         ("/plain/nothing.jsonl", "no such file"),
         ("/secret/a.jsonl?Signature=abc", r"(?s)may not be read \(403.*Credentials"),
@@ -268,15 +268,15 @@ def test_a_web_file_is_read_where_it_lies(web, folder):
     ],
 )
 def test_what_a_server_refuses_is_told_with_the_url_and_without_its_secret(
-    web, tmp_path, path, why
+    web, tmp_path, path, reason
 ):
     url, files = web
     (files / "plain" / "page").write_text("<html>")
-    with pytest.raises(UserError, match=why) as raised:
+    with pytest.raises(UserError, match=reason) as raised:
         find_sources(url + path, "data.path", tmp_path)
-    told = str(raised.value)
-    assert url + path.split("?")[0] in told
-    assert "abc" not in told
+    message = str(raised.value)
+    assert url + path.split("?")[0] in message
+    assert "abc" not in message
 
 
 def test_a_server_that_is_not_there_is_told(tmp_path):
@@ -286,7 +286,7 @@ def test_a_server_that_is_not_there_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     [
         ("s3://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
         ("gs://bucket/a.jsonl", "pip install 'fsdp_trainer[remote]'"),
@@ -295,14 +295,14 @@ def test_a_server_that_is_not_there_is_told(tmp_path):
         ("openai/gsm8k", "hf://datasets/openai/gsm8k"),
     ],
 )
-def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(world, path, why):
+def test_a_url_that_cannot_work_is_told_before_anything_is_loaded(world, path, reason):
     if path.startswith(("s3", "gs")) and any(map(remote_package_is_there, ("s3fs", "gcsfs"))):
         pytest.skip("the package is there")
-    (told,) = world.command(
+    (result,) = world.command(
         "preview", f"data.path={path}", "tokenizer.path=demo:bytes", "logging.wat=1", code=2
     )
-    assert "2 problems" in told.err
-    assert why in told.err
+    assert "2 problems" in result.err
+    assert reason in result.err
 
 
 def remote_package_is_there(name):

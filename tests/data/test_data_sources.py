@@ -380,7 +380,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_is_read_where_it_lies(tmp_path, name):
-    """By units, over fsspec."""
+    """Files are read by units, over fsspec."""
     file = write_table(tmp_path / name, TABLE)
     units = split_units(f"file://{file}", 1)
     assert len(units) == (3 if name in ("a.parquet", "file.arrow") else 1)
@@ -415,8 +415,8 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
         {"prompt": "two\nlines", "completion": 'an "x"'},
     ]
     assert [
-        why in row.error
-        for row, why in zip(
+        reason in row.error
+        for row, reason in zip(
             rows[2:], ["3 values for 2 columns", "not UTF-8", "not CSV"], strict=True
         )
     ] == [True] * 3
@@ -448,10 +448,10 @@ def test_what_datasets_saves_is_read_and_its_descriptions_are_not(tmp_path):
 
 def test_a_missing_pyarrow_is_told_with_the_command_that_installs_it(world, tmp_path):
     written(tmp_path, "a.parquet", "")
-    found = ["preview", f"data.path={tmp_path}", "tokenizer.path=demo:bytes", "logging.wat=1"]
-    (told,) = world.command(*found, seam=inject.without_package("pyarrow"), code=2)
-    assert "2 problems" in told.err
-    assert "pip install 'fsdp_trainer[arrow]'" in told.err
+    arguments = ["preview", f"data.path={tmp_path}", "tokenizer.path=demo:bytes", "logging.wat=1"]
+    (result,) = world.command(*arguments, seam=inject.without_package("pyarrow"), code=2)
+    assert "2 problems" in result.err
+    assert "pip install 'fsdp_trainer[arrow]'" in result.err
 
 
 @pytest.mark.parametrize(
@@ -568,15 +568,15 @@ def test_a_part_that_is_no_text_is_refused_by_its_type():
 
 def test_every_path_of_a_list_that_cannot_be_read_is_told(world, tmp_path):
     good = written(tmp_path, "a.jsonl", '{"text": "x"}')
-    (told,) = world.command(
+    (result,) = world.command(
         "preview",
         f"data.path=[{good},{tmp_path}/b.jsonl,{tmp_path}/*.csv]",
         "tokenizer.path=demo:bytes",
         code=2,
     )
-    assert "b.jsonl: there is no such file" in told.err
-    assert "*.csv: no file matches" in told.err
-    assert "a.jsonl:" not in told.err
+    assert "b.jsonl: there is no such file" in result.err
+    assert "*.csv: no file matches" in result.err
+    assert "a.jsonl:" not in result.err
 
 
 def test_a_stream_of_conversations_is_refused(world, tmp_path):
@@ -589,9 +589,9 @@ def test_a_stream_of_conversations_is_refused(world, tmp_path):
         "data.packing=stream",
     ]
     assert "data.too_long=split" in world.command(*how, code=2)[0].err
-    why = world.command(*how, "data.too_long=split", code=2)[0].err
-    assert f"{chats} holds conversations" in why
-    assert "Use  data.packing=best_fit data.too_long=drop" in why
+    message = world.command(*how, "data.too_long=split", code=2)[0].err
+    assert f"{chats} holds conversations" in message
+    assert "Use  data.packing=best_fit data.too_long=drop" in message
     world.command(*how, "data.packing=best_fit", "data.too_long=drop")
 
 

@@ -142,13 +142,13 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
         (tmp_path / "run" / "checkpoints" / step / "hf").mkdir(parents=True)
         if step != "step-00000011":  # that one was never committed
             (tmp_path / "run" / "checkpoints" / step / "MANIFEST.json").touch()
-    for source, found in {
+    for source, expected in {
         "run": "run/checkpoints/step-00000010/hf",
         "run/checkpoints/step-00000009": "run/checkpoints/step-00000009/hf",
         "": "",
     }.items():
         cfg.model.init_from = str(tmp_path / source)
-        assert tokenizer_path(cfg) == str(tmp_path / found)
+        assert tokenizer_path(cfg) == str(tmp_path / expected)
 
 
 @pytest.mark.slow

@@ -120,9 +120,9 @@ def test_every_sample_is_dealt_exactly_once_an_epoch_to_some_stream(
         for place in range(epoch * per_epoch, (epoch + 1) * per_epoch):
             turn, number = divmod(place, rows)
             source, unit, part = unit_at(data, place)
-            taken = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
-            lines += [sample.tokens.tobytes() for sample in taken]
-            assert all(sample.source == source == 0 and part < data.parts for sample in taken)
+            samples = [*data.stream(number)._samples_of_unit(turn, 0, 0)]
+            lines += [sample.tokens.tobytes() for sample in samples]
+            assert all(sample.source == source == 0 and part < data.parts for sample in samples)
             assert unit in [u for _, u in data.units]
         assert len(lines) == 100, "each of the samples"
         if kind == "texts":
@@ -258,7 +258,7 @@ def slow_file(for_ever=False):
     lasts. Rank 0 takes its time to tell."""
     import time
 
-    waited, told, over = [], [], threading.Event()
+    waited, lines, over = [], [], threading.Event()
 
     def slowly(real, self, text):
         time.sleep(0.1 if "waits for" in text and not self.quiet else 0)
@@ -267,12 +267,12 @@ def slow_file(for_ever=False):
     def read_unit(real, unit):
         if dist.is_initialized() and dist.get_rank() == 1 and not waited:
             waited.append(True)
-            while not over.wait(0.05) and (len(told) < 3 or for_ever):
+            while not over.wait(0.05) and (len(lines) < 3 or for_ever):
                 pass
         return real(unit)
 
     def tell_waiting(real, self, *args):
-        told.append(args)
+        lines.append(args)
         real(self, *args)
 
     try:
@@ -494,7 +494,7 @@ def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, e
         seam=inject.around("stream_step", spike),
         ranks=2,
     )
-    each, again = (np.diff([0, *of.column("tokens")]).tolist() for of in (plain, run))
+    each, again = (np.diff([0, *each_run.column("tokens")]).tolist() for each_run in (plain, run))
     if every == 6:
         assert run.event("rewind")[0]["left_out"] == [3 * (SPIKED - 1), 3 * SPIKED]
         assert again[:-1] == [*each[: SPIKED - 1], *each[SPIKED:]]
@@ -518,7 +518,7 @@ def test_a_bad_step_names_the_lines_that_were_streamed(train, files):
 
 def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(files):
     fsspec.filesystem("memory").pipe("/chats.jsonl", files["chats"].read_bytes())
-    data, failed, told = streamed("memory://chats.jsonl", rows=2), [], []
+    data, failed, lines = streamed("memory://chats.jsonl", rows=2), [], []
     expected = [content(row) for row in itertools.islice(data.stream(1), 60)]
 
     def read_unit(real, unit):
@@ -533,9 +533,9 @@ def test_a_network_that_fails_is_waited_for_without_losing_or_repeating_a_row(fi
 
     with inject.around("stream_read", read_unit), patch.object(time, "sleep"):
         assert [
-            content(row) for row in itertools.islice(data.stream(1, opens=told.append), 60)
+            content(row) for row in itertools.islice(data.stream(1, opens=lines.append), 60)
         ] == expected
         with pytest.raises(UserError):
             next(data.stream(1))
-    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in told
+    assert "memory://chats.jsonl, tried again in 1 s (reset by peer)" in lines
     assert len(failed) > 4

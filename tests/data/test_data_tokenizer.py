@@ -289,7 +289,7 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
     ],
 )
 def test_a_long_text_is_encoded_in_pieces_to_the_same_tokens(sentencepiece_file, enter, text):
-    """Its memory is bounded, its tokens and their places are those of the whole."""
+    """Memory is bounded; tokens and their places are those of the whole."""
     enter(inject.setting("tokenizer_overlap", 200))
     enter(inject.setting("tokenizer_long_text", 500))
     for tokenizer in (

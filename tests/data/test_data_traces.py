@@ -38,7 +38,7 @@ def conversations(draw):
     """Many of one shape, so that they are rendered by traces."""
     roles = draw(st.sampled_from(ROLES))
     more = draw(st.sampled_from([(), ("reasoning_content",), ("name", "weight"), ("parts",)]))
-    made = []
+    texts = []
     for _ in range(draw(st.integers(4, 6))):
         messages = []
         for role in roles:
@@ -50,8 +50,8 @@ def conversations(draw):
             if "parts" in more and role == "user":
                 message["content"] = [{"type": "text", "text": draw(TEXTS)} for _ in range(2)]
             messages.append(message)
-        made.append(messages)
-    return made
+        texts.append(messages)
+    return texts
 
 
 def text_or_error(render):
@@ -66,10 +66,10 @@ def text_or_error(render):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(conversations(), st.booleans())
-def test_texts_are_those_of_the_template_itself(name, made, is_prompt):
+def test_texts_are_those_of_the_template_itself(name, template_given, is_prompt):
     template = Template("of a test", TEMPLATES[name], SPECIAL)
     itself = compile_template(TEMPLATES[name], environment(DEFAULT_DATE))
-    for messages in made:
+    for messages in template_given:
         expected = text_or_error(
             lambda messages=messages: itself.render(
                 messages=messages,

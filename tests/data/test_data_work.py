@@ -27,11 +27,11 @@ def prepared(root, files, **options):
     return prepare(data, Batch(seq_len=64), BYTES, load_template("chatml", BYTES), root)
 
 
-def columns(made):
+def columns(data):
     """Everything that is stored of the samples."""
     stores = {
-        "train": made.train[0],
-        **({"validation": made.validation} if made.validation else {}),
+        "train": data.train[0],
+        **({"validation": data.validation} if data.validation else {}),
     }
     return {
         (name, file.name): file.read_bytes()

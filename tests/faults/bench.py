@@ -112,10 +112,10 @@ class Bench:
                 for process in processes:
                     process.kill()
         codes = [process.exitcode or 0 for process in processes]
-        told = "".join(
+        text = "".join(
             (notes / f"out.{r}").read_text() for r in range(ranks) if (notes / f"out.{r}").exists()
         )
-        return Attempt(codes, time.monotonic() - began, told)
+        return Attempt(codes, time.monotonic() - began, text)
 
 
 def rank(words: list[str], env: dict[str, str], out: Path) -> None:

@@ -43,13 +43,13 @@ LIMIT_SECONDS = 150.0
 class Hang:
     """The outcome of a run in which a rank hung.
 
-    found, resumed: seconds from the fault until the watchdog found it, and until training resumed;
-    None: never. said: output of torchrun and the ranks.
+    noticed, resumed: seconds from the fault until the watchdog found it, and until training
+    resumed; None: never. said: output of torchrun and the ranks.
     """
 
     run: Run
     code: int
-    found: float | None
+    noticed: float | None
     resumed: float | None
     said: str
 
@@ -121,26 +121,26 @@ def main() -> int:
         )
         for i, (name, fault) in enumerate(FAULTS.items()):
             for watched in ("true", "false"):
-                seen = hang(
+                outcome = hang(
                     Path(folder) / f"run-{i}-{watched}", fault, f"launch.watchdog={watched}"
                 )
                 equal = (
                     "yes"
-                    if seen.code == 0 and weights_digest(newest(seen.run)) == whole
-                    else f"exit code {seen.code}"
+                    if outcome.code == 0 and weights_digest(newest(outcome.run)) == whole
+                    else f"exit code {outcome.code}"
                 )
                 named = (
                     (
-                        f"rank {seen.told['rank']}, {seen.told['phase']} of step "
-                        f"{seen.told['step']}: {seen.told['why']}"
+                        f"rank {outcome.told['rank']}, {outcome.told['phase']} of step "
+                        f"{outcome.told['step']}: {outcome.told['why']}"
                     )
-                    if seen.told
+                    if outcome.told
                     else "no"
                 )
                 print(
                     (
-                        f"| {name} | {watched} | {seconds(seen.found)} | "
-                        f"{seconds(seen.resumed)} | {named} | {equal} |"
+                        f"| {name} | {watched} | {seconds(outcome.noticed)} | "
+                        f"{seconds(outcome.resumed)} | {named} | {equal} |"
                     ),
                     flush=True,
                 )

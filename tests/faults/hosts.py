@@ -52,7 +52,7 @@ class Hosts(Network):
             ),
             *(f"--rdzv-conf={conf}", f"--local-addr=10.77.0.{i + 1}", "-m", "fsdp_trainer", *words),
         ]
-        told = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when something goes wrong
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read when something goes wrong
         env = {
             **os.environ,
             "GLOO_SOCKET_IFNAME": "eth0",
@@ -60,8 +60,8 @@ class Hosts(Network):
             "OMP_NUM_THREADS": "1",
             **env,
         }
-        process = subprocess.Popen(torchrun, env=env, cwd=cwd, stdout=told, stderr=told, text=True)
-        process.told = told
+        process = subprocess.Popen(torchrun, env=env, cwd=cwd, stdout=log, stderr=log, text=True)
+        process.told = log
         self.running[i] = process
 
     def kill(self, i: int) -> None:

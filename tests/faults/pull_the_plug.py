@@ -72,48 +72,50 @@ def main() -> int:
     tell(f"undisturbed: {STEPS} steps on 2 ranks, weights' digest {whole}")
 
     train("broken", code=1, faults=f"rank=1 phase=shards step={KILLED_AT} do=kill")
-    left = committed_checkpoints(ROOT / "broken")
+    remaining = committed_checkpoints(ROOT / "broken")
     tell(
         f"broken: rank 1 killed (SIGKILL) while it saved step {KILLED_AT}; the run ended "
         f"with exit code 1"
     )
     tell(
-        f"        committed: {', '.join(path.name for path in left)}. Step {KILLED_AT} is "
+        f"        committed: {', '.join(path.name for path in remaining)}. Step {KILLED_AT} is "
         f"not: it never got its name"
     )
 
-    damaged = max(left[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = max(remaining[-1].glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip_a_bit(damaged)
-    seen = command("verify", f"source={left[-1]}")
+    verified = command("verify", f"source={remaining[-1]}")
     tell(
-        f"        one bit flipped in {left[-1].name}/{damaged.name}, "
+        f"        one bit flipped in {remaining[-1].name}/{damaged.name}, "
         f"{damaged.stat().st_size:,} bytes"
     )
     tell(
-        f"        fsdp-trainer verify: exit code {seen.returncode}, "
-        f"{'damaged' if damaged.name in seen.stdout + seen.stderr else 'not seen'}"
+        f"        fsdp-trainer verify: exit code {verified.returncode}, "
+        f"{'damaged' if damaged.name in verified.stdout + verified.stderr else 'not seen'}"
     )
 
     again = train("broken")
     went_on = next(
         line for line in again.stdout.splitlines() if "resumes after step" in line
     ).strip()
-    tell(f"        the same command again: leaves {left[-1].name} aside, {went_on}")
+    tell(f"        the same command again: leaves {remaining[-1].name} aside, {went_on}")
     digest = weights_digest(committed_checkpoints(ROOT / "broken")[-1])
-    equal = digest == whole and losses("broken") == losses("undisturbed") and seen.returncode == 3
+    equal = (
+        digest == whole and losses("broken") == losses("undisturbed") and verified.returncode == 3
+    )
     tell(f"        {STEPS} steps, each on record once, weights' digest {digest}")
     print(f"\ndigest equal: {'yes' if equal else 'NO'}\n", flush=True)
 
     train("undisturbed", f"train.steps={STEPS + MORE}")
     train("broken", f"train.steps={STEPS + MORE}", "launch.nproc_per_node=1")
     a, b = losses("undisturbed"), losses("broken")
-    apart = max(abs(a[step] - b[step]) for step in range(STEPS + 1, STEPS + MORE + 1))
+    difference = max(abs(a[step] - b[step]) for step in range(STEPS + 1, STEPS + MORE + 1))
     tell(
         f"{MORE} more steps, undisturbed on 2 ranks and broken on 1: the losses differ by "
-        f"{apart:.1e} at most"
+        f"{difference:.1e} at most"
     )
     tell(f"everything lies in {ROOT}; what happened in {ROOT}/broken/events.jsonl")
-    return 0 if equal and apart < 1e-5 else 1
+    return 0 if equal and difference < 1e-5 else 1
 
 
 if __name__ == "__main__":

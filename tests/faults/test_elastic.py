@@ -41,8 +41,8 @@ def same_as(run: Run, whole: Run) -> None:
 def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     train, inputs, tmp_path, capsys
 ):
-    if why := why_not():
-        pytest.skip(why)
+    if reason := why_not():
+        pytest.skip(reason)
     words = [
         *SMALL, *(f"{k}={v}" for k, v in inputs.items()), *CONSTANT, f"run.root={tmp_path}",
         "run.name=run", "batch.micro_rows=1",
@@ -56,7 +56,7 @@ def test_hosts_are_killed_cut_off_and_come_back_and_the_run_goes_on(
     run, hosts, table = Run(tmp_path / "run"), Hosts(2), []
 
     def trained(world: int, since: int) -> bool:
-        """Whether `world` ranks took over after `since` starts of ranks, and have trained."""
+        """Return True if `world` ranks took over after `since` starts of ranks, and trained."""
         starts = [*run.event("start"), *run.event("resume")][since:]
         return (
             bool(starts)

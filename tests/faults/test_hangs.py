@@ -22,26 +22,29 @@ def whole(tmp_path_factory):
 @pytest.mark.faults
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_hang_costs_seconds_and_no_bit(whole, tmp_path, name):
-    seen = hang(tmp_path / "run", FAULTS[name], "launch.watchdog=true")
-    assert seen.code == 0, seen.said
-    assert seen.found < (10 if "stopped" in name else 20), "far from torchrun's grace"
-    assert seen.resumed < seen.found + 30, "far from torchrun's grace"
-    assert (seen.told["rank"], (seen.told["phase"], seen.told["step"])) == (1, PLACES[name])
-    assert "rank 1 on" in seen.said
-    assert seen.run.column("step") == list(range(1, 13))
-    assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))
-    stacks = [file.read_text() for file in (seen.run.folder / "hangs").rglob("rank-*.txt")]
+    outcome = hang(tmp_path / "run", FAULTS[name], "launch.watchdog=true")
+    assert outcome.code == 0, outcome.said
+    assert outcome.noticed < (10 if "stopped" in name else 20), "far from torchrun's grace"
+    assert outcome.resumed < outcome.noticed + 30, "far from torchrun's grace"
+    assert (outcome.told["rank"], (outcome.told["phase"], outcome.told["step"])) == (
+        1,
+        PLACES[name],
+    )
+    assert "rank 1 on" in outcome.said
+    assert outcome.run.column("step") == list(range(1, 13))
+    assert weights_digest(newest(outcome.run)) == weights_digest(newest(whole))
+    stacks = [file.read_text() for file in (outcome.run.folder / "hangs").rglob("rank-*.txt")]
     assert len(stacks) == 2
     assert any("/torch/distributed/" in text for text in stacks)
 
 
 @pytest.mark.faults
 def test_a_slow_rank_is_named_and_nobody_is_killed(whole, tmp_path):
-    seen = hang(
+    outcome = hang(
         tmp_path / "run", SLOW, "launch.watchdog=true", "launch.stall=1s", "logging.stragglers=1s"
     )
-    assert seen.code == 0, seen.said
-    assert not seen.run.event("hang"), seen.said
-    assert not seen.run.event("resume"), seen.said
-    assert {(e["rank"], e["phase"]) for e in seen.run.event("straggler")} == {(1, "forward")}
-    assert weights_digest(newest(seen.run)) == weights_digest(newest(whole))
+    assert outcome.code == 0, outcome.said
+    assert not outcome.run.event("hang"), outcome.said
+    assert not outcome.run.event("resume"), outcome.said
+    assert {(e["rank"], e["phase"]) for e in outcome.run.event("straggler")} == {(1, "forward")}
+    assert weights_digest(newest(outcome.run)) == weights_digest(newest(whole))

@@ -9,12 +9,12 @@ import pytest
 
 @pytest.mark.faults
 def test_the_plug_is_pulled_and_the_digest_is_equal(tmp_path):
-    told = subprocess.run(
+    process = subprocess.run(
         [sys.executable, Path(__file__).with_name("pull_the_plug.py")],
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.count("digest equal: yes") == 1
-    assert "exit code 3, damaged" in told.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("digest equal: yes") == 1
+    assert "exit code 3, damaged" in process.stdout

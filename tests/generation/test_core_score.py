@@ -68,15 +68,15 @@ def first_token(tokenizer):
 
 
 def losses(model, tokenizer, text):
-    """Of each token behind the first, bos in front."""
+    """Return the loss of each token behind the first, bos in front."""
     tokens = torch.tensor([first_token(tokenizer), *tokenizer.encode(text)])
     logits = model.logits(tokens[None])[0, :-1]
     return torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="none"), tokens
 
 
 def expected_accuracy(model, tokenizer, label, bundle):
-    """As DCLM's in-context tasks are scored: by the mean loss of what differs (choices), of what is
-    common (schemas)."""
+    """Return the accuracy as DCLM's in-context tasks are scored: by the mean loss of what differs
+    (choices), of what is common (schemas)."""
     _, shots, delimiter, _, _ = TASKS[label]
     items = [json.loads(line) for line in (bundle / f"eval_data/sub/{label}.jsonl").open()]
     random.Random(1337).shuffle(items)

@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def with_transformers(folder, tasks, **options):
-    """What the harness finds with its own model class."""
+    """Return what the harness finds with its own model class."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -108,13 +108,13 @@ def without_errors(metrics):
 
 
 def evaluate(world, folder, tasks, *options, ranks=1):
-    told = world.command(
+    results = world.command(
         "evaluate", f"source={folder}", f"tasks=[{','.join(tasks)}]", "format=json",
         "launch.device=cpu", "launch.timeout=120s", *options,
         ranks=ranks, env={"HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    assert all(rank.out == "" for rank in told[1:])
-    return without_errors(json.loads(told[0].out))
+    assert all(rank.out == "" for rank in results[1:])
+    return without_errors(json.loads(results[0].out))
 
 
 def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):

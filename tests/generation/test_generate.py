@@ -304,15 +304,15 @@ def test_a_system_turn_reaches_a_template_that_knows_none(run):
         "messages[0].content }}"
     )
     speaker.template = type(speaker.template)("refusing", refusing, speaker.tokenizer.special)
-    told = []
-    speaker.say = lambda text, cfg: told.append(text) or iter(())
+    lines = []
+    speaker.say = lambda text, cfg: lines.append(text) or iter(())
     list(
         speaker.answer(
             [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
             GenerateConfig(),
         )
     )
-    assert told == ["be brief\n\nhi"]
+    assert lines == ["be brief\n\nhi"]
 
 
 ASKED = [
@@ -359,11 +359,11 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
     run = train("run", "train.steps=12", *ASKED, *how, **options)
     assert run.column("loss") == plain.column("loss")
     assert run.column("grad_norm") == plain.column("grad_norm")
-    taken = read_lines(run.folder / "samples.jsonl")
-    assert [(line["step"], line["prompt"]) for line in taken] == [
+    samples = read_lines(run.folder / "samples.jsonl")
+    assert [(line["step"], line["prompt"]) for line in samples] == [
         (step, prompt) for step in (4, 8, 12) for prompt in ("aaa", "b c")
     ]
-    for line in taken:
+    for line in samples:
         speaker = Speaker.load(run.folder / "checkpoints" / f"step-{line['step']:08}")
         prompt = (
             line["prompt"]
@@ -377,7 +377,7 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
             Sampling(max_tokens=9),
         )
         assert line["text"] == speaker.tokenizer.decode(list(tokens))
-    assert any(line["text"] for line in taken)
+    assert any(line["text"] for line in samples)
     assert "sample aaa →" in run.out
 
 

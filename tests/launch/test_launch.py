@@ -126,7 +126,7 @@ def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(caps
 
 
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
-    """Before the ranks have met nobody else notices: the first one waits for it."""
+    """The first rank waits; nobody else notices before the ranks have met."""
     waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])
     with inject.setting("launch_grace_seconds", 0.2):
         assert RankProcesses([waits, killed]).wait() == 1
@@ -348,7 +348,7 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 
 @pytest.mark.slow
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
-    """In one folder, with one voice, and without files of Hydra."""
+    """The run stays in one folder, with one voice, and without files of Hydra."""
     how = ["train.steps=4", "checkpoint.every=2"]
     code, out, err, run = done(
         [*TORCHRUN, "--nproc_per_node=2", "--max-restarts=2", "-m", "fsdp_trainer"],
@@ -414,19 +414,19 @@ def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(t
 
 def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = world.call(2, three_attempts, store.port)
-    assert told[0] == told[1]
-    assert len(set(told[0])) == 3
+    answers = world.call(2, three_attempts, store.port)
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == 3
 
 
 def three_attempts(port):
-    """What rank 0 told each time, over a store that torchrun would have kept; one attempt is cut
-    short after rank 1 has come."""
+    """Return what rank 0 told each time, over a store that torchrun would have kept; one attempt is
+    cut short after rank 1 has come."""
     import torch.distributed as dist
 
     from fsdp_trainer.launch.world import connect, join
 
-    told, rank = [], int(os.environ["RANK"])
+    answers, rank = [], int(os.environ["RANK"])
     os.environ |= {
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -440,18 +440,18 @@ def three_attempts(port):
             time.sleep(0.3)
         joined = join(os.environ, "cpu", 30)
         connect(joined, 30)
-        told.append(
+        answers.append(
             joined.from_main("told", lambda attempt=attempt: f"{attempt} {time.monotonic()}", 30)
         )
         dist.barrier()
         dist.destroy_process_group()
-    return told
+    return answers
 
 
 def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
-    (told,) = world.call(1, lonely)
-    assert "all 2 ranks" in told
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
+    (answers,) = world.call(1, lonely)
+    assert "all 2 ranks" in answers
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in answers
 
 
 def lonely():
@@ -554,7 +554,7 @@ def test_the_first_host_of_a_node_list(nodes, host):
 @pytest.mark.slow
 def test_slurm_ranks_train(world, inputs, tmp_path):
     """Real ranks with nothing but Slurm's variables."""
-    told = world.call(
+    answers = world.call(
         2,
         slurm_rank,
         [
@@ -566,7 +566,7 @@ def test_slurm_ranks_train(world, inputs, tmp_path):
         ],
         str(free_port()),
     )
-    assert told == [0, 0]
+    assert answers == [0, 0]
     assert Run(tmp_path / "run").event("start")[0]["world_size"] == 2
 
 

@@ -56,7 +56,7 @@ def test_hosts_are_listed_or_stand_in_deepspeeds_hostfile(tmp_path):
 
 @pytest.fixture
 def refused(capsys, monkeypatch, tmp_path):
-    """What a command line is answered that must not start anything."""
+    """Return what a command line is answered that must not start anything."""
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
@@ -136,16 +136,16 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
     monkeypatch.setenv("SECRET", "here")
     Path("hosts").write_text("node1 slots=2\nme@node2:2222 slots=3\n")
     assert main([*DEMO, "launch.nproc_per_node=auto", "launch.hosts=hosts"]) == 0
-    told = [json.loads(Path(f"node{number}.json").read_text()) for number in (0, 1)]
-    for number, node in enumerate(told):
+    environments = [json.loads(Path(f"node{number}.json").read_text()) for number in (0, 1)]
+    for number, node in enumerate(environments):
         assert node["folder"] == os.getcwd()
         assert node["env"] == {"FSDP_TRAINER_HOST": str(number), "NCCL_DEBUG": "WARN"}
         assert node["words"][:2] == ["+recipe=quickstart", "launch.nproc_per_node=auto"]
         assert {"launch.nodes=2", "launch.hosts=null"} <= set(node["words"])
         assert node["words"][-1] == f"launch.nproc_per_node={number + 2}"
-    (where,) = [word for word in told[0]["words"] if word.startswith("launch.rendezvous")]
+    (where,) = [word for word in environments[0]["words"] if word.startswith("launch.rendezvous")]
     assert re.fullmatch(r"launch.rendezvous=localhost:\d+", where), "as ssh's configuration has it"
-    assert where in told[1]["words"]
+    assert where in environments[1]["words"]
     out, err = capfd.readouterr()
     assert set(out.splitlines()) == {"out of 0", "[me@node2:2222] out of 1"}
     assert set(err.splitlines()) == {"err of 0", "[me@node2:2222] err of 1"}
@@ -193,8 +193,8 @@ def test_a_host_whose_starter_falls_silent_ends(tmp_path):
 @pytest.fixture
 def cluster(tmp_path):
     """Two hosts with an sshd."""
-    if why := ssh_hosts.why_not():
-        pytest.skip(why)
+    if reason := ssh_hosts.why_not():
+        pytest.skip(reason)
     (tmp_path / "ssh").mkdir()
     hosts = ssh_hosts.SshHosts(tmp_path / "ssh")
     yield hosts

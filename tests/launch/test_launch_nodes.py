@@ -77,11 +77,11 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     came = come.all()
     places = {name: (node.node, node.first, node.size) for name, node in came.items()}
     assert places == {"serves": (0, 0, 7), "early": (1, 2, 7), "late": (2, 3, 7)}
-    told = [node.environment() for node in came.values()]
-    assert told[0]["MASTER_ADDR"] == "localhost"
-    assert len({env["MASTER_PORT"] for env in told}) == 1
-    assert {env["WORLD_SIZE"] for env in told} == {"7"}
-    assert {env["GROUP_WORLD_SIZE"] for env in told} == {"3"}
+    environments = [node.environment() for node in came.values()]
+    assert environments[0]["MASTER_ADDR"] == "localhost"
+    assert len({env["MASTER_PORT"] for env in environments}) == 1
+    assert {env["WORLD_SIZE"] for env in environments} == {"7"}
+    assert {env["GROUP_WORLD_SIZE"] for env in environments} == {"3"}
 
 
 @pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
@@ -147,12 +147,14 @@ def test_who_does_not_belong_there_is_told_why(come):
     come("third", count=3)
     until(lambda: len(come.came) == 6)
     come("too late", count=3)
-    told = {name: str(error) for name, error in come.all().items() if isinstance(error, UserError)}
-    assert "where the run run meets, not another" in told["other run"]
-    assert "launch.nodes=3" in told["other command"]
-    assert "is there already" in told["given twice"]
-    assert "all 3 nodes are there" in told["too late"]
-    assert set(told) == {"other run", "other command", "given twice", "too late"}
+    errors = {
+        name: str(error) for name, error in come.all().items() if isinstance(error, UserError)
+    }
+    assert "where the run run meets, not another" in errors["other run"]
+    assert "launch.nodes=3" in errors["other command"]
+    assert "is there already" in errors["given twice"]
+    assert "all 3 nodes are there" in errors["too late"]
+    assert set(errors) == {"other run", "other command", "given twice", "too late"}
 
 
 def test_who_waits_in_vain_says_who_came(come):
@@ -173,11 +175,11 @@ def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
         silent.listen()
         come("in use", at=f"localhost:{silent.getsockname()[1]}")
         come("no host", at="no-such-host.invalid:29500")
-        told = come.all()
-    assert "the port is in use" in str(told["in use"])
-    assert "launch.rendezvous=localhost:" in str(told["in use"])
-    assert "resolves to no address" in str(told["no host"])
-    assert told["no host"].exit_code == 2
+        answers = come.all()
+    assert "the port is in use" in str(answers["in use"])
+    assert "launch.rendezvous=localhost:" in str(answers["in use"])
+    assert "resolves to no address" in str(answers["no host"])
+    assert answers["no host"].exit_code == 2
 
 
 def test_a_signal_ends_the_wait_for_others():
@@ -207,9 +209,9 @@ STEP = {
 def test_slurm_says_how_many_nodes_there_are_and_where_they_meet():
     assert where_to_meet(Launch(), STEP) == (2, "gpu3:20007")
     assert where_to_meet(Launch(nodes=4, rendezvous="a:1"), {}) == (4, "a:1")
-    each, many = Launch(nproc_per_node=8), STEP | {"SLURM_STEP_NUM_TASKS": "16"}
+    each, several = Launch(nproc_per_node=8), STEP | {"SLURM_STEP_NUM_TASKS": "16"}
     assert starts_ranks(each, STEP), "one task a node, or one a rank"
-    assert not starts_ranks(each, many), "one task a node, or one a rank"
+    assert not starts_ranks(each, several), "one task a node, or one a rank"
     assert not starts_ranks(each, STEP | {"RANK": "0"})
     assert starts_ranks(Launch(nodes=2), {})
 
@@ -232,10 +234,10 @@ def test_what_is_missing_is_told(capsys, monkeypatch, tmp_path, typed, said):
 
 
 def test_a_master_port_in_use_is_told():
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
         with pytest.raises(UserError, match=f"MASTER_PORT={port}.*is in use"):
             join(
                 {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
@@ -312,18 +314,18 @@ def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
         "launch.nproc_per_node=1",
         f"launch.rendezvous=localhost:{free_port()}",
     ]
-    told = [(tmp_path / name).open("w+") for name in "ab"]
+    logs = [(tmp_path / name).open("w+") for name in "ab"]
     both = [
         subprocess.Popen(
             [sys.executable, "-m", "fsdp_trainer", *words, *where], stdout=out, stderr=out
         )
-        for out in told
+        for out in logs
     ]
     run = Run(tmp_path / "run")
     wait_until(lambda: run.metrics, both[0])
     both[1].send_signal(signal.SIGTERM)
     assert [node.wait(600) for node in both] == [75, 75], [
-        out.seek(0) or out.read() for out in told
+        out.seek(0) or out.read() for out in logs
     ]
     assert run.event("start")[0]["world_size"] == 2
     assert run.events[-1]["reason"] == "SIGTERM"

@@ -200,14 +200,14 @@ def test_time_is_allowed_by_what_a_phase_took_so_far():
         assert allowed(phase, read=0.1) == float("inf")
 
 
-def watchdog_over(tmp_path, *ranks, seconds=0.0, **told):
+def watchdog_over(tmp_path, *ranks, seconds=0.0, **options):
     """One that has looked once at ranks whose slots say this, and the processes that it ended;
     `seconds` have passed since."""
     ended, board = [], tmp_path / "board"
     board.touch()
     with inject.around("rank_slots", lambda *_: list(ranks)):
         watchdog = Watchdog(
-            Watch(str(board), str(tmp_path), len(ranks), 10, 1800, **told),
+            Watch(str(board), str(tmp_path), len(ranks), 10, 1800, **options),
             lambda pid, signum: ended.append((pid, signum)),
         )
         watchdog.look()
@@ -241,7 +241,7 @@ def act(watchdog, *ranks):
 
 
 def stand(watchdog, slot):
-    """It has seen enough steps to know how long they take."""
+    """Let the watchdog see enough steps to know how long they take."""
     watchdog.durations._seconds |= {name: deque([0.1]) for name in STEP}
     watchdog.watch.timeout = 1800
     act(watchdog, slot)
@@ -251,13 +251,13 @@ def test_a_rank_that_stands_is_ended_but_not_while_its_disk_or_the_processors_ke
     tmp_path, rank_process
 ):
     disk = inject.around("reads_disk", lambda *_: True)
-    for why, done in (
+    for reason, done in (
         (contextlib.nullcontext(), 1),
         (disk, 0),
         (inject.around("starved_for", lambda *_: 5.0), 0),
     ):
         watchdog, ended = watchdog_over(tmp_path, rank_process, seconds=20)
-        with why:
+        with reason:
             stand(watchdog, rank_process)
         assert ended == [(rank_process.pid, signal.SIGKILL)] * done
 
@@ -623,21 +623,21 @@ def paces(*seconds, device=None):
 
 
 def test_the_rank_that_all_wait_for_is_named_with_its_phase():
-    found = slowest(paces(0.1, 0.5, 0.1))
-    assert (found.rank, found.host, found.phase) == (
+    slow = slowest(paces(0.1, 0.5, 0.1))
+    assert (slow.rank, slow.host, slow.phase) == (
         1,
         "host1",
         "forward",
     )
-    assert found.lost == pytest.approx(0.4)
+    assert slow.lost == pytest.approx(0.4)
     assert slowest(paces(0.3, 0.35, 0.3)) is None, "not worth a word"
     assert slowest(paces(0.1, 0.2)) is None, "not worth a word"
 
 
 def test_a_slow_device_is_named_where_hosts_are_alike():
-    found = slowest(paces(0.1, 0.1, 0.1, device=[0.010, 0.010, 0.016]))
-    assert found.rank == 2
-    assert "device" in found.phase
+    slow = slowest(paces(0.1, 0.1, 0.1, device=[0.010, 0.010, 0.016]))
+    assert slow.rank == 2
+    assert "device" in slow.phase
     assert slowest(paces(0.1, 0.1, device=[0.010, 0.011])) is None
 
 
@@ -651,10 +651,10 @@ def test_a_slow_rank_of_a_run_is_named(train):
         seam=SLOW_RANK_UNTIL_IT_IS_NAMED,
         code=75,
     )
-    found = run.event("straggler")[
+    event = run.event("straggler")[
         -1
     ]  # on a machine that others use another rank or phase may have stood out before
-    assert found["seconds"] > found["others"]
+    assert event["seconds"] > event["others"]
     assert "rank 1 on" in run.out
 
 

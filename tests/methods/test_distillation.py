@@ -70,7 +70,8 @@ def whole_logits(head, hidden, weight):
 
 
 def dense(head, hidden, targets, weights, teacher, soft, share, count=None):
-    """In float64, by autograd on all logits: value, divergences, gradients of hidden and weight."""
+    """Return value, divergences, and gradients of hidden and weight, in float64 by autograd on all
+    logits."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
     logits = whole_logits(head, hidden, weight)
     of_teacher = whole_logits(teacher, soft.hidden.double(), teacher.weight.detach().double())
@@ -271,7 +272,7 @@ def weight():
 
 
 def by_autograd(kind, settings):
-    """In one process from whole logits: the loss, the divergence, and every gradient."""
+    """Return loss, divergence and every gradient, in one process from whole logits."""
     cfg = configuration(settings)
     config, teacher_config = student_and_teacher(kind, 1)
     model, teacher = Decoder(config), Decoder(teacher_config)
@@ -301,7 +302,8 @@ def by_autograd(kind, settings):
 
 
 def distilled(cases):
-    """On this rank as a run does it: the same of each case, a pair of a teacher and settings."""
+    """Return the same on this rank as a run does it, for each case: a pair of a teacher and
+    settings."""
     dist.init_process_group("gloo")
     return [distil_once(*case) for case in cases]
 

@@ -78,7 +78,7 @@ def batch():
 
 
 def exact(model, options):
-    """In float64, each document by itself, from all logits: the loss and the gradients."""
+    """Return the loss and the gradients, in float64, each document by itself, from all logits."""
     model = copy.deepcopy(model).double()
     sums, tokens = [], []
     rows = packed()
@@ -90,11 +90,11 @@ def exact(model, options):
             alone.positions[0] = np.arange(length)
             alone.labels[0, LEARNT_FROM - 1 : -1] = alone.tokens[0, LEARNT_FROM:]
             alone.weights[0, LEARNT_FROM - 1 : -1] = 1.0
-            made = Assembler(length, 1, 1, 0, 1, torch.device("cpu")).assemble(alone)
-            hidden, _ = model.hidden(made.tokens, made.positions, made.layout)
+            micro_batch = Assembler(length, 1, 1, 0, 1, torch.device("cpu")).assemble(alone)
+            hidden, _ = model.hidden(micro_batch.tokens, micro_batch.positions, micro_batch.layout)
             logits = model.lm_head(model.model.norm(hidden))[0]
             chosen = logits[LEARNT_FROM - 1 : -1].log_softmax(-1)
-            answer = made.tokens[0, LEARNT_FROM:]
+            answer = micro_batch.tokens[0, LEARNT_FROM:]
             sums.append(chosen.gather(-1, answer[:, None]).sum())
             tokens.append(length - LEARNT_FROM)
     options = {key: value for key, value in options.items() if key != "label_smoothing"} | {

@@ -90,7 +90,8 @@ def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys
 
 
 def check_rewards_of_answers(world, theirs, tokenizer, source, keys, tmp_path):
-    """On 2 ranks, which make answers of their own, each reward is transformers' score."""
+    """Check that 2 ranks, which make answers of their own, give each the reward of transformers'
+    score."""
     reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
     run = world.train(
         tmp_path / "rewarded",

@@ -277,11 +277,11 @@ def scores_of(entry, answers, row):
 
 def children() -> set[str]:
     """The ids of this process's children; the kernel lists them by the thread that made them."""
-    found = set()
+    numbers = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
-            found.update((task / "children").read_text().split())
-    return found
+            numbers.update((task / "children").read_text().split())
+    return numbers
 
 
 @pytest.mark.slow

@@ -224,9 +224,9 @@ def test_every_gradient_is_that_of_whole_logits(options):
     current = answer_scores(whole, cfg.temperature)
     with torch.no_grad():
         far = answer_scores(other, cfg.temperature)
-    many = cfg.updates > 1
-    cap = cfg.importance_cap if many else None
-    loss = textbook(cfg, current, old if many else None, gain, mask, far, cap)
+    several = cfg.updates > 1
+    cap = cfg.importance_cap if several else None
+    loss = textbook(cfg, current, old if several else None, gain, mask, far, cap)
     loss.backward()
     assert result.loss.item() == pytest.approx(loss.item(), rel=2e-6, abs=1e-7)
     exact = dict(whole.named_parameters())
@@ -368,9 +368,9 @@ REFUSED = {
 def test_what_answers_cannot_do_is_refused_before_anything_starts(capsys):
     keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective=grpo"]
     assert main([*keys, *REFUSED]) == 2
-    told = capsys.readouterr().err
+    message = capsys.readouterr().err
     for named in REFUSED.values():
-        assert named in told
+        assert named in message
 
 
 MISUSED = [
@@ -405,12 +405,12 @@ def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
     keys = ["model=qwen3_0_6b", "model.vocab_size=151936", "objective=grpo", "plan.world_size=8"]
     keys += ["objective.rewards=[exact]", "objective.max_new_tokens=768", "plan.gpu=h100"]
     plan = planned(*keys, "batch.rows=64", "batch.seq_len=2048", "tokenizer.path=demo:bytes")
-    made = plan.rollouts
-    assert (made.answers, made.at_once, plan.rows) == (512, 64, 256)
+    rollouts = plan.rollouts
+    assert (rollouts.answers, rollouts.at_once, plan.rows) == (512, 64, 256)
     # 28 blocks × 8 kv heads × 128 channels × keys and values × 2 bytes, for 1,024 tokens
-    assert made.cache == 64 * 1024 * 28 * 8 * 128 * 2 * 2
-    assert made.weights == pytest.approx(2 * 596_049_920)
-    assert 0.5 < made.seconds[0] < made.seconds[1] < 10
+    assert rollouts.cache == 64 * 1024 * 28 * 8 * 128 * 2 * 2
+    assert rollouts.weights == pytest.approx(2 * 596_049_920)
+    assert 0.5 < rollouts.seconds[0] < rollouts.seconds[1] < 10
     assert planned(*keys[:2], "plan.world_size=8", "plan.gpu=h100").rollouts is None
 
     near = planned(*keys, "batch.rows=64", "batch.seq_len=2048", "objective.kl=0.01")

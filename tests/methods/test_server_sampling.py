@@ -75,9 +75,9 @@ def test_a_server_is_sent_the_adapter_of_every_step_and_answers_with_it(adapted)
     run, served = adapted
     loaded = [body["lora_name"] for body in served.asked("/v1/load_lora_adapter")]
     assert loaded == [f"run-{step:08d}" for step in range(3)]
-    asked = [body["model"] for body in served.asked("/v1/completions")]
-    assert asked == sorted(asked)
-    assert [asked.count(name) for name in loaded] == [4, 4, 4]
+    models = [body["model"] for body in served.asked("/v1/completions")]
+    assert models == sorted(models)
+    assert [models.count(name) for name in loaded] == [4, 4, 4]
     assert run.column("staleness") == [0, 0, 0]
     # the server computes with the numbers that are trained
     assert run.column("sampler_difference") == pytest.approx([0, 0, 0], abs=1e-4)
@@ -152,8 +152,8 @@ def test_a_server_that_is_not_there_or_has_another_model_is_named(world, served,
     place = [f"run.root={tmp_path}", "run.name=run", "adapter=lora"]
 
     def refused(*more):
-        told = world.command("train", *SMALL, *words, *place, *more, code=2, seam=no_pause)
-        return told[0].err
+        results = world.command("train", *SMALL, *words, *place, *more, code=2, seam=no_pause)
+        return results[0].err
 
     said = refused("objective.server=http://127.0.0.1:1")
     assert "cannot be reached: [Errno 111] Connection refused" in said

@@ -86,8 +86,8 @@ def train_adapters(train, tmp_path):
         (tmp_path / f"{name}.kept").mkdir()
         seam = inject.together(partial(recorded, tmp_path / f"{name}.kept"), seam)
         run = train(name, *COMMON, *how, ranks=ranks, base=HF, seam=seam)
-        kept = [torch.load(tmp_path / f"{name}.kept" / f"{n}.pt") for n in ("start", "gradients")]
-        return Adapted(run, *kept)
+        saved = [torch.load(tmp_path / f"{name}.kept" / f"{n}.pt") for n in ("start", "gradients")]
+        return Adapted(run, *saved)
 
     return start
 

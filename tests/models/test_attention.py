@@ -53,9 +53,9 @@ def results(layout, q, k, v, grad, window=None, softcap=None):
     return [out * (grad != 0), *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def largest_difference(found, wanted):
+def largest_difference(actual, wanted):
     return max(
-        (a.float() - b.float()).abs().max().item() for a, b in zip(found, wanted, strict=True)
+        (a.float() - b.float()).abs().max().item() for a, b in zip(actual, wanted, strict=True)
     )
 
 
@@ -67,11 +67,11 @@ def test_documents_are_as_under_a_mask(rows, window, softcap, multiple, enter):
     enter(inject.setting("attention_length_multiple", {"cpu": multiple}))
     lengths, row = ROWS[rows]
     given = inputs(lengths, row)
-    found, wanted = (
+    actual, wanted = (
         results(LAYOUTS[name](lengths, row, CPU), *given, window, softcap)
         for name in ("documents", "mask")
     )
-    assert largest_difference(found, wanted) <= 1e-5
+    assert largest_difference(actual, wanted) <= 1e-5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -175,7 +175,7 @@ def document_by_document(
     scale: float | None,
     past: int,
 ) -> torch.Tensor:
-    """In place of torch's kernel: one document after another."""
+    """Return what torch's kernel does, computed one document after another."""
     places = ends.tolist()
     assert ends.dtype == torch.int32
     assert places[0] == 0
@@ -213,11 +213,11 @@ def test_varlen_is_told_where_documents_lie(varlen, rows, window):
     lengths, row = ROWS[rows]
     with torch.no_grad():
         q, k, v, grad = inputs(lengths, row)
-        found, wanted = (
+        actual, wanted = (
             LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v) * (grad != 0)
             for name in ("varlen", "documents")
         )
-    assert (found - wanted).abs().max() <= 1e-5
+    assert (actual - wanted).abs().max() <= 1e-5
 
 
 def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
@@ -236,9 +236,9 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
         lengths = [[draw.randint(1, 20) for _ in range(draw.randint(1, 10))] for _ in range(2)]
         q, k, v, grad = inputs(lengths, 256)
         with torch.no_grad():
-            found = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)
+            actual = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)
             assert (
-                found - DocumentAttention(lengths, 256, CPU).attend(q, k, v) * (grad != 0)
+                actual - DocumentAttention(lengths, 256, CPU).attend(q, k, v) * (grad != 0)
             ).abs().max() <= 1e-5
     assert len(graphs) == 1
 
@@ -251,11 +251,11 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
 def test_flex_sees_what_a_mask_shows(window, scoring):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))
-    found, wanted = (
+    actual, wanted = (
         LAYOUTS[name](lengths, row, CPU).with_window(window).attend(q, k, v, scoring)
         for name in ("flex", "mask")
     )
-    assert ((found - wanted) * (grad != 0)).abs().max() <= 1e-5
+    assert ((actual - wanted) * (grad != 0)).abs().max() <= 1e-5
 
 
 # --- the choice ---------------------------------------------------------------------------------
@@ -436,10 +436,10 @@ def test_every_layout_and_kernel_is_near_float32_on_the_cpu(rows, window, layout
     )
     given = inputs(lengths, row, head_dim=64)
     there = [x.detach().to(device, torch.bfloat16).requires_grad_(x.requires_grad) for x in given]
-    found = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)
+    actual = results(LAYOUTS[layout](lengths, row, device), *there, window, softcap)
     wanted = results(DocumentAttention(lengths, row, CPU), *given, window, softcap)
     set_kernel_priority(
         AttentionChoice(layout, None, ""), config, torch.bfloat16, device, required=False
     )
-    for mine, right in zip(found, wanted, strict=True):
+    for mine, right in zip(actual, wanted, strict=True):
         assert (mine.float().cpu() - right).norm() <= 0.02 * right.norm()

@@ -52,7 +52,7 @@ DOCUMENTS = ([9, 7], [24], [5, 5, 5, 5], [1, 20])
 
 
 def by_loop(rows, weights, ends):
-    """What `grouped_linear` computes, one group after another."""
+    """Return what `grouped_linear` computes, one group after another."""
     starts = [0, *ends.tolist()[:-1]]
     parts = [
         F.linear(rows[start:end], weight)
@@ -68,13 +68,13 @@ def test_groups_of_any_size_are_multiplied_as_by_a_loop(sizes, dtype):
     rows = torch.randn(sum(sizes), 8, dtype=dtype)
     weights = torch.randn(len(sizes), 16, 8, dtype=dtype)
     ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
-    found = []
+    actual = []
     for way in (grouped_linear, by_loop):
         leaves = [tensor.clone().requires_grad_() for tensor in (rows, weights)]
         out = way(*leaves, ends)
         gradients = torch.autograd.grad(out, leaves, torch.ones_like(out).cumsum(0))
-        found.append((out, *gradients))
-    for ours, loop in zip(*found, strict=True):
+        actual.append((out, *gradients))
+    for ours, loop in zip(*actual, strict=True):
         torch.testing.assert_close(ours, loop)
 
 
@@ -130,11 +130,11 @@ def test_no_token_is_dropped_whichever_experts_it_goes_to(chosen):
 def test_gradients_are_the_same_bits_each_time():
     module = mixture()
     x = torch.randn(1, 50, 32)
-    found = []
+    actual = []
     for _ in range(2):
         leaf = x.clone().requires_grad_()
-        found.append(torch.autograd.grad(module(leaf).sum(), [leaf, *module.parameters()]))
-    assert all(map(torch.equal, *found))
+        actual.append(torch.autograd.grad(module(leaf).sum(), [leaf, *module.parameters()]))
+    assert all(map(torch.equal, *actual))
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def test_a_run_goes_on_on_other_ranks_and_exports_what_it_holds(train, world, tm
     described = json.loads((run.folder / "hf" / "config.json").read_text())
     assert described["num_experts"] == 5
     assert described["architectures"] == ["Qwen3MoeForCausalLM"]
-    told = world.command("generate", f"source={run.folder}", "prompt=aa", "max_tokens=4")[0]
-    assert told.out
+    output = world.command("generate", f"source={run.folder}", "prompt=aa", "max_tokens=4")[0]
+    assert output.out
 
 
 def test_a_token_counts_for_the_experts_that_it_meets():
@@ -412,9 +412,9 @@ def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or
 
 
 def test_losses_of_experts_are_refused_where_there_are_none(train):
-    told = train("run", "loss.load_balancing=0.1", code=2).err
-    assert "loss.load_balancing=0.1" in told
-    assert "has no experts" in told
+    message = train("run", "loss.load_balancing=0.1", code=2).err
+    assert "loss.load_balancing=0.1" in message
+    assert "has no experts" in message
 
 
 def test_a_bias_is_refused_where_routers_have_none(train):

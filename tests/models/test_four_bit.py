@@ -1,5 +1,5 @@
-"""What adapter.base=nf4 promises: the blocks' matrices in 4.25 bits a number, and training on them
-as on the numbers that they stand for."""
+"""The promises of adapter.base=nf4: the blocks' matrices in 4.25 bits a number, and training on
+them as on the numbers that they stand for."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What train.freeze promises: a frozen parameter is only computed with, and lies in one place."""
+"""The promises of train.freeze: a frozen parameter is only computed with, and lies in one place."""
 
 import functools
 import json

@@ -57,8 +57,8 @@ def test_logits_are_divided_by_the_temperature_after_the_softcap_as_in_sampling(
 
 @pytest.mark.parametrize("chunk_mib", [1, 2, 64])
 def test_bfloat16_is_rounded_only_where_it_must_be(chunk_mib):
-    """Its logits are rounded, as any matrix product's: the textbook is given the rounded ones'
-    error, not more."""
+    """Logits are rounded, as any matrix product's: the textbook is given the rounded ones' error,
+    not more."""
     assert_textbook(*make(chunk_mib, torch.bfloat16), tolerance=0.02, **SOFT)
 
 
@@ -88,7 +88,8 @@ def test_scores_alone_are_those_beside_an_objective_and_have_no_gradient():
 
 
 class Preference:
-    """As DPO: -log sigmoid of the difference between two halves' sums, and terms of the others."""
+    """The objective of DPO: -log sigmoid of the difference between two halves' sums, and terms of
+    the others."""
 
     needs_all_tokens = True
 
@@ -107,7 +108,7 @@ class Preference:
 
 
 def preferred(head, hidden, targets, objective):
-    """In float64, by autograd: the value and the gradients of hidden and weight."""
+    """Return the value and the gradients of hidden and weight, in float64 by autograd."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden, head.weight))
     logits = hidden @ weight[:VOCABULARY].T
     if head.softcap:
@@ -223,17 +224,17 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_no_tensor_grows_with_tokens_times_vocabulary():
     head, hidden, targets, weights = make()
-    with Largest() as made:
-        for many in (1, 4):
+    with Largest() as largest:
+        for count in (1, 4):
             head(
-                hidden.repeat(many, 1),
-                targets.repeat(many),
-                CrossEntropy(weights.repeat(many), **SOFT),
+                hidden.repeat(count, 1),
+                targets.repeat(count),
+                CrossEntropy(weights.repeat(count), **SOFT),
             )[0].backward()
-            both = weights.repeat(many)
-            head(hidden.repeat(many, 1), targets.repeat(many), Preference(both))[0].backward()
+            both = weights.repeat(count)
+            head(hidden.repeat(count, 1), targets.repeat(count), Preference(both))[0].backward()
         head(hidden.repeat(4, 1), targets.repeat(4))
-    assert made.size == 2**20 // 4, "one chunk"
+    assert largest.size == 2**20 // 4, "one chunk"
 
 
 @pytest.mark.slow
@@ -292,18 +293,18 @@ def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_a
         "loss.label_smoothing=0.1",
     ]
     alone = train("alone", *how, "loss.chunk_mib=64", "batch.micro_rows=4")
-    one, many = (
+    one, several = (
         train(f"{mib}", *how, f"loss.chunk_mib={mib}", ranks=2, seam=gathers_told)
         for mib in (64, 1)
     )
-    for run in (one, many):
+    for run in (one, several):
         for name in ("loss", "objective", "grad_norm"):
             assert run.column(name) == pytest.approx(
                 alone.column(name), rel=1e-4 if name == "grad_norm" else 1e-5
             )
-    assert "at most 16 tokens at once" in many.out
+    assert "at most 16 tokens at once" in several.out
     assert "at most 64 tokens at once" in one.out
-    assert many.out.count("gathered") == one.out.count("gathered") > 0
+    assert several.out.count("gathered") == one.out.count("gathered") > 0
 
 
 @pytest.mark.slow

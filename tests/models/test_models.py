@@ -190,12 +190,12 @@ def test_attention_costs_what_the_masks_let_through(pair):
     counted = np.zeros(len(lengths))
     for window in ours.config.windows:
         for i, length in enumerate(lengths):
-            seen = (
+            masks = (
                 MaskedAttention([[length]], length, torch.device("cpu"))
                 .with_window(window)
                 .mask.sum()
             )
-            counted[i] += 2 * seen - min(
+            counted[i] += 2 * masks - min(
                 length, window or length
             )  # n² where n(n+1)/2 pairs are seen
     assert ours.config.attention_cost(lengths) == pytest.approx(counted / len(ours.config.windows))
@@ -481,16 +481,16 @@ def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_
         None,
         False,
     )
-    told = train(
+    refused = train(
         "run",
         "model.attn_logit_softcapping=5",
         "model.partial_rotary_factor=0.5",
         "train.steps=1",
         code=2,
     )
-    assert "model.attn_logit_softcapping=5.0" in told.err
-    assert "gemma2 have it" in told.err
-    assert "model.partial_rotary_factor=0.5" in told.err
+    assert "model.attn_logit_softcapping=5.0" in refused.err
+    assert "gemma2 have it" in refused.err
+    assert "model.partial_rotary_factor=0.5" in refused.err
 
 
 def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
@@ -508,8 +508,8 @@ def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
             }
         )
     )
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
-    assert all(text in told.err for text in ("attention_dropout", "relu", "yarn"))
+    refused = train("run", f"model.init_from={folder}", "train.steps=1", base=[], code=2)
+    assert all(text in refused.err for text in ("attention_dropout", "relu", "yarn"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}'])

@@ -96,17 +96,17 @@ def test_new_tokens_start_as_the_mean_of_the_others(train, folder, ranks, multip
 
 
 def test_rows_are_not_taken_away(train, folder):
-    told = train(
+    refused = train(
         "run", f"model.init_from={folder}", "model.vocab_size=200", "train.steps=1", base=HF, code=2
     )
-    assert "model.vocab_size=200" in told.err
-    assert "264 rows" in told.err
+    assert "model.vocab_size=200" in refused.err
+    assert "264 rows" in refused.err
 
 
 def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     folder = make_folder(tmp_path / "small", vocab_size=200)
-    told = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
-    assert "model.vocab_size=260" in told.err
+    refused = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
+    assert "model.vocab_size=260" in refused.err
     assert train(
         "grown", f"model.init_from={folder}", "model.vocab_size=260", "train.steps=1", base=HF
     ).column("step") == [1]
@@ -138,8 +138,8 @@ def test_tokens_that_the_tokenizer_lacks_are_added_to_it_and_to_the_model(train,
         transformers.AutoModelForCausalLM.from_pretrained(hf).get_input_embeddings().weight.shape[0]
         == 262
     )
-    told = train("chatml", "data.template=llama3", "train.steps=1", code=2)
-    assert "tokenizer.add_tokens=['<|start_header_id|>'" in told.err
+    refused = train("chatml", "data.template=llama3", "train.steps=1", code=2)
+    assert "tokenizer.add_tokens=['<|start_header_id|>'" in refused.err
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
-"""What a run writes down: the contract's fields, figures that are right, a line for people,
-trackers that go on after a restart."""
+"""Records of a run: the contract's fields, figures that are right, a line for people, trackers that
+go on after a restart."""
 
 import contextlib
 import fcntl
@@ -102,8 +102,9 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
         [line["phases"] for line in run.metrics if "phases" in line],
     )
     assert all(
-        {"data", "forward", "backward", "clip", "update", "read", "validation", "log"} <= set(of)
-        for of in (first, last)
+        {"data", "forward", "backward", "clip", "update", "read", "validation", "log"}
+        <= set(phases)
+        for phases in (first, last)
     )
     assert first["data"] >= 0.3
     assert first["start"] > 0
@@ -120,7 +121,7 @@ def test_the_time_of_a_run_is_that_of_its_phases(train):
     assert "start-up" in line
     assert "shards" not in line
     assert end["export"] > 0
-    assert sum(sum(of.values()) for of in (first, last, end)) < wall
+    assert sum(sum(phases.values()) for phases in (first, last, end)) < wall
 
 
 @pytest.mark.slow
@@ -289,7 +290,8 @@ def test_the_formula_of_flops_counts_what_torch_counts(options):
     ],
 )
 def test_frozen_weights_have_no_product_for_a_gradient_of_their_own(adapter, freeze, first):
-    """As torch counts, but for the gradient of what enters the first block that is trained in."""
+    """Products are those that torch counts, but for the gradient of what enters the first block
+    that is trained in."""
     config = ModelConfig(
         vocab_size=300, hidden_size=64, head_dim=16, num_hidden_layers=3, tie_word_embeddings=False
     )
@@ -393,14 +395,14 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
 
 @pytest.mark.slow
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
-    told = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
-    fast, slow = told["ranks"]["0"], told["ranks"]["1"]
-    assert told["steps"] == [2, 3]
+    phases = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
+    fast, slow = phases["ranks"]["0"], phases["ranks"]["1"]
+    assert phases["steps"] == [2, 3]
     assert fast["gradient sync, exposed"]["seconds"] > 0.5
     assert slow["backward"]["idle"] > 0.9
     assert all(
-        of[row]["seconds"] > 0
-        for of in (fast, slow)
+        rank_phases[row]["seconds"] > 0
+        for rank_phases in (fast, slow)
         for row in ("data", "forward", "loss", "clip", "optimizer", "log")
     )
     steps = [
@@ -461,7 +463,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         for name, (at, end) in host.items()
     ]
     for number, (name, stream, launched, begin, end) in enumerate(KERNELS):
-        of = {"correlation": number, "stream": stream}
+        args = {"correlation": number, "stream": stream}
         events.append(
             {
                 "ph": "X",
@@ -470,7 +472,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
                 "tid": 2,
                 "ts": 1e3 * launched,
                 "dur": 1,
-                "args": of,
+                "args": args,
             }
         )
         events.append(
@@ -481,7 +483,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
                 "tid": stream,
                 "ts": 1e3 * begin,
                 "dur": 1e3 * (end - begin),
-                "args": of,
+                "args": args,
             }
         )
     events += [
@@ -490,10 +492,10 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
     ]
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
         json.dump({"schemaVersion": 1, "traceEvents": events}, file)
-    told = phases_of(read_trace(tmp_path / "trace.json.gz"))
+    rows = phases_of(read_trace(tmp_path / "trace.json.gz"))
     ms = {
-        row: tuple(round(1e3 * of[what], 3) for what in ("seconds", "idle", "hidden"))
-        for row, of in told.items()
+        row: tuple(round(1e3 * args[what], 3) for what in ("seconds", "idle", "hidden"))
+        for row, args in rows.items()
     }
     assert ms == {
         "data": (1, 1, 0),
@@ -507,7 +509,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
         "log": (10, 10, 0),
     }
     assert sum(seconds for seconds, _, _ in ms.values()) == 150
-    assert table({0: told})[-1].split() == ["a", "step", "150.0"]
+    assert table({0: rows})[-1].split() == ["a", "step", "150.0"]
 
 
 @pytest.mark.slow
@@ -535,11 +537,11 @@ def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     pytest.importorskip("wandb")
     first = train("run", "train.steps=2", "logging.wandb=offline", ranks=2, timeout=200)
     again = train("run", "train.steps=4", "logging.wandb=offline", ranks=2, timeout=200)
-    kept = [p.read_text() for p in Path(first.folder).rglob("wandb_id")]
+    ids = [p.read_text() for p in Path(first.folder).rglob("wandb_id")]
     folders = sorted((again.folder / "wandb").glob("offline-run-*"))
-    assert len(kept) == 1
+    assert len(ids) == 1
     assert len(folders) == 2
-    assert all(folder.name.endswith(kept[0]) and list(folder.glob("*.wandb")) for folder in folders)
+    assert all(folder.name.endswith(ids[0]) and list(folder.glob("*.wandb")) for folder in folders)
     assert again.column("step") == [1, 2, 3, 4]
     assert "gets no more metrics" not in first.out + again.out
 

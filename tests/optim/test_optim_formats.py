@@ -83,8 +83,8 @@ def set_gradients(model, step, dtype, rank=0, ranks=1):
 
 
 def five_steps(dtype, options):
-    """On every rank: the whole weights and the moments' bytes after five steps, the third of them
-    skipped."""
+    """Return the whole weights and the moments' bytes after five steps, the third of them skipped,
+    on every rank."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 0)
     model = middle(dtype)
     if ranks:
@@ -121,7 +121,7 @@ def assert_equal_states(got, expected):
 
 @pytest.fixture(scope="module")
 def of_one_process():
-    """What one process gives, which must stay as it is."""
+    """Return what one process gives, which must stay as it is."""
     return five_steps_in_all_formats()
 
 
@@ -153,7 +153,7 @@ SHAPES = {
 
 
 def steps_of_layout(layout):
-    """On every rank: what each format gives."""
+    """Return what each format gives, on every rank."""
     mesh = None
     if layout:
         dist.init_process_group("gloo")
@@ -405,7 +405,7 @@ def test_a_run_goes_on_bitwise_in_every_format(train, how):
     ("how", "before", "after"), [(EIGHT_BIT, 2, 1), (EIGHT_BIT, 1, 4), (PURE, 1, 4)], ids=str
 )
 def test_a_run_goes_on_on_another_world_in_every_format(train, how, before, after):
-    """Where weights are bfloat16, moments are too."""
+    """If weights are bfloat16, moments are too."""
     common = [*how, "schedule=constant", "batch.micro_rows=1"]
     train("run", *common, "train.steps=2", ranks=before)
     again, whole = (
@@ -460,7 +460,7 @@ def test_the_format_of_moments_may_change_between_floating_point_ones_when_allow
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (["optim=adamw_8bit", "optim.implementation=fused"], "optim.implementation=auto"),
         ([*PURE, "optim.implementation=foreach"], "optim.rounding=nearest"),
@@ -469,8 +469,8 @@ def test_the_format_of_moments_may_change_between_floating_point_ones_when_allow
     ],
     ids=str,
 )
-def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how, told):
-    assert told in train("run", *how, code=2).err
+def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how, message):
+    assert message in train("run", *how, code=2).err
 
 
 @pytest.mark.slow
@@ -495,7 +495,7 @@ def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):
 
 
 def assert_same(a, b):
-    """Also of bfloat16, which numpy does not know."""
+    """Raise AssertionError if two arrays differ, even of bfloat16, which numpy does not know."""
     assert a.keys() == b.keys()
     assert any("exp_avg_sq" in name for name in a)
     for name in a:

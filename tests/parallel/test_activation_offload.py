@@ -241,11 +241,11 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     suggestions = {one.override: one for one in suggest(cfg, config, 8, gpu)}
-    found = suggestions["activation_checkpoint.offload=true"]
+    suggestion = suggestions["activation_checkpoint.offload=true"]
     typed = planned(*words, "activation_checkpoint.offload=true")
     assert typed.fits
-    assert typed.memory.peak.total == found.peak_bytes
-    assert re.search(r"\d+ GiB a rank, \d+ a node", found.reason)
+    assert typed.memory.peak.total == suggestion.peak_bytes
+    assert re.search(r"\d+ GiB a rank, \d+ a node", suggestion.reason)
     before = planned(*words)
     inputs = 131072 * 4096 * 2
     saved = before.memory.peak.total - typed.memory.peak.total
@@ -270,5 +270,5 @@ def test_on_a_cpu_nothing_is_saved():
     plain, offloaded = planned(*words), planned(*words, offload)
     assert offloaded.memory == plain.memory
     cfg = compose("plan", [*words, "plan.memory_gib=1"], inputs=False)
-    found = suggest(cfg, architecture(cfg)[0], 2, target(cfg, 2))
-    assert not [one for one in found if "offload" in one.override]
+    suggestion = suggest(cfg, architecture(cfg)[0], 2, target(cfg, 2))
+    assert not [one for one in suggestion if "offload" in one.override]

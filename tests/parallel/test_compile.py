@@ -15,8 +15,8 @@ NOWHERE = "/no/such/g++"
 
 
 def compilations(run):
-    """Of each time that something was compiled: when, how many graphs, how many of them from the
-    cache."""
+    """Return, for each compilation, when it was, how many graphs, and how many of them came from
+    the cache."""
     return [(e["step"], e["during"], e["graphs"], e["cached"]) for e in run.event("compile")]
 
 
@@ -96,7 +96,7 @@ def another_shape_after_the_first(real, self, rows):
 
 @contextlib.contextmanager
 def no_compiler():
-    """On the last rank."""
+    """Take the compiler away on the last rank."""
     import torch._inductor.config as config
 
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
@@ -132,7 +132,7 @@ def test_without_a_compiler_there_is_no_budget(train):
 
 @contextlib.contextmanager
 def broken_compiler():
-    """It says its version and compiles nothing."""
+    """Use a compiler that says its version and compiles nothing."""
     import torch._inductor.config as config
 
     with config.patch({"cpp.cxx": (None, os.environ["BROKEN_CXX"])}):

@@ -50,7 +50,7 @@ def timeout_of(group):
 
 
 def described(sharding):
-    """What a rank knows of its place, and the sum of all ranks' numbers."""
+    """Return what a rank knows of its place, and the sum of all ranks' numbers."""
     dims, total = dims_of(sharding), torch.tensor(float(os.environ["RANK"]))
     dims.sum_over_batch(total)
     timeouts = [timeout_of(group) for group in dims.mesh.get_all_groups()]
@@ -150,7 +150,7 @@ PLACEMENTS = {
 
 
 def gradients():
-    """Of 5 × 6 numbers each, one of them plain."""
+    """Return gradients of 5 × 6 numbers each, one of them plain."""
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(5, 6, generator=generator) for name in (*PLACEMENTS, "plain")}
 
@@ -198,7 +198,8 @@ LAYOUTS = {
 
 
 def decoder():
-    """Without storage; 77 rows for 74 tokens, which no number of ranks divides."""
+    """Return a decoder without storage; it has 77 rows for 74 tokens, which no number of ranks
+    divides."""
     config = ModelConfig(
         vocab_size=74,
         vocab_multiple=77,

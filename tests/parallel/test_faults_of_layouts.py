@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a layout in several dimensions is met by all ranks alike."""
+"""All ranks meet alike what goes wrong on one rank of a layout in several dimensions."""
 
 import signal
 from functools import partial

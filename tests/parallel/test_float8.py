@@ -85,17 +85,17 @@ def watched():
     later with the one that all found together."""
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Wrapped
 
-    real, seen = Wrapped.fsdp_pre_all_gather, []
+    real, gathered = Wrapped.fsdp_pre_all_gather, []
 
     def gather(self, mesh):
         sent, scale = real(self, mesh)
-        seen.append((sent[0].dtype, self._precomputed_scale is not None))
+        gathered.append((sent[0].dtype, self._precomputed_scale is not None))
         return sent, scale
 
     with EMULATED, patch.object(Wrapped, "fsdp_pre_all_gather", gather):
         yield
-    assert {dtype for dtype, _ in seen} == {torch.float8_e4m3fn}
-    together = [together for _, together in seen]
+    assert {dtype for dtype, _ in gathered} == {torch.float8_e4m3fn}
+    together = [together for _, together in gathered]
     assert together == sorted(together)
     assert together.count(True) == 2 * together.count(False) > 0
 
@@ -141,7 +141,7 @@ def test_a_run_may_change_to_and_from_float8(train):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ([], "capability 8.9"),
         (["launch.device=cpu"], "launch.device=cpu"),
@@ -150,9 +150,9 @@ def test_a_run_may_change_to_and_from_float8(train):
     ],
     ids=str,
 )
-def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, told):
+def test_float8_where_it_cannot_be_is_refused_with_what_to_type(train, how, message):
     run = train("run", *FLOAT8, *how, code=2)
-    assert told in run.err
+    assert message in run.err
     assert "Traceback" not in run.err
     assert not run.metrics
 

@@ -199,8 +199,8 @@ def test_rotations_that_a_family_keeps_in_float32_are_not_rounded_in_bf16(train,
     run = train(
         family, *how, "train.steps=1", seam=inject.around("rotary_embedding", print_formats)
     )
-    told = {line for line in run.out.splitlines() if line.startswith("rotates")}
-    assert told == {f"rotates torch.bfloat16 by {rotations} {rotations}"}, "in recomputation too"
+    lines = {line for line in run.out.splitlines() if line.startswith("rotates")}
+    assert lines == {f"rotates torch.bfloat16 by {rotations} {rotations}"}, "in recomputation too"
 
 
 @pytest.mark.slow
@@ -212,11 +212,13 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     assert run.column("loss") == pytest.approx(alone()[0], rel=0.05), (
         "weights are rounded at every step: not as near as bf16 compute alone"
     )
-    kept = {name: t.dtype for name, t in stored(newest(run)).items() if not name.endswith("/step")}
-    assert len([name for name in kept if name.startswith("optimizer/")]) == 2 * len(
-        [name for name in kept if name.startswith("weights/")]
+    dtypes = {
+        name: t.dtype for name, t in stored(newest(run)).items() if not name.endswith("/step")
+    }
+    assert len([name for name in dtypes if name.startswith("optimizer/")]) == 2 * len(
+        [name for name in dtypes if name.startswith("weights/")]
     )
-    assert set(kept.values()) == {torch.bfloat16}
+    assert set(dtypes.values()) == {torch.bfloat16}
 
 
 @pytest.mark.slow

@@ -230,7 +230,7 @@ def test_blocks_are_divided_by_cost_and_the_head_counts(blocks, head, stages, si
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zbv", "dualpipev"])
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 16), (8, 64)])
 def test_torchs_schedules_wait_and_hold_as_long_as_is_said(name, ranks, count):
-    """Where forward and both halves of backward take equally long."""
+    """The forward pass and both halves of backward take equally long here."""
     sharding = Sharding(pipeline=ranks, pipeline_schedule=name)
     idle, held = followed(name, ranks, count)
     assert idle == pytest.approx(idle_share(sharding, count))

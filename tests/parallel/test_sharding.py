@@ -1,4 +1,4 @@
-"""What a rank holds: activations by the mode of recomputation, and a refusal, with the arithmetic,
+"""Memory of a rank: activations by the mode of recomputation, and a refusal, with the arithmetic,
 of states that cannot fit."""
 
 import itertools
@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
 LENGTH = 128
 
 
-def small(**asked) -> Decoder:
+def small(**settings) -> Decoder:
     model = Decoder(
         ModelConfig(
             vocab_size=50,
@@ -73,7 +73,7 @@ def small(**asked) -> Decoder:
         )
     )
     initialize_weights(model, 0)
-    checkpoint_activations(model, ActivationCheckpoint(**asked))
+    checkpoint_activations(model, ActivationCheckpoint(**settings))
     return model
 
 
@@ -90,14 +90,14 @@ def two_documents() -> MicroBatch:
     )
 
 
-def kept_for_backward(**asked) -> tuple[int, float, list[torch.Tensor]]:
+def kept_for_backward(**settings) -> tuple[int, float, list[torch.Tensor]]:
     """Bytes that live between forward and backward, the loss, and the gradients."""
-    model, batch = small(**asked), two_documents()
+    model, batch = small(**settings), two_documents()
     with LiveBytes(model) as memory:
         loss = model(batch, CrossEntropy(batch.weights)).value
-        kept = sum(memory.live.values())
+        saved = sum(memory.live.values())
     loss.backward()
-    return kept, loss.item(), [p.grad for p in model.parameters()]
+    return saved, loss.item(), [p.grad for p in model.parameters()]
 
 
 def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients():
@@ -110,10 +110,12 @@ def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients(
         {"mode": "selective", "save": ["attention"]},
         {"mode": "full"},
     ]
-    kept, losses, gradients = zip(*(kept_for_backward(**asked) for asked in ladder), strict=True)
-    assert all(more > less for more, less in itertools.pairwise(kept)), kept
-    assert kept[-1] < kept[0] / 8
-    assert kept[-1] < kept_for_backward(mode="full", every=2)[0] < kept[0]
+    saved, losses, gradients = zip(
+        *(kept_for_backward(**settings) for settings in ladder), strict=True
+    )
+    assert all(more > less for more, less in itertools.pairwise(saved)), saved
+    assert saved[-1] < saved[0] / 8
+    assert saved[-1] < kept_for_backward(mode="full", every=2)[0] < saved[0]
     assert len(set(losses)) == 1
     assert all(
         torch.equal(a, b)
@@ -122,9 +124,9 @@ def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients(
     )
 
 
-def saved_by_compiled_blocks(**asked) -> int:
+def saved_by_compiled_blocks(**settings) -> int:
     """Bytes that compiled blocks keep for backward, weights and what all blocks share left out."""
-    model, saved = small(**asked), {}
+    model, saved = small(**settings), {}
     own = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def pack(tensor):
@@ -140,23 +142,23 @@ def saved_by_compiled_blocks(**asked) -> int:
         hidden, _ = model.hidden(
             places % 50, places, MaskedAttention([[LENGTH]], LENGTH, torch.device("cpu"))
         )
-        kept = sum(saved.values())
+        total = sum(saved.values())
     hidden.sum().backward()
-    return kept
+    return total
 
 
 @pytest.mark.slow
 def test_a_larger_budget_keeps_more():
-    kept = []
-    for asked in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
+    saved = []
+    for settings in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):
         torch._dynamo.reset()
-        kept.append(saved_by_compiled_blocks(**asked))
-    assert kept[0] < kept[1] < kept[2]
-    assert kept[0] < kept[2] / 3
+        saved.append(saved_by_compiled_blocks(**settings))
+    assert saved[0] < saved[1] < saved[2]
+    assert saved[0] < saved[2] / 3
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["activation_checkpoint=budget"], "compile=enabled"),
         (["activation_checkpoint.every=2"], "activation_checkpoint=selective"),
@@ -175,8 +177,8 @@ def test_a_larger_budget_keeps_more():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_key_that_would_not_count_is_refused(train, overrides, told):
-    assert told in train("run", *overrides, code=2).err
+def test_a_key_that_would_not_count_is_refused(train, overrides, message):
+    assert message in train("run", *overrides, code=2).err
 
 
 def meta(**sizes) -> Decoder:
@@ -311,12 +313,12 @@ def test_adapters_are_suggested_where_they_would_fit():
     cfg.adapter = Adapter(name="lora", rank=1)
     lora = Alternative("adapter=lora", model_to_train(config, cfg), None)
     setup = Setup(Sharding(), Precision(), Optim(), 1)
-    full, least = (
+    full, smallest = (
         sum(item.size for item in memory_check.least_memory(model, setup))
         for model in (meta(), lora.model)
     )
     with (
-        inject.around("device_memory", lambda *_: (full + least) / 2),
+        inject.around("device_memory", lambda *_: (full + smallest) / 2),
         pytest.raises(memory_check.UserError, match=r"precision=pure_bf16  or  adapter=lora$"),
     ):
         memory_check.check_memory(meta(), setup, cpu, lambda: [lora])

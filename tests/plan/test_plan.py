@@ -102,13 +102,13 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
     words = ["precision.param_dtype=bfloat16", "model.vocab_multiple=4", "train.steps=2", *words]
     train("run", *words, ranks=ranks, seam=counting, env={"SENT": str(tmp_path / "sent")})
     base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
-    told = planned(
+    result = planned(
         *base, "tokenizer.path=demo:bytes", "plan.gpu=h100", f"plan.world_size={ranks}", *words
     ).wire
     sent = json.loads((tmp_path / "sent").read_text())
     assert sent == {
         name: pytest.approx(2 * (way.gathered + way.reduced), rel=1e-3)
-        for name, way in told.items()
+        for name, way in result.items()
     }
     assert sum(sent.values()) > 0
 
@@ -118,9 +118,11 @@ def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, 
     words = ["sharding.tensor=2", "train.steps=2", "batch.micro_rows=2", "model.vocab_multiple=4"]
     train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
     base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
-    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words)
+    result = planned(
+        *base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words
+    )
     sent = json.loads((tmp_path / "sent").read_text())
-    tensor = told.wire["tensor"]
+    tensor = result.wire["tensor"]
     # what the head exchanges of each token is not counted
     assert sent["shard"] == pytest.approx(2 * (tensor.gathered + tensor.reduced), rel=0.03)
     assert tensor.across == 0
@@ -130,9 +132,9 @@ def test_a_tensor_group_shares_states_and_activations():
     words = ("model=llama3_70b", "plan.gpu=h100", "batch.seq_len=8192", "batch.rows=64")
     alone = planned(*words, "plan.world_size=64")
     shared = planned(*words, "plan.world_size=64", "sharding.tensor=8")
-    for name, least, most in (("parameters", 0.99, 1.02), ("activations", 0.12, 0.2)):
+    for name, lower, upper in (("parameters", 0.99, 1.02), ("activations", 0.12, 0.2)):
         ratio = shared.memory.peak.bytes[name] / alone.memory.peak.bytes[name]
-        assert least < ratio < most, name
+        assert lower < ratio < upper, name
     assert shared.micro_batches == 8 * alone.micro_batches
     assert shared.wire["shard"].ranks == shared.wire["tensor"].ranks == 8
     assert shared.wire["tensor"].across == 0 < shared.wire["shard"].across
@@ -147,10 +149,12 @@ def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
              "batch.micro_rows=2", "model.vocab_multiple=4"]  # fmt: skip
     train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
     base = [word for word in SMALL if word.split("=")[0] not in [w.split("=")[0] for w in words]]
-    told = planned(*base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words)
+    result = planned(
+        *base, "tokenizer.path=demo:bytes", "plan.gpu=h100", "plan.world_size=2", *words
+    )
     sent = json.loads((tmp_path / "sent").read_text())
-    expected = sum(wire.gathered + wire.reduced for wire in told.wire.values())
-    assert told.wire["context"].gathered > 0
+    expected = sum(wire.gathered + wire.reduced for wire in result.wire.values())
+    assert result.wire["context"].gathered > 0
     assert sent["shard"] == pytest.approx(2 * expected, rel=0.03)
 
 
@@ -176,12 +180,12 @@ def test_what_is_suggested_fits_when_it_is_typed():
     cfg = compose("plan", list(DOES_NOT_FIT), inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     assert not make_plan(cfg, config, 8, gpu).fits
-    found = suggest(cfg, config, 8, gpu)
-    assert len(found) >= 4
-    assert len({re.sub(r"=\d+", "=", s.override) for s in found}) == len(found), (
+    suggestions = suggest(cfg, config, 8, gpu)
+    assert len(suggestions) >= 4
+    assert len({re.sub(r"=\d+", "=", s.override) for s in suggestions}) == len(suggestions), (
         "of one number the largest that fits"
     )
-    for one in found:
+    for one in suggestions:
         words = [*DOES_NOT_FIT, *one.override.split()]
         last = {
             word.split("=")[0]: word for word in words
@@ -190,17 +194,17 @@ def test_what_is_suggested_fits_when_it_is_typed():
         assert again.fits, one.override
         assert again.memory.peak.total == one.peak_bytes, one.override
         assert one.peak_bytes <= 60 * GIB, one.override
-    altering = [bool(re.search("precision|seq_len", s.override)) for s in found]
+    altering = [bool(re.search("precision|seq_len", s.override)) for s in suggestions]
     assert altering == sorted(altering), "what may learn less comes last"
-    order = [(alters, s.cost) for alters, s in zip(altering, found, strict=True)]
+    order = [(alters, s.cost) for alters, s in zip(altering, suggestions, strict=True)]
     assert order == sorted(order)
-    (bigger,) = (s for s in found if "world_size" in s.override)
+    (bigger,) = (s for s in suggestions if "world_size" in s.override)
     world = int(re.search(r"world_size=(\d+)", bigger.override)[1])
     assert not planned(
         *DOES_NOT_FIT[:-1], *bigger.override.split()[1:], f"plan.world_size={world - 8}"
     ).fits, "the smallest that fits"
-    full = next(s for s in found if s.override == "activation_checkpoint=full")
-    selective = next(s for s in found if s.override == "activation_checkpoint=selective")
+    full = next(s for s in suggestions if s.override == "activation_checkpoint=full")
+    selective = next(s for s in suggestions if s.override == "activation_checkpoint=selective")
     assert full.peak_bytes < selective.peak_bytes
     assert 0.2 < full.cost < 0.4
     assert 0.05 < selective.cost < full.cost
@@ -211,9 +215,9 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 1)
-    found = suggest(cfg, config, 1, gpu)
-    assert [s.override for s in found][-2:] == ["adapter=lora", "adapter=qlora"]
-    for one in found[-2:]:
+    suggestions = suggest(cfg, config, 1, gpu)
+    assert [s.override for s in suggestions][-2:] == ["adapter=lora", "adapter=qlora"]
+    for one in suggestions[-2:]:
         again = planned(*words, one.override)
         assert again.fits
         assert again.memory.peak.total == one.peak_bytes
@@ -230,16 +234,16 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
     words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
     assert main(["plan", *words, "plan.memory_gib=1", "plan.format=json"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["suggestions"] == []
-    least = told["least_memory"]
-    assert least["peak_gib"] < told["peak_gib"]
-    memory = f"plan.memory_gib={least['peak_gib'] + 0.01:.2f}"
-    assert main(["plan", *words, memory, *least["override"].split()]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["suggestions"] == []
+    smallest = report["least_memory"]
+    assert smallest["peak_gib"] < report["peak_gib"]
+    memory = f"plan.memory_gib={smallest['peak_gib'] + 0.01:.2f}"
+    assert main(["plan", *words, memory, *smallest["override"].split()]) == 0
     assert "least memory" not in capsys.readouterr().out
     assert main(["plan", *words[:1], *words[2:], "plan.memory_gib=1"]) == 3
     out = " ".join(capsys.readouterr().out.split())
-    assert f"would do here: {least['peak_gib']:.1f} GiB with" in out
+    assert f"would do here: {smallest['peak_gib']:.1f} GiB with" in out
     assert "compared as on" not in out, "nothing is compared"
 
 
@@ -284,13 +288,13 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
         "plan.format=json",
     ]
     assert main(words) == 0
-    found = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
-    assert {"activation_checkpoint=none", "compile=enabled"} <= {*found}
-    assert all(s["cost"] < 0 for s in found.values())
+    suggestions = {s["override"]: s for s in json.loads(capsys.readouterr().out)["suggestions"]}
+    assert {"activation_checkpoint=none", "compile=enabled"} <= {*suggestions}
+    assert all(s["cost"] < 0 for s in suggestions.values())
     assert planned(
         *words[1:2], *words[3:5], "activation_checkpoint=none"
     ).memory.peak.total / GIB == pytest.approx(
-        found["activation_checkpoint=none"]["peak_gib"], abs=1e-3
+        suggestions["activation_checkpoint=none"]["peak_gib"], abs=1e-3
     )
 
 
@@ -298,12 +302,12 @@ def test_what_fits_is_told_what_makes_it_faster(capsys):
 def test_json_is_one_object_and_the_exit_code_says_whether_it_fits(capsys):
     small = ["plan", "model=smollm2_135m", "plan.format=json"]
     assert main([*small, "plan.memory_gib=0.1", "plan.world_size=1"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["fits"] is False
-    assert told["step_seconds"] is None
-    assert told["tokens_per_second"] is None
-    assert sum(told["by_category"].values()) == pytest.approx(told["peak_gib"], abs=0.01)
-    assert told["peak_gib"] > told["memory_gib"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["fits"] is False
+    assert report["step_seconds"] is None
+    assert report["tokens_per_second"] is None
+    assert sum(report["by_category"].values()) == pytest.approx(report["peak_gib"], abs=0.01)
+    assert report["peak_gib"] > report["memory_gib"]
     assert (
         main(
             [
@@ -418,7 +422,7 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["plan.gpu=h101"], "plan.memory_gib="),
         (["plan.gpu=[]"], "plan.gpu=[h100,a100_40gb]"),
@@ -432,9 +436,9 @@ def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
         (["model=tiny", "plan.gpu=h100", "plan.world_size=[8,x]"], "a list of whole numbers"),
     ],
 )
-def test_a_mistake_is_told_with_what_to_type(words, told, capsys):
+def test_a_mistake_is_told_with_what_to_type(words, message, capsys):
     assert main(["plan", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -573,12 +577,12 @@ def test_empty_rows_and_memory_of_the_host_are_told(capsys):
         "activation_checkpoint=full", "batch.rows=32",
     ]  # fmt: skip
     assert main([*words, "plan.world_size=[8,1024]", "plan.format=json"]) == 0
-    one, many = json.loads(capsys.readouterr().out)["worlds"]
-    assert (one["empty_rows_share"], many["empty_rows_share"]) == (0, pytest.approx(0.9688))
+    one, several = json.loads(capsys.readouterr().out)["worlds"]
+    assert (one["empty_rows_share"], several["empty_rows_share"]) == (0, pytest.approx(0.9688))
     assert one["host_gib_per_node"] == pytest.approx(8 * one["host_gib"], abs=0.01)
     assert one["host_gib_per_node"] > 1024
     assert not one["host_fits"]
-    assert many["host_fits"]
+    assert several["host_fits"]
     assert one["tokens_per_second_per_gpu"] == pytest.approx(one["tokens_per_second"] / 8)
     assert [*one["moments"]] == ["forward", "head and loss", "backward", "update"]
     assert one["moment"] in one["moments"]

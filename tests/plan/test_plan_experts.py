@@ -54,14 +54,14 @@ def measured(world):
     layouts = (*LAYOUTS, CONTEXT, QLORA)
     cfgs = [compose("plan", [*MIXTURE, *layout], inputs=False) for layout in layouts]
     cases = [(cfg, architecture(cfg)[0]) for cfg in cfgs]
-    told = world.call(4, steps_of_experts, cases)[0]
-    return [(layout, *case, one) for layout, case, one in zip(layouts, cases, told, strict=True)]
+    steps = world.call(4, steps_of_experts, cases)[0]
+    return [(layout, *case, one) for layout, case, one in zip(layouts, cases, steps, strict=True)]
 
 
 @pytest.mark.slow
 def test_ranks_send_the_bytes_that_the_plan_counts(measured):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
-    for layout, cfg, config, told in measured[: len(LAYOUTS)]:
+    for layout, cfg, config, step in measured[: len(LAYOUTS)]:
         ways = wire(cfg, config, 4, DEVICES["h100"])
         for gathers in (True, False):
             counted = {}
@@ -72,23 +72,23 @@ def test_ranks_send_the_bytes_that_the_plan_counts(measured):
                     counted[ranks] = counted.get(ranks, 0) + size
             real = {
                 ranks: size
-                for (ranks, is_gather), size in told.sent.items()
+                for (ranks, is_gather), size in step.sent.items()
                 if is_gather == gathers
             }
             close = 0.005 if cfg.sharding.tensor > 1 else 0
             assert real == pytest.approx(counted, rel=close), layout
         way = ways.get("expert")
-        assert told.rows == (way.gathered + way.reduced if way else 0), layout
+        assert step.rows == (way.gathered + way.reduced if way else 0), layout
         # of two blocks, also where they are computed again
-        assert told.waits == (2 if way else 0), layout
+        assert step.waits == (2 if way else 0), layout
 
 
 @pytest.mark.slow
 def test_ranks_hold_what_the_plan_says(measured):
-    for layout, cfg, config, told in measured:
+    for layout, cfg, config, step in measured:
         with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
             peak = memory(cfg, config, 4, "cpu").peak
-        held = pytest.approx(told.peak, rel=0.005)
+        held = pytest.approx(step.peak, rel=0.005)
         assert peak.total - peak.bytes["allowance"] == held, layout
 
 
@@ -127,10 +127,10 @@ def test_experts_on_several_ranks_are_gathered_by_fewer_and_their_rows_travel():
 def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
     words = (*QWEN, "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8")
     assert main(["plan", *words, "batch.micro_rows=4", "plan.format=json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["uneven"]["expert_load"] == 1.5
-    assert told["uneven"]["peak_gib"] > told["peak_gib"]
-    assert told["uneven"]["step_seconds"][0] > 1.1 * told["step_seconds"][0]
+    report = json.loads(capsys.readouterr().out)
+    assert report["uneven"]["expert_load"] == 1.5
+    assert report["uneven"]["peak_gib"] > report["peak_gib"]
+    assert report["uneven"]["step_seconds"][0] > 1.1 * report["step_seconds"][0]
     assert main(["plan", *words, "batch.micro_rows=8", "plan.expert_load=3"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "3 × the even rows at one rank's experts" in out
@@ -145,9 +145,9 @@ def test_layouts_of_mixtures_divide_experts(capsys):
     with_experts = [one for one in layouts if "sharding.expert=" in " ".join(one["overrides"])]
     typed = [*cluster, *with_experts[0]["overrides"]]
     assert main(["plan", *typed]) == 0
-    told = json.loads(capsys.readouterr().out)
+    report = json.loads(capsys.readouterr().out)
     for name in ("tokens_per_second", "peak_gib"):
-        assert told[name] == with_experts[0][name]
+        assert report[name] == with_experts[0][name]
 
 
 @pytest.mark.slow

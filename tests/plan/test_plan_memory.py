@@ -1,5 +1,4 @@
-"""What the plan says of memory: exact where it is arithmetic, and what steps really hold
-elsewhere."""
+"""The plan's memory: exact if it is arithmetic, else what steps really hold."""
 
 import contextlib
 import json
@@ -111,7 +110,7 @@ def test_offloaded_states_are_the_hosts():
 
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     config, stream = MODEL, 512 * 512 * 2
-    kept = [
+    saved = [
         plan.trace_blocks(configured(**keys), config, "cpu")[0][0].saved
         for keys in (
             FULL,
@@ -120,20 +119,20 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
             {},
         )
     ]
-    assert kept[0] == stream
-    assert kept == sorted(kept)
-    assert len(set(kept)) == 4
+    assert saved[0] == stream
+    assert saved == sorted(saved)
+    assert len(set(saved)) == 4
     every = [
         block.saved
         for block in plan.trace_blocks(
             configured(**FULL, activation_checkpoint__every=2), config, "cpu"
         )[0]
     ]
-    assert every == [kept[0], kept[3]] * 2
+    assert every == [saved[0], saved[3]] * 2
     half = plan.trace_blocks(configured(**{"activation_checkpoint.mode": "budget"}), config, "cpu")[
         0
     ][0].saved
-    assert half == (kept[0] + kept[3]) / 2
+    assert half == (saved[0] + saved[3]) / 2
 
 
 def test_a_mask_costs_the_rows_length_squared():
@@ -235,8 +234,8 @@ def case(ranks=8, blocks=2, tied=False, family="llama", vocabulary=8000, **keys)
 
 @pytest.mark.slow
 def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
-    """On tensors without storage. torch's own tracker takes the modules of one unit for units of
-    their own: 5% is for that."""
+    """Tensors have no storage. torch's own tracker takes the modules of one unit for units of their
+    own: 5% is for that."""
     cases = [(*case(**keys), "live") for keys in LIVE.values()] + [
         (*case(**LIVE[name]), "tracker") for name in TRACKED
     ]
@@ -246,10 +245,10 @@ def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
         [*LIVE, *TRACKED], cases, measured, strict=True
     ):
         with only_tensors():
-            found = memory(cfg, config, ranks, "cpu").peak
+            peak = memory(cfg, config, ranks, "cpu").peak
         tolerance = {"live": 0.005, "tracker": 0.05}[by]
-        assert without_allowance(found) == pytest.approx(held, rel=tolerance), (name, by, found)
-        covered |= {category for category, size in found.bytes.items() if size > 0.02 * held}
+        assert without_allowance(peak) == pytest.approx(held, rel=tolerance), (name, by, peak)
+        covered |= {category for category, size in peak.bytes.items() if size > 0.02 * held}
     assert covered == set(CATEGORIES)  # a category left out would have been seen
 
 
@@ -326,7 +325,7 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
 def test_stages_hold_what_the_plan_says(world, schedule):
-    """Of two ranks the one that holds more."""
+    """The rank that holds more is compared, of two."""
     keys = {"sharding.pipeline": 2, "sharding.pipeline_schedule": schedule}
     cfg = configured(1, 4, **keys, batch__micro_rows=1, precision__param_dtype="float32")
     smaller = replace(MODEL, hidden_size=256, intermediate_size=768, vocab_size=4000)

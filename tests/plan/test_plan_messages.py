@@ -54,8 +54,8 @@ def test_stages_send_the_messages_that_the_plan_counts(world, schedule, tied):
     config = architecture(cfg)[0]
     planned = wire(cfg, config, 4, DEVICES["h100"])
     counted = world.call(4, messages_of_stages, cfg, config)
-    most = max(counted, key=sum)
+    largest = max(counted, key=sum)
     way = planned["pipeline"]
-    assert most[0] == way.gathered + way.reduced
+    assert largest[0] == way.gathered + way.reduced
     way = planned["shard"]
-    assert (2 * most[1], 2 * most[2]) == (2 * 2 * way.gathered, 2 * 2 * way.reduced)
+    assert (2 * largest[1], 2 * largest[2]) == (2 * 2 * way.gathered, 2 * 2 * way.reduced)

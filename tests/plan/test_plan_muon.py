@@ -27,7 +27,7 @@ LAYOUTS = (
 
 @pytest.mark.slow
 def test_owners_are_sent_the_bytes_that_the_plan_counts(world):
-    """As a mean over the ranks. Of whole experts a rank may own more of its own than by chance."""
+    """Bytes are a mean over the ranks: a rank may own more of its whole experts than by chance."""
     cfgs = [compose("plan", [*TINY, *layout], inputs=False) for layout in LAYOUTS]
     cases = [(cfg, architecture(cfg)[0]) for cfg in cfgs]
     sent = zip(*world.call(4, messages_of_owners, cases), strict=True)

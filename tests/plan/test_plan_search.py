@@ -93,14 +93,14 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
 @pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(capsys):
     words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=8"]
-    found = searched(capsys, *words, code=3)
-    assert found["layouts"] == []
-    assert found["nearest"]["peak_gib"] > found["memory_gib"]
+    report = searched(capsys, *words, code=3)
+    assert report["layouts"] == []
+    assert report["nearest"]["peak_gib"] > report["memory_gib"]
     assert main(["plan", *words, "plan.search=true"]) == 3
     out = " ".join(capsys.readouterr().out.split())
-    words = " ".join(found["nearest"]["overrides"])
+    words = " ".join(report["nearest"]["overrides"])
     assert "sharding=fsdp" in words
-    assert f"The nearest needs {found['nearest']['peak_gib']:.1f} GiB with {words}" in out
+    assert f"The nearest needs {report['nearest']['peak_gib']:.1f} GiB with {words}" in out
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_what_was_typed_is_searched_all_the_same(capsys):
     words = [*CLUSTER, "plan.gpu=h100"]
     typed = ["sharding=hsdp", "sharding.replicas=8", "activation_checkpoint.offload=true"]
     plain, other = searched(capsys, *words), searched(capsys, *words, *typed)
-    peaks = [[one["peak_gib"] for one in found["layouts"]] for found in (plain, other)]
+    peaks = [[one["peak_gib"] for one in report["layouts"]] for report in (plain, other)]
     assert peaks[0] == peaks[1]
     assert "sharding.replicas=1" in " ".join(
         w for one in other["layouts"] for w in one["overrides"]

@@ -36,9 +36,9 @@ def test_a_result_is_stored_with_its_machine_and_compared_with_on_request(
         ({"speed": harness.spread([1.2, 1.5, 1.85])}, 0),
         ({"speed": harness.spread([1.2, 1.5, 1.75])}, 1),
     ):
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as exited:
             finish(compared, check=True)
-        assert left.value.code == code
+        assert exited.value.code == code
     said = capsys.readouterr().err
     assert "some: memory was 3, is 2.5" in said
     assert "some: speed was 2, is 1.5, 1.75 at best" in said
@@ -52,14 +52,14 @@ def test_a_processor_without_a_result_is_compared_with_one_of_as_many_cores(
     monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-old", "processor": "Old"})
     finish({"speed": 2.0}, check=False)
     monkeypatch.setattr(harness, "machine", lambda: {"kind": "2-cpu-cores-new", "processor": "New"})
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         finish({"speed": 1.0}, check=True)
-    assert left.value.code == 1
+    assert exited.value.code == 1
     assert "some: the stored result is of another processor, Old" in capsys.readouterr().err
     finish({"speed": 1.0}, check=False)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         finish({"speed": 1.0}, check=True)
-    assert left.value.code == 0
+    assert exited.value.code == 0
     monkeypatch.setattr(harness, "machine", lambda: {"kind": "4-cpu-cores-new", "processor": "New"})
     with pytest.raises(SystemExit, match="no stored result of this kind of machine"):
         finish({"speed": 1.0}, check=True)
@@ -87,12 +87,12 @@ def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
 
 @pytest.fixture
 def in_the_pool(world, monkeypatch):
-    """What benchmarks start, trained by the tests' ranks: nothing is timed here."""
+    """Train what benchmarks start on the tests' ranks: nothing is timed here."""
 
     def train(line, **_):
         ranks = int(line[-1].partition("launch.nproc_per_node=")[2])
-        told = world.command("train", *line[3:], ranks=ranks)
-        return subprocess.CompletedProcess(line, 0, told[0].out, told[0].err)
+        results = world.command("train", *line[3:], ranks=ranks)
+        return subprocess.CompletedProcess(line, 0, results[0].out, results[0].err)
 
     def answer(line, **_):
         _, _, module, _, file = line
@@ -103,7 +103,7 @@ def in_the_pool(world, monkeypatch):
 
 
 def answered(module, file):
-    """What a process of a task prints, which no launcher has started."""
+    """Return what a process of a task prints, which no launcher has started."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         os.environ.pop(name)
     said = io.StringIO()
@@ -149,7 +149,7 @@ def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(in_the_pool, worl
 
 
 def rates_of_links():
-    """What a rank prints."""
+    """Return what a rank prints."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         gpu.print_link_speeds(small=True)
@@ -161,8 +161,8 @@ def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
     line = """import json, os
 print("as text", json.dumps(2), json.dumps({"a": os.environ["RANK"]}), sep="\\n")"""
     (tmp_path / "says.py").write_text(line)
-    told = harness.run_ranks("says", 2, env={"PYTHONPATH": str(tmp_path)})
-    assert sorted(each["a"] for each in told) == ["0", "1"]
+    results = harness.run_ranks("says", 2, env={"PYTHONPATH": str(tmp_path)})
+    assert sorted(each["a"] for each in results) == ["0", "1"]
 
 
 def test_one_gpu_shows_nothing_of_layouts_and_says_so(tmp_path, monkeypatch):

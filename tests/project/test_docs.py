@@ -114,7 +114,7 @@ def test_the_site_is_built_and_fetches_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path):
-    """Of two small pages, built as ours are."""
+    """Two small pages are built as ours are."""
     settings, _, _ = (REPO / "mkdocs.yml").read_text().partition("\nnav:\n")
     (tmp_path / "mkdocs.yml").write_text(f"{settings}\nnav: [index.md, plan.md]\n")
     (tmp_path / "docs").mkdir()

@@ -1,4 +1,4 @@
-"""On a GPU: the same numbers, and no wait for the host inside a step."""
+"""A GPU gives the same numbers, and no step waits for the host."""
 
 import gzip
 import json

@@ -43,7 +43,7 @@ def modules():
     }
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     return {
-        name: {found for found in imports(path, files) if found != name}
+        name: {imported for imported in imports(path, files) if imported != name}
         for name, path in files.items()
     }
 
@@ -87,8 +87,8 @@ def test_no_files_import_each_other_in_a_circle():
 
 def test_no_test_imports_from_another():
     for path in Path(__file__).parents[1].rglob("*.py"):
-        found = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
-        assert found == [], f"{path.name}: what tests share lies in a module of its own"
+        imported = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
+        assert imported == [], f"{path.name}: what tests share lies in a module of its own"
 
 
 def test_every_place_where_tests_break_the_package_is_there():

@@ -1,4 +1,4 @@
-"""What someone has who installs a wheel: everything, in any folder."""
+"""Someone who installs a wheel has everything, in any folder."""
 
 import os
 import subprocess
@@ -87,7 +87,7 @@ def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
 @pytest.mark.slow
 def test_the_quickstart_trains_and_asks_before_and_after(world, monkeypatch, tmp_path, capsys):
     def start_ranks(cfg, words):
-        """As the launcher does, but for the processes."""
+        """Do what the launcher does, but for the processes."""
         assert cfg.launch.nproc_per_node == 2
         print(world.command("train", *words, ranks=2)[0].out)
         return 0

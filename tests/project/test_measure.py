@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from measure import broken_limits, measure
+from measure import broken_limits, exceeded, measure
 
 LONG = "def long(x):\n" + "".join(f"    if x == {n}:\n        return {n}\n" for n in range(11))
 
@@ -55,3 +55,12 @@ def test_a_long_function_with_a_reason_is_none(problems):
 def test_a_reason_for_a_function_that_is_not_long_is_a_problem(problems):
     [stale] = problems({"a.py": "def long(): ...\n"}, {"a.py:long": "a table"})
     assert "remove it" in stale
+
+
+def test_a_folder_beside_the_package_is_one_room_whose_columns_have_limits(tmp_path):
+    (tmp_path / "tests" / "data").mkdir(parents=True)
+    (tmp_path / "tests" / "a.py").write_text("told = 1\n")
+    (tmp_path / "tests" / "data" / "b.py").write_text('"""Of two."""\nkept = made = 2\n')
+    rooms = measure(tmp_path / "tests", "tests").rooms
+    limits = {("tests", "vague"): 2, ("tests", "unclear"): 1, ("tests", "tokens"): 99}
+    assert exceeded(rooms, limits) == ["vague of tests is 3, of 2 allowed"]

@@ -1,4 +1,4 @@
-"""What a user's own code may add to a run, from the command line and from Python."""
+"""A user's own code may extend a run, from the command line and from Python."""
 
 import json
 import os

@@ -63,14 +63,14 @@ def test_what_was_measured_stands_without_a_plan(train):
 def test_rank_0_hears_of_a_rank_that_runs_out_before_there_is_a_model():
     heard = []
     world = SimpleNamespace(rank=1, main=False, device="cuda:1", store=HashStore())
-    told = report_out_of_memory(
+    report = report_out_of_memory(
         torch.OutOfMemoryError("CUDA out of memory."),
         None,
         world,
         None,
         SimpleNamespace(report_failure=heard.append),
     )
-    assert heard == [told.args[0]] == ["rank 1 ran out of memory on cuda:1: CUDA out of memory."]
+    assert heard == [report.args[0]] == ["rank 1 ran out of memory on cuda:1: CUDA out of memory."]
 
 
 @pytest.mark.slow

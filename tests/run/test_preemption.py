@@ -74,8 +74,8 @@ def ALL(*phase):
         ("shards", 1, 0),
         ALL("validation", 3, 1),
         *[ALL(phase, nth, rank) for rank in (0, 1) for nth,
-        *of in ((1, "data", "forward", "clip", "update", "log", "staging"),
-        (2, "samples", "agree")) for phase in of],
+        *phases in ((1, "data", "forward", "clip", "update", "log", "staging"),
+        (2, "samples", "agree")) for phase in phases],
         *[ALL(phase, 1, 0) for phase in ("manifest", "rename", "prune")],
     ],
 )  # fmt: skip
@@ -152,7 +152,7 @@ def blocked_read(nth):
 def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
     train, undisturbed, ahead, nth, step
 ):
-    """In the second micro-batch of three, or in validation."""
+    """The data hang in the second micro-batch of three, or in validation."""
     stopped = train("run", *HOW, f"data.prefetch={ahead}", ranks=2, seam=blocked_read(nth), code=75)
     assert len(stopped.metrics) == step
     assert stopped.checkpoints[-1] == f"step-{step:08d}"
@@ -193,12 +193,12 @@ def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "kept"), [("start", 0), ("export", 1)])
-def test_a_signal_before_or_after_training_is_heard_too(train, phase, kept):
+@pytest.mark.parametrize(("phase", "committed"), [("start", 0), ("export", 1)])
+def test_a_signal_before_or_after_training_is_heard_too(train, phase, committed):
     how = ["train.steps=1", "checkpoint.export_hf=true"]
     seam = inject.signalled("export", 0, 1) if phase == "export" else AT_ONCE
     stopped = train("run", *how, ranks=2, seam=seam, code=75)
-    assert len(stopped.checkpoints) == kept
+    assert len(stopped.checkpoints) == committed
     assert end_of(stopped) == ("end", 75)
     assert not (stopped.folder / "hf").exists()
     done = train("run", *how, ranks=2)
@@ -286,7 +286,7 @@ def test_squeue_is_asked_where_the_environment_says_nothing(tmp_path, monkeypatc
 
 
 def blocked():
-    """As in a collective of C++ that never ends."""
+    """Block as a collective of C++ that never ends."""
     while True:  # a signal wakes it, but not for long
         ctypes.CDLL(None).usleep(60_000_000)
 
@@ -460,9 +460,9 @@ def test_waits_that_may_be_long_are_no_ordinary_phases(train):
         ),
         code=1,
     )
-    told = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
-    assert {name for name, _ in told} == set(LONG_WAITS)
-    assert told <= {
+    places = set(re.findall(r"\[(\w+) in (\w+)\]", run.out))
+    assert {name for name, _ in places} == set(LONG_WAITS)
+    assert places <= {
         ("checkpoint_wait", "staging"),
         ("checkpoint_wait", "end"),
         ("compare_copies", "check"),

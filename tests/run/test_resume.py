@@ -167,7 +167,7 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
 @pytest.mark.slow
 def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     train("run", "train.steps=2", "schedule=constant")
-    told = train(
+    refused = train(
         "run",
         "train.steps=4",
         "schedule=linear",
@@ -186,18 +186,18 @@ def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
         "run.name=NEW",
         "checkpoint.allow_changes=[",
     ):
-        assert text in told.err, text
-    assert "train.steps" not in told.err
-    assert told.column("step") == [1, 2]
-    assert end_of(told) == ("end", 2)
-    told = train(
+        assert text in refused.err, text
+    assert "train.steps" not in refused.err
+    assert refused.column("step") == [1, 2]
+    assert end_of(refused) == ("end", 2)
+    refused = train(
         "run",
         "train.steps=4",
         "schedule=constant",
         f"data.path={write_chats(tmp_path / 'other.jsonl', 90)}",
         code=2,
     )
-    assert "data.fingerprint" in told.err
+    assert "data.fingerprint" in refused.err
     run = train(
         "run",
         "train.steps=4",
@@ -273,12 +273,12 @@ def test_a_finished_run_can_still_be_exported(train):
 @pytest.mark.slow
 def test_never_refuses_a_used_folder_and_overwrite_starts_anew(train):
     first_loss = train("run", "train.steps=3").column("loss")[0]
-    told = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
-    assert "run.overwrite=true" in told.err
-    assert told.column("step") == [1, 2, 3]
-    assert told.checkpoints == ["step-00000003"]
-    (told.folder / "checkpoints").rename(told.folder.parent / "elsewhere")
-    (told.folder / "checkpoints").symlink_to(told.folder.parent / "elsewhere")
+    refused = train("run", "train.steps=3", "checkpoint.resume=never", code=2, ranks=2)
+    assert "run.overwrite=true" in refused.err
+    assert refused.column("step") == [1, 2, 3]
+    assert refused.checkpoints == ["step-00000003"]
+    (refused.folder / "checkpoints").rename(refused.folder.parent / "elsewhere")
+    (refused.folder / "checkpoints").symlink_to(refused.folder.parent / "elsewhere")
     anew = train("run", "train.steps=2", "checkpoint.resume=never", "run.overwrite=true", ranks=2)
     assert anew.column("step") == [1, 2]
     assert anew.checkpoints == ["step-00000002"]
@@ -479,9 +479,9 @@ def test_epochs_end_with_the_data_also_if_steps_become_smaller_on_the_way(train)
 def test_shapes_of_weights_are_not_among_what_may_change(train):
     train("run", "train.steps=1")
     changed = ["model.vocab_size=300", "checkpoint.allow_changes=[model.vocab_size]"]
-    told = train("run", "train.steps=2", *changed, code=2)
-    assert "model.embed_tokens.weight" in told.err
-    assert "run.name=NEW model.init_from=" in told.err
+    refused = train("run", "train.steps=2", *changed, code=2)
+    assert "model.embed_tokens.weight" in refused.err
+    assert "run.name=NEW model.init_from=" in refused.err
     for blocks, said in (
         (1, "is not in this model"),
         (3, "and is not in the checkpoint"),
@@ -490,10 +490,10 @@ def test_shapes_of_weights_are_not_among_what_may_change(train):
             f"model.num_hidden_layers={blocks}",
             "checkpoint.allow_changes=[model.num_hidden_layers]",
         ]
-        told = train("run", "train.steps=2", *changed, code=2)
-        assert said in told.err
-        assert "… and" in told.err
-        assert len(told.err.splitlines()) < 20
+        refused = train("run", "train.steps=2", *changed, code=2)
+        assert said in refused.err
+        assert "… and" in refused.err
+        assert len(refused.err.splitlines()) < 20
 
 
 def test_a_step_without_a_target_is_a_step(train, tmp_path):

@@ -1,4 +1,4 @@
-"""What a start imports, and how a process ends."""
+"""Imports of a start, and the end of a process."""
 
 import json
 import os
@@ -24,7 +24,7 @@ NOT_ASKED_FOR = (
 
 
 def python(code: str) -> str:
-    """What `code` prints last, in a fresh process."""
+    """Return the last line that `code` prints in a fresh process."""
     env = {
         **{name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
         "PYTHONPATH": str(REPO),
@@ -45,14 +45,14 @@ def test_training_imports_only_what_it_uses(inputs, tmp_path):
         "train.steps=1",
         "launch.env={OMP_NUM_THREADS: 1}",  # read where torch's library is loaded
     ]
-    told = python(
+    output = python(
         "import gc, json, sys\nfrom fsdp_trainer.cli import main\n"
         f"assert main({[*words, 'precision=fp32', 'run.name=run', 'train.gc_every=null']}) == 0\n"
         "assert gc.isenabled() and gc.get_freeze_count() > 0\n"
         "import torch\nassert torch.get_num_threads() == 1\n"
         "print(json.dumps([name for name in sys.modules if '.' not in name]))"
     )
-    imported = json.loads(told)
+    imported = json.loads(output)
     assert "torch" in imported
     assert not set(NOT_ASKED_FOR) & set(imported)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1

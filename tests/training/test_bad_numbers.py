@@ -27,11 +27,11 @@ def judged(losses, norms=None, **options):
     """Steps (from 0) that are spikes, and the guard behind them."""
     guard = Guard(Train(**{"spike_window": 16, **options}), torch.device("cpu"))
     norms = norms or [1.0] * len(losses)
-    found = [
+    verdicts = [
         bool(guard.judge(number(loss), number(norm)).spike)
         for loss, norm in zip(losses, norms, strict=True)
     ]
-    return [i for i, spike in enumerate(found) if spike], guard
+    return [i for i, spike in enumerate(verdicts) if spike], guard
 
 
 def falling(steps):
@@ -56,11 +56,11 @@ def test_a_loss_or_a_gradient_norm_far_above_those_before_is_a_spike_and_usual_t
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
     losses = falling(40)
-    found, guard = judged([*losses, bad, 50.0, bad])
-    kept, in_a_row = guard.state()
-    assert found == [41]
-    assert kept[0] == losses[-16:]
-    assert all(map(math.isfinite, kept[0] + kept[1]))
+    verdicts, guard = judged([*losses, bad, 50.0, bad])
+    usual, in_a_row = guard.state()
+    assert verdicts == [41]
+    assert usual[0] == losses[-16:]
+    assert all(map(math.isfinite, usual[0] + usual[1]))
     assert in_a_row == 1
     verdict = guard.judge(torch.tensor(2.1), torch.tensor(bad))
     assert verdict.not_finite
@@ -70,19 +70,19 @@ def test_the_window_never_holds_what_is_not_finite_nor_a_spike(bad):
 
 
 def test_a_step_without_a_target_is_no_measure():
-    found, guard = judged([*falling(40), 0.0], [1.0] * 40 + [0.0])
-    assert found == []
+    verdicts, guard = judged([*falling(40), 0.0], [1.0] * 40 + [0.0])
+    assert verdicts == []
     assert 0.0 not in guard.state()[0][0]
 
 
 def test_a_new_level_is_told_a_few_times_and_then_taken_for_what_it_is():
     noise = random.Random(1)
-    found, _ = judged(
+    verdicts, _ = judged(
         [2 + noise.gauss(0, 0.02) for _ in range(60)]
         + [5 + noise.gauss(0, 0.02) for _ in range(60)]
         + [9.0]
     )
-    assert found == [60, 61, 62, 63, 120]
+    assert verdicts == [60, 61, 62, 63, 120]
 
 
 def test_a_guard_goes_on_where_another_stopped_to_the_last_bit():
@@ -105,7 +105,7 @@ def test_only_skip_and_rewind_hold_the_update_back():
 
 
 def sums_that_differ():
-    """How many of this world's sums are not the same bits on all ranks."""
+    """Return how many of this world's sums are not the same bits on all ranks."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
@@ -226,17 +226,17 @@ NOISE = inject.garbage()
 @pytest.fixture(scope="module")
 def spiky(world, inputs, tmp_path_factory):
     """`spiky(policy, *overrides)`: runs over a spike, each made once."""
-    made = {}
+    runs = {}
 
     def run(policy, *overrides, ranks=1, seam=NOISE, name="run"):
         key = (policy, *overrides, ranks, str(seam), name)
-        if key not in made:
+        if key not in runs:
             folder = tmp_path_factory.mktemp("spike") / name
             how = [*SPIKY, LONG, f"train.on_spike={policy}", *overrides]
-            made[key] = world.train(
+            runs[key] = world.train(
                 folder, *(f"{k}={v}" for k, v in inputs.items()), *how, ranks=ranks, seam=seam
             )
-        return made[key]
+        return runs[key]
 
     return run
 
@@ -386,8 +386,10 @@ def test_a_run_is_not_taken_back_for_ever(train):
 
 
 def test_a_rewind_needs_checkpoints(train):
-    told = train("run", "train.steps=2", "train.on_spike=rewind", "checkpoint.every=null", code=2)
-    assert "train.on_spike=skip" in told.err
+    refused = train(
+        "run", "train.steps=2", "train.on_spike=rewind", "checkpoint.every=null", code=2
+    )
+    assert "train.on_spike=skip" in refused.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What goes on around the computation: micro-batches made ahead, garbage collected in time, and
+"""Work around the computation of a step: micro-batches made ahead, garbage collected in time, and
 what FSDP2 communicates."""
 
 import collections
@@ -30,7 +30,7 @@ def prefetched(items, depth):
 
 
 def following(ahead):
-    """What is left of the items."""
+    """Return what is left of the items."""
     with contextlib.suppress(StopIteration):
         while True:
             yield ahead.get()
@@ -170,9 +170,9 @@ def counted_objects():
     real = gc.collect
 
     def collect(*args):
-        found = real(*args)
+        result = real(*args)
         print("tracked", len(gc.get_objects()), flush=True)
-        return found
+        return result
 
     with patch.object(gc, "collect", collect):
         yield
@@ -189,7 +189,7 @@ def test_many_steps_leave_nothing_behind(train):
 
 
 def gathered(run):
-    """How often each unit was gathered in the profiled step of rank 0."""
+    """Return how often each unit was gathered in the profiled step of rank 0."""
     with gzip.open(next((run.folder / "profile").glob("*.json.gz"))) as file:
         names = [e.get("name", "") for e in json.load(file)["traceEvents"]]
     return collections.Counter(
@@ -259,7 +259,7 @@ def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
 
 
 @pytest.mark.parametrize(
-    ("how", "why"),
+    ("how", "reason"),
     [
         (["sharding.messages=symmetric"], "gloo on a CPU has none"),
         (["sharding.messages=registered", "launch.device=cpu"], "gloo on a CPU has none"),
@@ -274,11 +274,11 @@ def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
     ],
     ids=str,
 )
-def test_communication_that_cannot_be_had_is_refused(train, how, why):
+def test_communication_that_cannot_be_had_is_refused(train, how, reason):
     if torch.cuda.is_available() and how == ["sharding.messages=symmetric"]:
         pytest.skip("a GPU may have it")
     run = train("run", "train.steps=1", *how, code=2)
-    assert why in run.err
+    assert reason in run.err
     assert not run.metrics
 
 

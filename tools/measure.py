@@ -16,6 +16,14 @@ Columns, per room:
     docs       docstrings
     unclear    docstrings that begin with neither a verb nor a noun
     vague      variables whose name does not describe their content
+    whole      functions outside config/ that take the whole TrainConfig: their signature does not
+               say what they depend on
+    method     files that read the name of the training method; others ask its MethodSpec
+    foreign    attributes that are set on another object than self, after its construction
+    tall       functions over 80 lines
+
+and of the whole package: the most files that lie directly in one folder, and the file names that
+exist twice (but verb.py).
 
 Limits of the package: there are no circular imports; no class name exists twice; a function has at
 most 10 branches, or is listed with a reason in tools/long_functions.txt. Limits of columns are in
@@ -27,6 +35,7 @@ import re
 import sys
 import tokenize
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -36,6 +45,12 @@ PACKAGE = "fsdp_trainer"
 BESIDE = ["tests", "benchmarks"]
 """Folders outside of the package; each is one room, and only LIMITS holds for it."""
 LIMITS = {
+    ("all", "whole"): 189,
+    ("all", "method"): 13,
+    ("all", "foreign"): 206,
+    ("all", "tall"): 4,
+    ("all", "files in a folder"): 27,
+    ("all", "names twice"): 12,
     ("tests", "unclear"): 0,
     ("tests", "vague"): 0,
     ("benchmarks", "unclear"): 0,
@@ -45,7 +60,11 @@ LIMITS = {
 ALLOWED = "tools/long_functions.txt"
 MAX_BRANCHES = 10
 MAX_COLUMNS = 100
-COLUMNS = ["lines", "tokens", "branches", "private", "docs", "unclear", "vague", "wide", "long"]
+MAX_LINES = 80
+COLUMNS = [
+    *("lines", "tokens", "branches", "private", "docs", "unclear", "vague", "wide", "long"),
+    *("whole", "method", "foreign", "tall"),
+]
 READ_TOKENS = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -59,6 +78,9 @@ UNCLEAR = re.compile(
     r"|behind|its|it|for|such|but|also|after|before)\b",
     re.IGNORECASE,
 )
+METHOD = re.compile(r"objective\.name|choice\.name\b")
+OWN = {"self", "cls", "ctx"}
+"""Names of objects whose attributes a function may set. ctx: state of torch.autograd.Function."""
 PRIVATE = re.compile(
     r"(?:torch|dist|fsdp|dtensor|DTensor|checkpoint)[\w.]*\._(?!foreach|_)[a-z]\w+"
     r"|\._(?:local_tensor|spec|get_fsdp_state|fsdp_param_group|sharded_param_data"
@@ -138,6 +160,8 @@ def measure_file(path: Path, folder: Path, only_room: str | None, figures: Figur
         if isinstance(node, FUNCTIONS) and branches(node) > MAX_BRANCHES:
             figures.long[f"{relative}:{node.name}"] = branches(node)
             places.append(("long", node.lineno, f"{node.name}: {branches(node)} branches"))
+    places += unowned_in(tree, relative)
+    places += [("method", 1, "")] * bool(METHOD.search(text))
     for column, line, what in places:
         room[column] += 1
         figures.places[column].append(f"{relative}:{line} {what}")
@@ -156,6 +180,53 @@ def unclear_in(node: ast.AST) -> list[tuple[str, int, str]]:
                 line = getattr(node, "lineno", 1)
                 return [("unclear", line, docstring.splitlines()[0])]
     return []
+
+
+def unowned_in(tree: ast.Module, file: Path) -> Iterator[tuple[str, int, str]]:
+    """Yield (column, line, text) for each place of a file where a concept lacks an owner."""
+    for node in ast.walk(tree):
+        if not isinstance(node, FUNCTIONS):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        types = [ast.unparse(each.annotation) for each in arguments if each.annotation]
+        if "TrainConfig" in types and file.parts[0] != "config":
+            yield "whole", node.lineno, node.name
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > MAX_LINES:
+            yield "tall", node.lineno, f"{node.name}: {lines} lines"
+        yield from foreign_in(node)
+
+
+def foreign_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int, str]]:
+    """Yield (column, line, text) for each attribute that a function sets on another object.
+
+    An object that the function itself has constructed does not count.
+    """
+    constructed = {
+        target.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+        and ast.unparse(node.value.func).rpartition(".")[2][:1].isupper()
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in OWN | constructed):
+                yield "foreign", node.lineno, ast.unparse(node)
+
+
+def of_folders(folder: Path) -> Counter:
+    """Return the most files directly in one folder, and the number of file names that are twins."""
+    files = [path for path in folder.rglob("*.py") if path.name != "__init__.py"]
+    names = Counter(path.name for path in files if path.name != "verb.py")
+    return Counter(
+        {
+            "files in a folder": max(Counter(path.parent for path in files).values()),
+            "names twice": sum(count > 1 for count in names.values()),
+        }
+    )
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -207,20 +278,22 @@ def exceeded(rooms: dict[str, Counter], limits: dict[tuple[str, str], int] = LIM
 
 def show(rooms: dict[str, Counter]) -> None:
     """Print a line of figures for each room."""
-    print(f"{'room':<12}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'tokens/line':>13}")
+    print(f"{'room':<11}" + "".join(f"{name:>9}" for name in COLUMNS) + f"{'tokens/line':>12}")
     for name, room in rooms.items():
-        numbers = "".join(f"{room[column]:>10,}" for column in COLUMNS)
-        print(f"{name:<12}{numbers}{room['tokens'] / max(1, room['lines']):>13.1f}")
+        numbers = "".join(f"{room[column]:>9,}" for column in COLUMNS)
+        print(f"{name:<11}{numbers}{room['tokens'] / max(1, room['lines']):>12.1f}")
 
 
 def main() -> int:
     package = measure(ROOT / PACKAGE)
     others = [measure(ROOT / name, name) for name in BESIDE]
     rooms = dict(sorted(package.rooms.items()))
-    rooms["all"] = sum(rooms.values(), Counter())
+    rooms["all"] = sum(rooms.values(), of_folders(ROOT / PACKAGE))
     for figures in others:
         rooms |= figures.rooms
     show(rooms)
+    for name in ("files in a folder", "names twice"):
+        print(f"{name}: {rooms['all'][name]}")
     if "--where" in sys.argv[1:]:
         for name, figures in zip([PACKAGE, *BESIDE], [package, *others], strict=True):
             for column, places in sorted(figures.places.items()):

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from measure import broken_limits, exceeded, measure
+from measure import broken_limits, exceeded, measure, of_folders
 
 LONG = "def long(x):\n" + "".join(f"    if x == {n}:\n        return {n}\n" for n in range(11))
 
@@ -64,3 +64,27 @@ def test_a_folder_beside_the_package_is_one_room_whose_columns_have_limits(tmp_p
     rooms = measure(tmp_path / "tests", "tests").rooms
     limits = {("tests", "vague"): 2, ("tests", "unclear"): 1, ("tests", "tokens"): 99}
     assert exceeded(rooms, limits) == ["vague of tests is 3, of 2 allowed"]
+
+
+def test_places_where_a_concept_lacks_an_owner_are_counted(tmp_path):
+    package = tmp_path / "package"
+    for folder in ("a", "b", "config"):
+        (package / folder).mkdir(parents=True)
+    whole = "def f(cfg: TrainConfig, *, other: int): ...\n"
+    (package / "config" / "c.py").write_text(whole)
+    (package / "a" / "c.py").write_text(f"{whole}if cfg.objective.name == 'dpo': ...\n")
+    (package / "a" / "verb.py").write_text("def g():\n" + "    pass\n" * 81)
+    (package / "b" / "verb.py").write_text(
+        "def h(self, ctx, part):\n"
+        "    mine = Thing()\n    mine.a = self.b = ctx.c = 1\n"
+        "    part.x = 1\n    self.part.y += 1\n"
+    )
+    figures = measure(package)
+    places = {column: figures.places[column] for column in ("whole", "method", "foreign", "tall")}
+    assert places == {
+        "whole": ["a/c.py:1 f"],
+        "method": ["a/c.py:1 "],
+        "foreign": ["b/verb.py:4 part.x", "b/verb.py:5 self.part.y"],
+        "tall": ["a/verb.py:1 g: 82 lines"],
+    }
+    assert of_folders(package) == {"files in a folder": 2, "names twice": 1}

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from fsdp_trainer.base.torch_private import local_shape_and_offset
 from fsdp_trainer.errors import RunFailed
@@ -102,12 +103,19 @@ def replication_factor(parameter: Tensor, ranks: int) -> int:
     if not isinstance(parameter, DTensor):
         return ranks
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return ranks // math.prod(size for size, place in sizes if not place.is_replicate())
+    return ranks // math.prod(size for size, placed in sizes if not placed.is_replicate())
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor detached from its graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def place(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a parameter without storage as a DTensor on a mesh of one dimension."""
+    # src_data_rank=None: nothing to send, since the weights are on the meta device
+    placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+    return nn.Parameter(placed, parameter.requires_grad)
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:

@@ -33,7 +33,7 @@ FACTOR = 5  # a phase may take this many times its median duration
 PATIENCE = 12  # a phase in STORAGE may always take this many times launch.stall; others once
 STOPPED_SECONDS = 1.0  # a rank stopped by a signal for longer is at fault
 ALONG = {
-    "/fsdp_trainer/parallel/tensor.py": "tensor",
+    "/fsdp_trainer/parallel/tensor_ranks.py": "tensor",
     "/fsdp_trainer/parallel/context.py": "context",
     "/fsdp_trainer/parallel/ring.py": "context",
     "/fsdp_trainer/parallel/experts.py": "expert",

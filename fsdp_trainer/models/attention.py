@@ -68,7 +68,7 @@ class PackedAttention:
         """
         raise NotImplementedError
 
-    def own_positions(self) -> np.ndarray:
+    def local_positions(self) -> np.ndarray:
         """Return the row positions whose tokens this process holds: [rows, tokens] int64."""
         return np.tile(np.arange(self.row), (len(self.lengths), 1))
 

@@ -482,8 +482,8 @@ def _text_part(raw: Json) -> Json:
     if raw.get("model_type") != "gemma3" or not isinstance(text, dict):
         return raw
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-    shared = {name: raw[name] for name in names if name in raw}
-    return {**shared, **text, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    common = {name: raw[name] for name in names if name in raw}
+    return {**common, **text, "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
 
 
 def _without_mxfp4(raw: Json) -> Json:

@@ -30,11 +30,6 @@ Auxiliary = dict[str, Tensor]
 blocks, others stacked. A scalar whose name ends in `_loss` is minimised with the objective."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 """Parameters with a row for each token of the vocabulary."""
-COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-ROWS = ("o_proj", "down_proj")
-WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Names of a block's matrices under tensor parallelism: sharded over output features (COLUMNS),
-sharded over input features (ROWS), and not sharded (WHOLE)."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -131,7 +126,7 @@ class Attention(nn.Module):
         sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if has_sinks else None
         self.register_parameter("sinks", sinks)
 
-    def own_sinks(self) -> Tensor | None:
+    def local_sinks(self) -> Tensor | None:
         """Return the sinks of the heads that this process computes."""
         return self.sinks
 
@@ -154,7 +149,7 @@ class Attention(nn.Module):
         k = rotate(k, *cos_sin)
         if cache is not None:
             k, v = cache.append(k, v)
-        mixed = layout.attend(q, k, v, self.scoring._replace(sinks=self.own_sinks()))
+        mixed = layout.attend(q, k, v, self.scoring._replace(sinks=self.local_sinks()))
         return self.o_proj(mixed.flatten(-2))
 
 

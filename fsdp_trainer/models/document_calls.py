@@ -1,4 +1,4 @@
-"""Documents of similar length, grouped into shared kernel calls."""
+"""Documents of similar length, grouped into common kernel calls."""
 
 from itertools import accumulate
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from fsdp_trainer.base.round_up import round_up
 
 Lengths = list[list[int]]
 PADDING_WASTE_LIMIT = 1.25
-"""Documents share a call if padding them to the longest increases the cost by at most this."""
+"""Documents are in one call if padding them to the longest increases the cost by at most this."""
 CALL_COST = 64**2
 """Fixed cost of a kernel call, in units of a document's length²."""
 LENGTH_MULTIPLE = {"cpu": 1, "cuda": 128}
@@ -111,7 +111,7 @@ def _kernel_call(
 
 
 def group_by_cost(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
-    """Return groups of indices of pieces that share a call, most expensive first.
+    """Return groups of indices of pieces that are in one call, most expensive first.
 
     queries, keys: number of queries and of keys of each piece.
     """

@@ -1,6 +1,6 @@
 """Frozen matrices in 4 bits per number: NF4 (Dettmers et al. 2023, QLoRA).
 
-A block of 64 numbers of a row shares a bfloat16 scale, so a number takes 4.25 bits. Blocks do not
+A block of 64 numbers of a row has one bfloat16 scale, so a number takes 4.25 bits. Blocks do not
 span rows, and each scale precedes its codes: a shard of rows, or of complete blocks of columns, is
 a slice of the encoded bytes.
 """
@@ -61,10 +61,10 @@ def encode(numbers: Tensor) -> Tensor:
     blocks = padded.view(len(numbers), -1, BLOCK)
     scales = blocks.abs().amax(2).bfloat16()
     divisors = scales.float().clamp_min(torch.finfo(torch.float32).tiny)
-    shares = blocks.div(divisors.unsqueeze(2)).flatten(1)
-    codes = torch.zeros(shares.shape, dtype=torch.uint8, device=numbers.device)
+    scaled = blocks.div(divisors.unsqueeze(2)).flatten(1)
+    codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=numbers.device)
     for middle in MIDDLES:  # three times as fast as a search for each number
-        codes += shares > middle
+        codes += scaled > middle
     pairs = (codes[:, ::2] << 4) | codes[:, 1::2]
     of_blocks = pairs.view(len(numbers), -1, BLOCK // 2)
     scale_bytes = scales.unsqueeze(2).view(torch.uint8)

@@ -200,7 +200,7 @@ class Head(nn.Module):
     def chunks(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield for each chunk its tokens, the product hidden · weightᵀ, and a float32 buffer.
 
-        The buffer is the product itself if that is float32. All chunks share the same memory: on
+        The buffer is the product itself if that is float32. All chunks use the same memory: on
         a CPU allocation would take longer than the computation.
         """
         rows = self.rows_at_once(len(hidden), hidden.device.type)

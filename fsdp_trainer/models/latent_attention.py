@@ -24,7 +24,7 @@ class LatentAttention(nn.Module):
     """Attention whose keys and values are projected from a latent vector of each token.
 
     A head's key consists of its own channels, which are not rotated, and of rotated channels that
-    all heads share. Queries may be projected from another latent vector.
+    all heads have in common. Queries may be projected from another latent vector.
     """
 
     def __init__(self, config: ModelConfig):

@@ -181,13 +181,13 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
         self.activation = ACTIVATIONS[config.hidden_act]
 
-    def own(self, parameter: Tensor) -> Tensor:
+    def local(self, parameter: Tensor) -> Tensor:
         """Return this process's part of a parameter; parallel.experts overrides it."""
         return parameter
 
     def matrix(self, name: str) -> Tensor:
         """Return the matrices (or biases) of this process's experts, in the stored layout."""
-        return self.own(getattr(self, name))
+        return self.local(getattr(self, name))
 
     def product(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """Return each row times its expert's matrix, including adapters: [rows, out].
@@ -210,7 +210,7 @@ class Experts(nn.Module):
         """Return `out` plus the output of the matrices' adapters, if they have any."""
         if name not in self.lora_scales:
             return out
-        a, b = (self.own(getattr(matrices, name)) for matrices in (self.lora_A, self.lora_B))
+        a, b = (self.local(getattr(matrices, name)) for matrices in (self.lora_A, self.lora_B))
         return out + grouped_linear(grouped_linear(rows, a, ends) * self.lora_scales[name], b, ends)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:

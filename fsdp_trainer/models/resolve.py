@@ -136,7 +136,7 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.{name}={getattr(config, name)}", reason)
     if config.is_latent:
         yield from _latent_problems(config)
-    yield from shared_problems(cfg, config)
+    yield from sharding_problems(cfg, config)
     length = cfg.batch.seq_len
     positions = config.max_position_embeddings
     if length > positions:
@@ -162,7 +162,7 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.head_dim={config.head_dim}", f"{reason}.\n{instead}")
 
 
-def shared_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def sharding_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of sharding this model in the configured way."""
     yield from expert_problems(cfg, config)
     yield from tensor_problems(cfg, config)

@@ -1,6 +1,6 @@
 """A teacher's token probabilities as soft targets for a student (Hinton et al. 2015).
 
-They are compared with the student's in the head, one chunk of tokens at a time. If ranks share
+They are compared with the student's in the head, one chunk of tokens at a time. If ranks divide
 the vocabulary, each compares its own columns.
 """
 
@@ -47,7 +47,7 @@ class SoftTargets(Protocol):
 
         The former are [rows, columns] float32 at the temperature, the latter [rows] at temperature
         1. log_student: [rows, columns] float32, the student's at the temperature. tokens: the
-        chunk. Collective if ranks share the vocabulary.
+        chunk. Collective if ranks divide the vocabulary.
         """
 
 
@@ -71,7 +71,7 @@ class TeacherLogits:
         """See SoftTargets."""
         weight = self.teacher.rows()[: log_student.shape[1]]
         logits = capped(F.linear(self.hidden[tokens], weight).float(), self.teacher.softcap)
-        own, is_own = own_columns(head, targets, logits.shape[1])
+        own, is_own = local_columns(head, targets, logits.shape[1])
         at_target = at_columns(logits, own, is_own)
         normalizer = joint_logsumexp(head, logits)
         log_probability = head.joint_sum(at_target) - normalizer
@@ -115,7 +115,7 @@ class ListedTargets:
     ) -> tuple[Tensor, Tensor]:
         """See SoftTargets."""
         ids, logs, rest, target = (part[tokens] for part in self.top)
-        place = own_columns(head, ids.long(), log_student.shape[1])
+        place = local_columns(head, ids.long(), log_student.shape[1])
         log_p = log_student.clone()
         reduce_into(log_p, *place, torch.full_like(logs, SMALLEST_LOG, dtype=torch.float32), "amin")
         log_p.add_((rest - joint_logsumexp(head, log_p))[:, None])
@@ -129,7 +129,7 @@ class ListedTargets:
 def likeliest(soft: TeacherLogits, count: int, targets: Tensor) -> TopTokens:
     """Return the `count` most likely tokens at all positions, computed in the head's chunks.
 
-    Collective if ranks share the vocabulary.
+    Collective if ranks divide the vocabulary.
     """
     head, places = soft.teacher, len(soft.hidden)
     rows = head.rows_at_once(places, soft.hidden.device.type)
@@ -150,7 +150,7 @@ def _likeliest(soft: TeacherLogits, count: int, targets: Tensor, tokens: slice) 
     logs, best = logs.topk(count)
     ids = ids.gather(-1, best)
     reduce_into(
-        log_p, *own_columns(head, ids, columns), torch.full_like(logs, SMALLEST_LOG), "amin"
+        log_p, *local_columns(head, ids, columns), torch.full_like(logs, SMALLEST_LOG), "amin"
     )
     return TopTokens(ids, logs, joint_logsumexp(head, log_p), target)
 
@@ -160,7 +160,7 @@ def compare(
 ) -> Comparison:
     """Compare a chunk's probabilities with the teacher's.
 
-    Collective if ranks share the vocabulary.
+    Collective if ranks divide the vocabulary.
     head: the student's head. product: [rows, columns], its logits before the softcap; not changed.
     tokens: the chunk's slice of the micro-batch.
     """
@@ -220,7 +220,7 @@ def joint_logsumexp(head: Any, logits: Tensor) -> Tensor:
     return head.joint_logsumexp(largest[:, 0] + total.log())
 
 
-def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def local_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Return each token's column on this process, and a mask of tokens that this process has.
 
     Columns of other tokens are meaningless but valid indices. ids: [rows, ...] int64.
@@ -232,7 +232,7 @@ def own_columns(head: Any, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 def reduce_into(values: Tensor, own: Tensor, is_own: Tensor, numbers: Tensor, how: str) -> None:
     """Reduce numbers into columns of `values` in place, by minimum (how: amin) or maximum (amax).
 
-    values: [rows, columns]; own, is_own: [rows, count], from own_columns; numbers: [rows, count].
+    values: [rows, columns]; own, is_own: [rows, count], from local_columns; numbers: [rows, count].
     """
     if values.shape[1]:
         neutral = torch.inf if how == "amin" else -torch.inf

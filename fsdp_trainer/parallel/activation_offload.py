@@ -196,7 +196,7 @@ class SavedByBlock:
 def is_moved(tensor: Tensor, stays: set[int]) -> bool:
     """Return True if a saved tensor is moved to the host. stays: storages that are not moved.
 
-    Tensors of integers or booleans stay: masks and positions, which all blocks share. So do tensor
+    Tensors of integers or booleans stay: masks and positions, which all blocks use. So do tensor
     subclasses that wrap several tensors.
     """
     return (
@@ -207,10 +207,10 @@ def is_moved(tensor: Tensor, stays: set[int]) -> bool:
     )
 
 
-def storages_that_stay(block: nn.Module, shared: Any) -> set[int]:
+def storages_that_stay(block: nn.Module, common: Any) -> set[int]:
     """Return the storages of a block's parameters and of inputs common to all blocks."""
     own = map(local_part, block.parameters())
-    tensors = [*own, *(t for t in tree_iter(shared) if isinstance(t, Tensor))]
+    tensors = [*own, *(t for t in tree_iter(common) if isinstance(t, Tensor))]
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 

@@ -1,4 +1,4 @@
-"""Assignment of a row's tokens to the ranks that share it, with equal attention cost per rank.
+"""Assignment of a row's tokens to the ranks that divide it, with equal attention cost per rank.
 
 Every rank computes the same assignment. Does not import torch.
 """

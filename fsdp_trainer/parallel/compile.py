@@ -64,7 +64,7 @@ def cache_problem(folder: Path) -> str | None:
 
 
 def compile_blocks(model: Decoder, cfg: Compile, forward_alone: bool = False) -> None:
-    """Compile every block, and the head's operations on logits. All blocks share one graph.
+    """Compile every block, and the head's operations on logits. All blocks use one graph.
 
     forward_alone: compile `forward` instead of the call, so that forward can be wrapped later.
     """

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share each row's tokens.
+"""Context parallelism: ranks that divide each row's tokens.
 
 A rank of a context group holds the same part of every row in all blocks. Only attention needs the
 other parts. The layouts in this file fetch them and pass complete rows to the layouts of
@@ -26,28 +26,28 @@ from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER, to_device
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.sdpa import PLAIN, Scoring
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.local_queries import OWN_QUERIES
+from fsdp_trainer.parallel.local_queries import LOCAL_QUERIES
 from fsdp_trainer.parallel.ring import Ring
 from fsdp_trainer.parallel.split_rows import (
     ContextRanks,
     DealtByCost,
     Gradients,
-    SharedRows,
+    SplitRows,
 )
 
 
 def context_ranks(
     dims: Dims, method: str, windows: Sequence[int | None] = (None,)
 ) -> ContextRanks | None:
-    """Return the ranks that share this rank's rows; None: each rank has complete rows."""
+    """Return the ranks that have parts of this rank's rows; None: each rank has complete rows."""
     group = dims.group("context")
     if group is None:
         return None
     rank, size = dims.coordinates["context"], dims.sizes["context"]
-    return ContextRanks(SHARED_LAYOUTS[method], group, rank, size, windows)
+    return ContextRanks(CONTEXT_LAYOUTS[method], group, rank, size, windows)
 
 
-class Ulysses(SharedRows):
+class Ulysses(SplitRows):
     """Layout in which each rank computes attention over complete rows, for some of the heads.
 
     The number of query heads must be divisible by the number of ranks; key heads are repeated
@@ -89,8 +89,8 @@ class Gathered(DealtByCost):
 
     def prepare(self) -> None:
         """See PackedAttention."""
-        layout = OWN_QUERIES[self.attention]
-        self.whole = layout(self.own_positions(), self.lengths, self.row, self.device)
+        layout = LOCAL_QUERIES[self.attention]
+        self.whole = layout(self.local_positions(), self.lengths, self.row, self.device)
         starts = np.arange(len(self.lengths))[None, :, None] * self.row
         flat = (self.parts + starts).reshape(-1)
         self.places = to_device(flat, self.device)
@@ -111,7 +111,7 @@ class Gathered(DealtByCost):
         return self.whole.attend(q, k, v, scoring)
 
 
-SHARED_LAYOUTS: dict[str, type[SharedRows]] = {
+CONTEXT_LAYOUTS: dict[str, type[SplitRows]] = {
     "ulysses": Ulysses,
     "gathered": Gathered,
     "ring": Ring,

@@ -3,6 +3,7 @@
 The weights keep their number format.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import ROWS, WHOLE, Decoder
+from fsdp_trainer.models.decoder import Decoder
 
 CAPABILITY = (8, 9)  # Ada; the first GPUs with float8 matrix products
 EMULATED = False  # for tests: emulate float8 products in a wider format, on any device
@@ -36,10 +37,12 @@ def require_float8(precision: Precision, device: torch.device) -> None:
     raise UserError("there is no float8 on this device", [problem])
 
 
-def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> None:
+def convert_linears(
+    model: Decoder, precision: Precision, parts: Callable[[str], tuple[int, int]]
+) -> None:
     """Replace the blocks' linear layers that are faster in float8; embedding, norms and head stay.
 
-    tensor: number of ranks that share each matrix.
+    parts: returns into how many parts ranks divide the outputs and inputs of a matrix, by its name.
 
     With one scale per matrix (`tensorwise`) the weights are also gathered in float8, half the
     bytes of bfloat16. Raises UserError if no layer is faster.
@@ -58,20 +61,13 @@ def convert_linears(model: Decoder, precision: Precision, tensor: int = 1) -> No
         model.model.layers,
         config=config,
         module_filter_fn=lambda module, name: worth_float8(
-            module, recipe, *share_of(name.rpartition(".")[2], tensor)
+            module, recipe, *parts(name.rpartition(".")[2])
         ),
     )
     if not float8_layers(model):
         reason = "no matrix of this model is large enough to gain by float8, or divisible by 16"
         problem = Problem(f"precision.float8={recipe}", f"{reason}.\n{INSTEAD}")
         raise UserError("no layer gains from float8", [problem])
-
-
-def share_of(name: str, ranks: int) -> tuple[int, int]:
-    """Return the number of parts into which `ranks` ranks divide a matrix's rows and columns."""
-    if name in WHOLE:
-        return 1, 1
-    return (1, ranks) if name in ROWS else (ranks, 1)
 
 
 def worth_float8(module: nn.Module, recipe: str, by_rows: int = 1, by_columns: int = 1) -> bool:
@@ -128,13 +124,13 @@ def precompute_float8_scales(model: Decoder, precision: Precision) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         if hasattr(model, "tensor_ranks"):
-            share_scales(model)
+            all_reduce_scales(model)
         else:
             precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 @torch.no_grad()
-def share_scales(model: Decoder) -> None:
+def all_reduce_scales(model: Decoder) -> None:
     """Set the scale of the complete matrix on every part, for its next all-gather. Collective.
 
     torchao's own function needs one all-reduce for each dimension of the mesh, and warns about it.

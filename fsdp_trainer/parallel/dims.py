@@ -34,7 +34,7 @@ class Dims:
     each. mesh: mesh for fully_shard: [shard], or [replicate, shard], where `shard` contains the
     ranks of `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard
     would all-reduce over it; a shard dimension of size 1 means plain replication (ddp).
-    tensor_mesh: mesh of the ranks that share each matrix; None: each rank has complete matrices.
+    tensor_mesh: mesh of the ranks that divide each matrix; None: each rank has complete matrices.
     expert_sizes: size of each dimension of the separate mesh of experts, over the same ranks.
     batch_ranks: number of parts of each step's rows; batch_rank: the part that this rank reads.
     same_rows: number of (neighbouring) ranks of a stage that read the same part. Ranks of other
@@ -90,7 +90,7 @@ class Dims:
 
     @property
     def is_first_of_context(self) -> bool:
-        """True for the first of the ranks that share this rank's rows; it alone counts them."""
+        """True for the first rank that has parts of this rank's rows; it alone counts them."""
         return self.coordinates["context"] == 0
 
     @property
@@ -164,7 +164,7 @@ class Dims:
             tensor /= self.sizes["tensor"]
 
     def sum_over_context(self, tensor: Tensor) -> None:
-        """Sum in place over the ranks that share this rank's rows. Collective."""
+        """Sum in place over the ranks that have parts of this rank's rows. Collective."""
         if self.sizes["context"] > 1:
             dist.all_reduce(tensor, group=self.group("context"))
 

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
+from fsdp_trainer.base.distributed import place
 from fsdp_trainer.base.torch_private import placement_on
 from fsdp_trainer.models.config import EXPERTS as FEED_FORWARD
 from fsdp_trainer.models.decoder import Decoder
@@ -28,7 +29,7 @@ EXPERTS = 0  # the dimension of [experts, out, in] that an expert group divides
 ROWS = 1  # the dimension that fully_shard divides if there are more ranks than experts
 
 
-def share_experts(model: Decoder, dims: Dims) -> None:
+def shard_experts(model: Decoder, dims: Dims) -> None:
     """Divide the experts of each block among the ranks of an expert group, if it has several.
 
     Must be called after adapters and freezing, before activation checkpointing, compile and
@@ -40,15 +41,11 @@ def share_experts(model: Decoder, dims: Dims) -> None:
     mesh = dims.expert_mesh["expert"]
     ranks = ExpertRanks(mesh.get_group(), size)
     for experts in all_experts(model):
-        experts.__class__ = SHARED[type(experts)]
+        experts.__class__ = SHARDED[type(experts)]
         experts.expert_ranks = ranks
         for module in experts.modules():  # the experts and their adapters
             for name, parameter in list(module.named_parameters(recurse=False)):
-                # src_data_rank=None: nothing to send, since the weights are on the meta device
-                placed = distribute_tensor(
-                    parameter.detach(), mesh, [Shard(EXPERTS)], src_data_rank=None
-                )
-                setattr(module, name, nn.Parameter(placed, parameter.requires_grad))
+                setattr(module, name, place(parameter, mesh, Shard(EXPERTS)))
 
 
 def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any] | None:
@@ -63,13 +60,13 @@ def expert_placement(model: Decoder, dims: Dims) -> Callable[[nn.Parameter], Any
     mesh = dims.expert_mesh
     names = [name for name in mesh.mesh_dim_names or () if name in ("replicate", "eshard")]
     experts = {id(p): p for module in all_experts(model) for p in module.parameters()}
-    place = placement_on(mesh[tuple(names)])
+    on_mesh = placement_on(mesh[tuple(names)])
     shards = dims.expert_sizes["eshard"]
 
     def placement(parameter: nn.Parameter) -> Any:
         if id(parameter) not in experts:
             return None
-        return place(Shard(divided(parameter, dims.expert_sizes["expert"], shards)))
+        return on_mesh(Shard(divided(parameter, dims.expert_sizes["expert"], shards)))
 
     return placement
 
@@ -131,14 +128,14 @@ class RowNumbers(NamedTuple):
     come: list[int]
 
 
-class SharedExperts(Experts):
+class ShardedExperts(Experts):
     """Experts that are divided among ranks."""
 
     expert_ranks: ExpertRanks
     known: list[RowNumbers] | None = None
     """Keeps the numbers of rows from forward until backward recomputes the block."""
 
-    def own(self, parameter: Any) -> Tensor:
+    def local(self, parameter: Any) -> Tensor:
         """Return this rank's part of a parameter, attached to the graph."""
         return parameter.to_local()
 
@@ -179,13 +176,13 @@ class SharedExperts(Experts):
         return numbers
 
 
-class SharedClampedExperts(SharedExperts, ClampedExperts):
+class ShardedClampedExperts(ShardedExperts, ClampedExperts):
     """GPT-OSS's experts that are divided among ranks."""
 
 
-SHARED: dict[type[Experts], type[SharedExperts]] = {
-    Experts: SharedExperts,
-    ClampedExperts: SharedClampedExperts,
+SHARDED: dict[type[Experts], type[ShardedExperts]] = {
+    Experts: ShardedExperts,
+    ClampedExperts: ShardedClampedExperts,
 }
 
 
@@ -200,7 +197,7 @@ def with_known_rows(block: Any, known: list[RowNumbers], *args: Any) -> Any:
 
 def divides_experts(block: nn.Module) -> bool:
     """Return True for a block whose experts are divided among ranks."""
-    return any(isinstance(module, SharedExperts) for module in block.modules())
+    return any(isinstance(module, ShardedExperts) for module in block.modules())
 
 
 def exchange_counts(counts: Tensor, ranks: ExpertRanks) -> Tensor:

@@ -18,7 +18,7 @@ from fsdp_trainer.models.document_calls import (
 from fsdp_trainer.parallel.split_rows import TokenRuns, find_runs
 
 
-class OwnDocuments(DocumentAttention):
+class LocalDocuments(DocumentAttention):
     """Layout with one kernel call for each group of pieces of documents of similar size.
 
     Cost grows with Σ queries · visible keys.
@@ -38,7 +38,7 @@ class OwnDocuments(DocumentAttention):
         self.plan = plan_pieces(self.own, self.lengths, self.row, self.window, self.device)
 
 
-class OwnMask(MaskedAttention):
+class LocalMask(MaskedAttention):
     """Layout with one masked kernel call and fixed shapes. mask: [rows, 1, tokens, row] bool."""
 
     def __init__(self, own: np.ndarray, *args: Any):
@@ -61,7 +61,7 @@ class OwnMask(MaskedAttention):
             visible &= distance < self.window
         self.mask = visible[:, None]
 
-    def with_window(self, window: int | None) -> "OwnMask":
+    def with_window(self, window: int | None) -> "LocalMask":
         """See PackedAttention."""
         if window == self.window:
             return self
@@ -70,7 +70,10 @@ class OwnMask(MaskedAttention):
         return windowed
 
 
-OWN_QUERIES: dict[str, type[OwnDocuments | OwnMask]] = {"documents": OwnDocuments, "mask": OwnMask}
+LOCAL_QUERIES: dict[str, type[LocalDocuments | LocalMask]] = {
+    "documents": LocalDocuments,
+    "mask": LocalMask,
+}
 """Layouts for a rank's own queries, by the name of the layout for complete rows."""
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from fsdp_trainer.parallel.activation_offload import Offloader, offload_activati
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.parallel.convert import convert_linears
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.experts import expert_placement, share_experts
+from fsdp_trainer.parallel.experts import expert_placement, shard_experts
 from fsdp_trainer.parallel.memory_check import (
     block_units,
     free_bytes,
@@ -38,7 +39,7 @@ from fsdp_trainer.parallel.memory_check import (
     keeps_gathered,
 )
 from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
-from fsdp_trainer.parallel.tensor import shard_tensors
+from fsdp_trainer.parallel.tensor import matrix_parts, shard_tensors
 
 COMM_BUFFERS = {
     "ordinary": lambda module: None,
@@ -60,11 +61,17 @@ def parallelize(
     Each kind of parallelism is a file in this folder and a line here. The order matters: the
     pipeline cuts a model with final adapters and number formats, then blocks are sharded over
     tensor groups, and experts over expert groups.
+
+    What the call of a block runs, from the outside inwards: the hooks of fully_shard, then the
+    block's own `forward`, which offload_activations, compile_blocks and checkpoint_activations wrap
+    in this order, in it `Block.forward`. The forwards of the block's modules are those of their
+    classes, which shard_tensors and shard_experts replace; linear layers with an adapter have
+    their own `forward` (models/adapters/adapters.py) unless they are sharded.
     """
     prepare(model, dims, cfg, adapters)
     cut_into_stages(model, cfg.sharding, dims)
     shard_tensors(model, dims)
-    share_experts(model, dims)
+    shard_experts(model, dims)
     offloader = Offloader() if cfg.activation_checkpoint.offload else None
     checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
     if compiled:
@@ -80,7 +87,7 @@ def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec 
     """Set number formats, adapters and requires_grad of a complete model."""
     master_dtype = getattr(torch, cfg.precision.master_dtype)
     model.to(master_dtype)
-    convert_linears(model, cfg.precision, cfg.sharding.tensor)
+    convert_linears(model, cfg.precision, partial(matrix_parts, ranks=cfg.sharding.tensor))
     param_dtype = getattr(torch, cfg.precision.param_dtype)
     quantize_weights(model, four_bit_weights(model, adapters), param_dtype)
     keep_levels(param_dtype, dims.mesh.device_type)

@@ -57,7 +57,7 @@ class Stage(nn.Module):
     """
 
     def __init__(self, model: Decoder, number: int, count: int, names: Sequence[str]):
-        """Create a stage that shares modules with `model`. names: names of the blocks."""
+        """Create a stage of modules of `model`. names: names of the blocks."""
         super().__init__()
         self.number, self.count = number, count
         self.scores: list[Scores] = []

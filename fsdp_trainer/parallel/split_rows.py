@@ -19,13 +19,13 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass(eq=False)
 class ContextRanks:
-    """The ranks that share this rank's rows, and the method of attention over them.
+    """The ranks that have parts of this rank's rows, and the method of attention over them.
 
-    shared: the method, a subclass of SharedRows. rank: index of this rank among `size` ranks.
+    method: a subclass of SplitRows. rank: index of this rank among `size` ranks.
     windows: window of each block of the model, which determine the cost of tokens.
     """
 
-    shared: Any
+    method: Any
     group: dist.ProcessGroup
     rank: int
     size: int
@@ -35,10 +35,10 @@ class ContextRanks:
         self, attention: str, lengths: Lengths, row: int, device: torch.device
     ) -> PackedAttention:
         """Return the layout of rows of which this rank has a part. attention: key of LAYOUTS."""
-        return self.shared(attention, lengths, row, device, self)
+        return self.method(attention, lengths, row, device, self)
 
 
-class SharedRows(PackedAttention):
+class SplitRows(PackedAttention):
     """Base class of layouts with queries, keys and values for a part of each row's tokens.
 
     parts: [ranks, rows, row / ranks] int64, the positions of each rank's tokens in each row.
@@ -57,21 +57,21 @@ class SharedRows(PackedAttention):
         """Return the positions of each rank's tokens in one row: [ranks, row / ranks] int64."""
         return np.arange(row).reshape(self.ranks.size, -1)
 
-    def own_positions(self) -> np.ndarray:
+    def local_positions(self) -> np.ndarray:
         """See PackedAttention."""
         return self.parts[self.ranks.rank]
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         """Return the length of each own token's document: [rows, row / ranks] int64."""
         whole = super().document_lengths(positions)
-        return whole.gather(1, to_device(self.own_positions(), whole.device))
+        return whole.gather(1, to_device(self.local_positions(), whole.device))
 
 
-class DealtByCost(SharedRows):
+class DealtByCost(SplitRows):
     """Base class of layouts that assign tokens to ranks so that attention costs are equal."""
 
     def deal(self, documents: list[int], row: int) -> np.ndarray:
-        """Assign tokens by the cost of attention. See SharedRows."""
+        """Assign tokens by the cost of attention. See SplitRows."""
         costs = token_costs(documents, row, self.ranks.windows)
         return deal_tokens(costs, self.ranks.size)
 

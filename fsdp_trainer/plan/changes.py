@@ -24,7 +24,7 @@ from fsdp_trainer.config.pipeline_schedules import pipeline_problem
 from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.resolve import shared_problems
+from fsdp_trainer.models.resolve import sharding_problems
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
@@ -98,7 +98,7 @@ class Candidate(NamedTuple):
         report, cfg = Report({}, [], set()), deepcopy(self.cfg)
         cfg.model.depth = None  # everything that follows from it is set already
         check_rules(cfg, report)
-        return bool(report.problems) or any(shared_problems(self.cfg, self.config))
+        return bool(report.problems) or any(sharding_problems(self.cfg, self.config))
 
 
 def together(*changes: Change) -> Change | None:

@@ -15,7 +15,7 @@ from fsdp_trainer.config.schema import Sharding, TrainConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.observe.flops import count_numbers
-from fsdp_trainer.parallel.experts import ROWS, SHARED, ExpertRanks, divided
+from fsdp_trainer.parallel.experts import ROWS, SHARDED, ExpertRanks, divided
 from fsdp_trainer.parallel.memory_check import expert_modules
 
 EXCHANGES = 2
@@ -61,15 +61,17 @@ def even_parts(rows: int, count: int) -> list[int]:
     return [rows // count + (i < rows % count) for i in range(count)]
 
 
-class OwnExperts:
+class LocalExperts:
     """Experts whose parameters contain only those of one rank."""
 
-    def own(self, parameter: Tensor) -> Tensor:
+    def local(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter that belongs to this rank: all of it."""
         return parameter
 
 
-TRACED = {kind: type(f"Traced{kind.__name__}", (OwnExperts, SHARED[kind]), {}) for kind in SHARED}
+TRACED = {
+    kind: type(f"Traced{kind.__name__}", (LocalExperts, SHARDED[kind]), {}) for kind in SHARDED
+}
 """The class with which experts are traced, by the class of a block's experts."""
 
 

@@ -118,7 +118,7 @@ class Assembler:
             rows = at_last_tokens(rows)
         length = self.length(rows)
         layout = self.layout(rows.documents, length)
-        own = layout.own_positions()
+        own = layout.local_positions()
         index = np.flatnonzero(np.take_along_axis(rows.labels, own, 1) != -100)
         padding = (0, round_up(max(1, len(index)), INDEX_STEP) - len(index))
 

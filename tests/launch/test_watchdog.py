@@ -4,6 +4,7 @@ not dead. And who is slow is named."""
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,11 +20,13 @@ import inject
 import pytest
 from world import wait_until
 
+import fsdp_trainer
 from fsdp_trainer.base import phases, slots
 from fsdp_trainer.base.process import pid_namespace, start_ticks
 from fsdp_trainer.base.slots import PhaseVisit, RankSlot
 from fsdp_trainer.cli import main
 from fsdp_trainer.launch.hangs import (
+    ALONG,
     Durations,
     RankStatus,
     judge,
@@ -85,6 +88,14 @@ def seen(
 
 
 # --- whose fault it is --------------------------------------------------------------------------
+
+
+def test_each_file_that_names_a_dimension_is_there_and_starts_collectives():
+    package = Path(fsdp_trainer.__file__).parent
+    for end in ALONG:
+        if end.startswith("/fsdp_trainer/"):
+            text = (package.parent / end[1:]).read_text()
+            assert re.search(r"ALL_GATHER|all_to_all|all_reduce|isend|P2POp|schedule", text), end
 
 
 def test_the_rank_that_is_in_no_collective_holds_up_those_that_are():
@@ -419,7 +430,7 @@ hear(f"rank {1 - rank} is here")
 waits = "def collective():\\n    time.sleep(60)"
 exec(compile(waits, "/torch/distributed/distributed_c10d.py", "exec"))
 gathers = "def gather():\\n    collective()"
-exec(compile(gathers, "/fsdp_trainer/parallel/tensor.py", "exec"))
+exec(compile(gathers, "/fsdp_trainer/parallel/tensor_ranks.py", "exec"))
 slots.show_coordinates(f"tensor {rank}")
 for step in range(1, 6):
     for phase in ("data", "forward", "read", "agree"):

@@ -30,12 +30,14 @@ from fsdp_trainer.models.adapters.adapters import (
 from fsdp_trainer.models.attention import LAYOUTS as LAYOUTS_OF_ROWS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.parallel import activation_offload, convert
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.tensor import sharded_form
 from fsdp_trainer.training.weights import draw_weights
 
 SIZES = {
@@ -195,6 +197,18 @@ CASES = {
         TENSOR | {"compiled": True, "attention": "mask"},
     ),
 }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_a_placement_except_those_of_experts(family):
+    sizes = SIZES | BIASED | FAMILIES[family].defaults | {"family": family}
+    for path, module in meta_decoder(ModelConfig(**sizes)).named_modules():
+        name = path.rpartition(".")[2]
+        form = sharded_form(name, module, FAMILIES[family].qk_norm)
+        parameters = dict(module.named_parameters(recurse=False))
+        if parameters and name != "experts":
+            assert form is not None, path
+            assert parameters.keys() <= form.placements.keys(), path
 
 
 QUICK = ("tensor",)

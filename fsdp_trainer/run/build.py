@@ -34,6 +34,7 @@ from fsdp_trainer.config.schema import (
     Adapter,
     Model,
     ObjectiveChoice,
+    Train,
     TrainConfig,
 )
 from fsdp_trainer.config.yaml_text import dump_yaml
@@ -44,6 +45,7 @@ from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenize_workers import cores
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_shares
+from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.distil_step import DistilForwardBackward
 from fsdp_trainer.methods.pair_step import (
@@ -106,10 +108,12 @@ from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.run.describe import describe
 from fsdp_trainer.run.resume import Order, check_unchanged, find_start, resume_data
+from fsdp_trainer.training.after_step import Timetable
 from fsdp_trainer.training.attention_setup import choose_attention
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
+from fsdp_trainer.training.garbage import GarbageCollection
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
@@ -118,13 +122,17 @@ from fsdp_trainer.training.objective import build_objective, differs_from_loss
 from fsdp_trainer.training.pipeline_step import PipelineForwardBackward
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs
-from fsdp_trainer.training.sample_prompts import Samples
-from fsdp_trainer.training.saving import CheckpointManager
+from fsdp_trainer.training.sample_prompts import Samples, encode_prompts
+from fsdp_trainer.training.saving import CheckpointManager, CopyCheck
 from fsdp_trainer.training.step import ForwardBackward
+from fsdp_trainer.training.step_logging import SkipLimit, StepLogging
 from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stop_check import StopCheck, assumed_save_seconds
 from fsdp_trainer.training.streamed_source import StreamedRows
 from fsdp_trainer.training.task_evaluation import TrainingTasks
+from fsdp_trainer.training.train_state import TrainState
 from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.training.validation import Validation
 from fsdp_trainer.training.weights import fill, require_kept, restore
 
 SOURCES: dict[type, type[DataSource]] = {Mixture: StoredRows, StreamedData: StreamedRows}
@@ -273,39 +281,84 @@ def build(
     metrics = step_metrics(
         data.source_names, differs, names, device, balance, figures, answer_figures
     )
+    forward_backward = build_step(cfg, model, metrics, dims, world, loss_scale, further)
+    guard = Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row)
+    holders = partial(ranks_with_copies, model, dims)
+    corruption = Corruption(cfg.train.check_every, observer.event, holders)
+    # reading metrics from a GPU makes the host wait for it
+    every = cfg.logging.every or (10 if device.type == "cuda" else 1)
+    step_log = StepLog(every, metrics.size, clock)
+    timetable = Timetable(data, cfg.checkpoint, cfg.train.early_stop)
+    state = TrainState(
+        model,
+        optimizer,
+        loss_scale,
+        guard,
+        data,
+        validation,
+        dtypes,
+        base,
+        digests={"reference": reference, **digests},
+    )
+    checkpoints = CheckpointManager(
+        store,
+        state,
+        CopyCheck(corruption, state, timetable),
+        observer,
+        clock,
+        timetable,
+        signals,
+        start.newest,
+        not progress.pending,
+    )
+    stop_check = StopCheck(signals, checkpoints, step_log, assumed_save_seconds(model, dims.ranks))
+    log = StepLogging(
+        step_log,
+        metrics,
+        guard,
+        data,
+        observer,
+        timetable,
+        rewinds=cfg.train.on_spike == "rewind",
+        chosen_watch=chosen_watch(cfg.objective),
+    )
+    compilations = CompilationLog(observer, compiled)
+    garbage = GarbageCollection(cfg.train.gc_every)
+    shared = forward_backward, timetable, stop_check, log
+    target_bytes = bytes_of_targets(cfg, inputs, config).to(device)
     trainer = Trainer(
         cfg=cfg,
         model=model,
         dims=dims,
         optimizer=optimizer,
-        forward_backward=build_step(cfg, model, metrics, dims, world, loss_scale, further),
-        guard=Guard(cfg.train, model_device, progress.recent, progress.spikes_in_a_row),
-        corruption=Corruption(
-            cfg.train.check_every, observer.event, partial(ranks_with_copies, model, dims)
-        ),
+        forward_backward=forward_backward,
+        guard=guard,
+        corruption=corruption,
         data=data,
-        validation=validation,
-        token_bytes=bytes_of_targets(cfg, inputs, config).to(device),
-        samples=Samples(
-            cfg, inputs.tokenizer, inputs.template, device, config.max_position_embeddings
-        ),
-        tasks=TrainingTasks(cfg, inputs, dims, device),
         progress=progress,
-        checkpoints=CheckpointManager(store, observer, clock, start.newest, not progress.pending),
-        dtypes=dtypes,
-        base=base,
+        timetable=timetable,
+        stoppable=[
+            *validations(cfg.train, validation, target_bytes, compilations, shared),
+            *samples(cfg, inputs, config, device, shared),
+            *task_evaluations(cfg, inputs, dims, device, shared),
+        ],
+        after_step=[
+            log,
+            SkipLimit(guard, cfg.train.max_skipped, checkpoints),
+            garbage,
+            checkpoints.copies,
+            checkpoints,
+        ],
+        log=log,
+        garbage=garbage,
+        checkpoints=checkpoints,
+        stop_check=stop_check,
+        signals=signals,
         observer=observer,
-        # reading metrics from a GPU makes the host wait for it
-        step_log=StepLog(
-            cfg.logging.every or (10 if device.type == "cuda" else 1), metrics.size, clock
-        ),
         profiler=Profiler(
             cfg.profile, run, world.rank, world.size, world.size // world.nodes, observer, clock
         ),
-        signals=signals,
-        compilations=CompilationLog(observer, compiled),
-        chosen_watch=chosen_watch(cfg.objective),
-        digests={"reference": reference, **digests},
+        compilations=compilations,
     )
     return trainer, start
 
@@ -571,6 +624,56 @@ def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
 def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
     """Return cfg.model with the folder that model.init_from was fetched to."""
     return replace(cfg.model, init_from=str(init_from) if init_from else None)
+
+
+# --- work after a step
+
+Shared = tuple[ForwardBackward, Timetable, StopCheck, StepLogging]
+"""The parts of every StoppableWork."""
+
+
+def validations(
+    cfg: Train,
+    rows: StoredRows | None,
+    token_bytes: Tensor,
+    compilations: CompilationLog,
+    shared: Shared,
+) -> list[Validation]:
+    """Return the validation; empty without a validation set."""
+    if rows is None:
+        return []
+    return [
+        Validation(
+            *shared,
+            cfg.validate_every,
+            rows,
+            token_bytes,
+            is_first=cfg.validate_first is not False,
+            min_decrease=cfg.early_stop_delta,
+            compilations=compilations,
+        )
+    ]
+
+
+def samples(
+    cfg: TrainConfig, inputs: RunInputs, config: ModelConfig, device: torch.device, shared: Shared
+) -> list[Samples]:
+    """Return the answers to train.sample_prompts; empty without prompts. Raises UserError."""
+    context, tokenizer = config.max_position_embeddings, inputs.tokenizer
+    prompts = encode_prompts(cfg.train, tokenizer, inputs.template, context)
+    every = cfg.train.validate_every
+    return [Samples(*shared, every, cfg, tokenizer, prompts, device)] if prompts else []
+
+
+def task_evaluations(
+    cfg: TrainConfig, inputs: RunInputs, dims: Dims, device: torch.device, shared: Shared
+) -> list[TrainingTasks]:
+    """Return the evaluation on evaluation.tasks; empty without tasks. Raises UserError."""
+    if not cfg.evaluation.tasks:
+        return []
+    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
+    shares = sharded_shares(dims, device)
+    return [TrainingTasks(*shared, cfg.train.evaluate_every, cfg, tasks, shares, device)]
 
 
 # --- data

@@ -32,16 +32,16 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     trainer.profiler.close()
     phases.enter("rewind")
     began = time.monotonic()
-    trainer.settle_save()
+    trainer.checkpoints.settle(trainer.progress)
     checkpoint = checkpoint_before(trainer, spike)
     if checkpoint is None:
-        trainer.capture_state()
+        trainer.checkpoints.state.capture(trainer.progress)
         observer.say(
             f"there is no checkpoint before step {spike.step:,} to rewind to: "
             "its update was left out instead"
         )
-        if trainer.checkpoint_due:  # the spike was found just before it
-            trainer.save()
+        if trainer.checkpoints.due(trainer.progress):  # the spike was found just before it
+            trainer.checkpoints.run(trainer.progress)
         return
     progress = progress_to_go_on(trainer, spike, checkpoint)
     step = step_of(checkpoint)
@@ -57,9 +57,7 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     restore(trainer.model, trainer.optimizer, checkpoint, loss_scale)
     precompute_float8_scales(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
-    trainer.progress = progress
-    trainer.guard.load(progress.recent, progress.spikes_in_a_row)
-    trainer.checkpoints.newest, trainer.checkpoints.complete = step, not progress.pending
+    trainer.continue_from(progress)
     first, stop = progress.skipped_row_ranges[-1]
     seconds = round(time.monotonic() - began, 3)
     observer.event("rewind", step=spike.step, to=step, left_out=[first, stop], seconds=seconds)
@@ -96,7 +94,7 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
         )
     margin = cfg.rewind_margin * trainer.cfg.batch.rows
     around = [max(0, spike.start - margin), spike.stop + margin]
-    validation = trainer.validation_fingerprint
+    validation = trainer.checkpoints.state.validation_fingerprint
     progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)
     progress.segments = now.segments  # the checkpoint may have been written with the earlier data
     progress.skipped_row_ranges = [*now.skipped_row_ranges, around]

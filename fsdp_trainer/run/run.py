@@ -59,8 +59,8 @@ from fsdp_trainer.run.run_lock import RunLock, clear_unused
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.saving import CheckpointManager
-from fsdp_trainer.training.stop import StopSignals
-from fsdp_trainer.training.trainer import Outcome, Rewind, Trainer
+from fsdp_trainer.training.stop import Rewind, StopSignals
+from fsdp_trainer.training.trainer import Outcome, Trainer
 
 
 def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
@@ -145,7 +145,7 @@ class Rank:
         self.trainer, start = build(
             self.cfg, inputs, world, self.run_folder, self.signals, observer
         )
-        return train(self.trainer, start, world, attempt)
+        return train_and_export(self.trainer, start, world, attempt)
 
     def join(self) -> World:
         """Wait for the other ranks, and begin to exchange signals with them."""
@@ -319,7 +319,7 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
 # --- training, from the first record to the export
 
 
-def train(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
+def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int) -> Outcome:
     """Open the records at the run's current step, train, and export at the end. Collective."""
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
@@ -424,7 +424,7 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
 
 def already_finished(trainer: Trainer) -> str:
     """Return the message for a run that has nothing left to do, with overrides to train on."""
-    step, total = trainer.progress.step, trainer.total_steps
+    step, total = trainer.progress.step, trainer.timetable.total_steps(trainer.progress)
     reason = f"{step:,} of {total:,} steps. More with  train.steps=…"
     if trainer.finished == "early_stop":
         reason = (

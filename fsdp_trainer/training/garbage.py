@@ -4,38 +4,51 @@ If each rank collected at its own time, the others would wait for it in a collec
 """
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fsdp_trainer.training.progress import Progress
 
-@contextmanager
-def collecting_garbage(every: int | None) -> Iterator[Callable[[int], None]]:
-    """Yield a function to call after each step, which collects garbage after every `every` steps.
 
-    every: None: Python's automatic collector stays on. Otherwise it is off inside the context.
-    Objects that exist after the first step live as long as the run, so they are frozen and later
-    collections skip them. At the end all objects are unfrozen, including any frozen elsewhere: the
-    run's model is in reference cycles and must be collected if the process begins another run.
+class GarbageCollection:
+    """Collects garbage after the first step and after every `every` steps. See AfterStep.
+
+    every: None: Python's automatic collector stays on.
     """
-    if every is None:
-        yield lambda step: None
-        return
-    was_enabled = gc.isenabled()
-    first_step = True
 
-    def collect(step: int) -> None:
-        nonlocal first_step
-        if first_step:
-            gc.collect()
+    def __init__(self, every: int | None):
+        self.every = every
+        self._is_first = True
+
+    @contextmanager
+    def at_fixed_steps(self) -> Iterator[None]:
+        """Return a context in which garbage is collected by `run` alone, if `every` is set.
+
+        Objects that exist after the first step live as long as the run, so they are frozen and
+        later collections skip them. At the end all objects are unfrozen, including any frozen
+        elsewhere: the run's model is in reference cycles and must be collected if the process
+        begins another run.
+        """
+        if self.every is None:
+            yield
+            return
+        was_enabled = gc.isenabled()
+        self._is_first = True
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.unfreeze()
+            if was_enabled:
+                gc.enable()
+
+    def due(self, progress: Progress) -> bool:
+        """Return True after the first step in the context, and after every `every` steps."""
+        return self.every is not None and (self._is_first or progress.step % self.every == 0)
+
+    def run(self, progress: Progress) -> None:
+        """Collect garbage."""
+        gc.collect()
+        if self._is_first:
             gc.freeze()
-            first_step = False
-        elif step % every == 0:
-            gc.collect()
-
-    gc.disable()
-    try:
-        yield collect
-    finally:
-        gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+            self._is_first = False

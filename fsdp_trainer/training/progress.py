@@ -6,12 +6,16 @@ from typing import Any
 
 from fsdp_trainer.training.batches import StepPlan
 
+VALIDATE, SAMPLE, EVALUATE = "validate", "sample", "evaluate"
+"""Names of work in Progress.pending. They are part of the file format: checkpoints store them."""
+AMENDS_LINE = {VALIDATE, EVALUATE}
+"""The work that adds entries to the metrics line of its step."""
 OLD_NAMES = {"skipped_row_ranges": "left_out"}
 """Names of fields in checkpoints of earlier versions."""
 OLD_PENDING: dict[str | None, list[str]] = {
     None: [],
-    "validation": ["validate", "sample"],
-    "samples": ["sample"],
+    "validation": [VALIDATE, SAMPLE],
+    "samples": [SAMPLE],
 }
 """Pending work, by the value of `cut_short` in checkpoints of earlier versions."""
 
@@ -23,8 +27,8 @@ class Progress:
     The order of the data is a function of `rows`, or when streaming of `streams`.
 
     step, rows, tokens, supervised_tokens: numbers trained on so far.
-    pending: work that is due after this step and that a stop interrupted: `validate`, `sample`,
-    `evaluate`.
+    pending: work that is due after this step and not done yet, by name: VALIDATE, SAMPLE, EVALUATE.
+    A checkpoint has the work that a stop interrupted.
     first_validation, last_validation: loss of the validation before the first step, and of the last
     one; None: there was none, or it was not finite.
     best_loss: the lowest validation loss, reached after best_step; best_before: step and loss of

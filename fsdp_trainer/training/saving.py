@@ -5,11 +5,7 @@ tried again.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.checkpoint.store import CheckpointStore
@@ -17,6 +13,11 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
+from fsdp_trainer.training.after_step import Timetable
+from fsdp_trainer.training.corruption import Corruption
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.train_state import TrainState
 
 LONGEST_PAUSE = 30.0
 """Maximum number of seconds between two attempts to write the last checkpoint."""
@@ -35,12 +36,35 @@ def pauses(patience: float) -> list[float]:
 
 
 @dataclass
+class CopyCheck:
+    """Compares the ranks' copies of the same weights and optimizer state. See AfterStep."""
+
+    corruption: Corruption
+    state: TrainState
+    timetable: Timetable
+
+    def due(self, progress: Progress) -> bool:
+        """Return True at steps that train.check_every selects; a checkpoint checks by itself."""
+        is_due = self.corruption.is_due(progress.step)
+        return is_due and not self.timetable.checkpoint_due(progress)
+
+    def run(self, progress: Progress) -> None:
+        """Raise RunFailed if copies of the same values no longer have equal bits on all ranks."""
+        phases.enter("check")
+        self.corruption.check_copies(progress.step, self.state.tensors())
+
+
+@dataclass
 class CheckpointManager:
-    """Saves checkpoints and records failures. Its methods are collective."""
+    """Saves checkpoints and records failures. Its methods are collective. See AfterStep."""
 
     store: CheckpointStore
+    state: TrainState
+    copies: CopyCheck
     observer: Observer
     clock: StepClock
+    timetable: Timetable
+    signals: StopSignals
     newest: int
     """Step of the newest checkpoint, committed or in progress; -1: there is none."""
     complete: bool
@@ -49,38 +73,48 @@ class CheckpointManager:
     _tries_again: bool = False
     _failure: str = ""
 
-    def save(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        state: dict[str, Any],
-        started: float,
-        next_due: int | None,
-    ) -> int:
-        """Commit a checkpoint of `step`; with checkpoint.mode=async, only begin it.
+    def due(self, progress: Progress) -> bool:
+        """Return True if a checkpoint is due after this step."""
+        return self.timetable.checkpoint_due(progress)
 
-        started: time.perf_counter() at the beginning of the save. next_due: step of the next
-        checkpoint, None: there is none. Returns -1, or the step after recording a failure.
+    def run(self, progress: Progress) -> None:
+        """Commit a checkpoint of this step, unless there is one.
+
+        With checkpoint.mode=async, only begin it. A failure is recorded, and training continues.
         """
+        if self.has(progress.step, complete=not progress.pending):
+            return
+        if self.copies.corruption.every:
+            with self.clock.excluded():
+                self.copies.run(progress)
+        phases.enter("staging")
+        started = time.perf_counter()
+        self.settle(progress, report_wait=True)  # first: a failure may change the best step
+        shares = self.state.data.shares(progress)
+        if shares:
+            self.observer.event("data", step=progress.step, sources=shares)
+        state, tensors = self.state.record(progress), self.state.tensors()
         try:
             with self.clock.excluded():
-                self.store.save(step, tensors, state, started)
+                self.store.save(progress.step, tensors, state, started)
         except RunFailed as error:
-            self._record_failure(step, error, next_due)
-            return step
+            self._record_failure(progress.step, error, progress)
+            return
         self._before = self.newest, self.complete
-        self.newest, self.complete = step, not state["pending"]
-        return -1
+        self.newest, self.complete = progress.step, not state["pending"]
 
     def has(self, step: int, complete: bool) -> bool:
         """Return True if there is a checkpoint of `step`; complete: one without pending work."""
         return self.newest == step and (self.complete or not complete)
 
-    def settle(self, step: int, next_due: int | None, report_wait: bool = False) -> int:
-        """Wait for a checkpoint in progress.
+    def go_back_to(self, progress: Progress) -> None:
+        """Take the checkpoint with this progress as the newest."""
+        self.newest, self.complete = progress.step, not progress.pending
 
-        Returns -1, or its step after recording a failure. report_wait: record and print that
-        training had to wait.
+    def settle(self, progress: Progress, report_wait: bool = False) -> None:
+        """Wait for the checkpoint in progress, if there is one, and record its failure.
+
+        report_wait: record and print that training had to wait.
         """
         try:
             with self.clock.excluded():
@@ -88,44 +122,47 @@ class CheckpointManager:
         except RunFailed as error:
             failed = self.newest
             self.newest, self.complete = self._before
-            self._record_failure(failed, error, next_due)
-            return failed
+            self._record_failure(failed, error, progress)
+            return
         if waited and report_wait:
-            self.observer.event("checkpoint_waited", step=step, seconds=round(waited, 3))
+            self.observer.event("checkpoint_waited", step=progress.step, seconds=round(waited, 3))
             self.observer.say(
                 f"checkpoint: training waited {waited:.1f} s for the one before; "
                 "a larger checkpoint.every would not"
             )
-        return -1
 
-    def save_until_committed(
-        self, step: int, complete: bool, save_and_settle: Callable[[], None]
-    ) -> None:
+    def save_final(self, progress: Progress) -> None:
         """Save the last checkpoint, with new attempts after failures.
 
-        complete: no work is pending, so that a checkpoint of `step` with pending work is replaced.
-        Tries again for checkpoint.patience; with checkpoint.make_room, deletes the oldest
-        checkpoint first. Raises RunFailed if all attempts fail.
+        A checkpoint of this step with pending work is replaced if none is pending now. Tries again
+        for checkpoint.patience; with checkpoint.make_room, deletes the oldest checkpoint first.
+        Raises RunFailed if all attempts fail.
         """
-        save_and_settle()
+        complete = not progress.pending
+        phases.enter("staging")  # allows as much time as a save
+        self._save_and_settle(progress)
         for pause in pauses(parse_duration(self.store.cfg.patience)):
-            if self.has(step, complete):
-                return
+            if self.has(progress.step, complete):
+                break
             if not self._tries_again:
                 self._tries_again = True
                 self._explain_patience()
             phases.enter("staging")  # the watchdog measures each attempt separately
             time.sleep(pause)
-            save_and_settle()
-        if self.has(step, complete):
-            return
-        stands = "There is no checkpoint"
-        if self.newest >= 0:
-            stands = f"The newest checkpoint is that of step {self.newest:,}"
-        raise RunFailed(
-            f"the last checkpoint, of step {step:,}, could not be written, again and again. "
-            f"{stands}\n{self._failure}"
-        )
+            self._save_and_settle(progress)
+        if not self.has(progress.step, complete):
+            stands = "There is no checkpoint"
+            if self.newest >= 0:
+                stands = f"The newest checkpoint is that of step {self.newest:,}"
+            raise RunFailed(
+                f"the last checkpoint, of step {progress.step:,}, could not be written, again and "
+                f"again. {stands}\n{self._failure}"
+            )
+        self.signals.leaving = True
+
+    def _save_and_settle(self, progress: Progress) -> None:
+        self.run(progress)
+        self.settle(progress)
 
     def _explain_patience(self) -> None:
         """Delete the oldest checkpoint if that is allowed, else print how to make room."""
@@ -139,11 +176,14 @@ class CheckpointManager:
         room = f"e.g.  rm -r {oldest}" if oldest else "there is no older checkpoint to delete"
         self.observer.say(f"the last checkpoint is tried again for {patience}. Make room: {room}")
 
-    def _record_failure(self, step: int, error: RunFailed, next_due: int | None) -> None:
+    def _record_failure(self, failed: int, error: RunFailed, progress: Progress) -> None:
+        """Record that the checkpoint of step `failed` could not be written."""
         self._failure = error.args[0]
         goes_on = ""
-        if next_due is not None:
-            goes_on = f"\n       Training continues; the next is written after step {next_due:,}"
-        self.observer.event("checkpoint_failed", step=step, error=self._failure)
+        following = self.timetable.next_checkpoint(progress)
+        if following is not None and not self.signals.agreement.reason:
+            goes_on = f"\n       Training continues; the next is written after step {following:,}"
+        self.observer.event("checkpoint_failed", step=failed, error=self._failure)
         if not self._tries_again:
-            self.observer.say(f"no checkpoint of step {step:,}: {self._failure}{goes_on}")
+            self.observer.say(f"no checkpoint of step {failed:,}: {self._failure}{goes_on}")
+        progress.checkpoint_failed(failed)

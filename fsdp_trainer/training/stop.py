@@ -38,6 +38,13 @@ class DataLost(Exception):
     """
 
 
+class Rewind(Exception):
+    """Raised on all ranks at the same line to rewind the run after a spike.
+
+    args[0] is the StepPlan of the spike.
+    """
+
+
 class StopSignals(SignalListener):
     """This rank's reasons to stop, and the agreement of all ranks.
 

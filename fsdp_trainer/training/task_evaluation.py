@@ -1,43 +1,44 @@
-"""Tasks on which the model is evaluated during training."""
+"""Evaluation of the model in training on evaluation.tasks."""
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.evaluation.scoring import Metrics, Scorer, sharded_shares
+from fsdp_trainer.evaluation.scoring import Metrics, Scorer, Shares
 from fsdp_trainer.evaluation.tasks import Tasks
-from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.console import without_errors
 from fsdp_trainer.parallel.compile import without_compiling
-from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import stay_gathered
-from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.progress import EVALUATE, Progress
+from fsdp_trainer.training.stoppable import StoppableWork
 
 
-class TrainingTasks:
-    """The tasks of evaluation.tasks, run on the training ranks without effect on training."""
+@dataclass
+class TrainingTasks(StoppableWork[Metrics]):
+    """Runs the tasks on the training ranks."""
 
-    def __init__(self, cfg: TrainConfig, inputs: RunInputs, dims: Dims, device: torch.device):
-        """Load the tasks. Raises UserError for a task that does not exist."""
-        self.names = cfg.evaluation.tasks
-        self.rows = cfg.evaluation.rows
-        self.cfg = cfg
-        self.device = device
-        self.shares = sharded_shares(dims, device)
-        self.tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
+    name: ClassVar[str] = EVALUATE
+    phase: ClassVar[str] = "evaluation"
+    cfg: TrainConfig
+    tasks: Tasks
+    shares: Shares
+    device: torch.device
 
-    def run(self, model: Decoder, check: Callable[[], None], decoder: Any) -> Metrics:
-        """Return {task: {metric: value}}; it may be empty except on each node's first rank.
-
-        check: called before each batch; may raise, on all ranks together. decoder: the object that
-        computes the logits. Collective.
-        """
-        scorer = Scorer(decoder, self.rows, self.device, self.shares, check)
-        gathered = stay_gathered(model, self.cfg, self.device)
+    def compute(self, check: Callable[[], None]) -> Metrics:
+        """Return {task: {metric: value}}; it may be empty except on each node's first rank."""
+        decoder, rows = self.forward_backward.decoder, self.cfg.evaluation.rows
+        scorer = Scorer(decoder, rows, self.device, self.shares, check)
+        gathered = stay_gathered(self.forward_backward.model, self.cfg, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
             return self.tasks.run(scorer)
+
+    def record(self, computed: Metrics, progress: Progress, seconds: Callable[[], float]) -> None:
+        """Record the metrics as an event and in the line of the last step."""
+        self.log.observer.evaluated(progress.step, computed, seconds())
+        self.log.add_to_line({"tasks": flat_metrics(computed)}, progress)
 
 
 def flat_metrics(metrics: Metrics) -> dict[str, float]:

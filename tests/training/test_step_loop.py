@@ -14,8 +14,9 @@ import inject
 import pytest
 import torch
 
-from fsdp_trainer.training.garbage import collecting_garbage
+from fsdp_trainer.training.garbage import GarbageCollection
 from fsdp_trainer.training.prefetch import Prefetcher
+from fsdp_trainer.training.progress import Progress
 
 CPU = torch.device("cpu")
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -137,15 +138,17 @@ def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_stat
     frozen = gc.get_freeze_count()
     (gc.enable if enabled else gc.disable)()
     try:
+        garbage = GarbageCollection(5)
         with (
             patch.object(gc, "collect", wraps=gc.collect) as collected,
-            collecting_garbage(5) as collect,
+            garbage.at_fixed_steps(),
         ):
             assert not gc.isenabled()
             at = []
             for step in range(11, 26):
                 before = collected.call_count
-                collect(step)
+                if garbage.due(Progress(step)):
+                    garbage.run(Progress(step))
                 at += [step] * (collected.call_count - before)
             assert at == [11, 15, 20, 25]
             assert gc.get_freeze_count() > frozen
@@ -155,8 +158,9 @@ def test_garbage_is_collected_after_the_first_step_and_when_due_and_pythons_stat
         assert gc.get_freeze_count() == 0, (
             "a second run in this process must find the first one's model gone"
         )
-        with collecting_garbage(None) as collect:
-            collect(1)
+        garbage = GarbageCollection(None)
+        with garbage.at_fixed_steps():
+            assert not garbage.due(Progress(1))
             assert gc.isenabled() == enabled
     finally:
         (gc.enable if was else gc.disable)()

@@ -1,0 +1,66 @@
+"""The content of a run's checkpoints."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.frozen_weights import Base
+from fsdp_trainer.checkpoint.state import optimizer_state, weights
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.training.data_source import DataSource, StoredRows
+from fsdp_trainer.training.guard import Guard
+from fsdp_trainer.training.loss_scale import LossScale
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.weights import extra_state
+
+
+@dataclass
+class TrainState:
+    """All that a checkpoint stores: the parts of a run that change, and the identity of the rest.
+
+    The names of the tensors, and of the fields of `record`, are those in the files.
+    """
+
+    model: Decoder
+    optimizer: TrainerOptimizer
+    loss_scale: LossScale | None
+    guard: Guard
+    data: DataSource
+    validation: StoredRows | None
+    dtypes: dict[str, str]
+    """Number formats in which the weights were imported, for the export."""
+    base: Base | None
+    """Location of the frozen weights, which checkpoints do not hold; None: checkpoints hold all."""
+    digests: dict[str, str | None]
+    """Digests of the weights of other models, by `reference` or `teacher`."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return a checkpoint's tensors: weights, optimizer state, load of experts, loss scale."""
+        tensors = weights(self.model) | optimizer_state(self.model, self.optimizer)
+        return tensors | extra_state(self.model.balance, self.loss_scale)
+
+    def record(self, progress: Progress) -> dict[str, Any]:
+        """Return the part of a checkpoint that is not tensors. Collective."""
+        self.capture(progress)
+        return {
+            **asdict(progress),
+            "total_steps": self.data.total_steps(progress),
+            "dtypes": self.dtypes,
+            "frozen": asdict(self.base) if self.base else None,
+            "data": self.data.fingerprint,
+            "validation": self.validation_fingerprint,
+            **{name: digest for name, digest in self.digests.items() if digest},
+        }
+
+    @property
+    def validation_fingerprint(self) -> str | None:
+        """Fingerprint of the validation set; None if there is none."""
+        return self.validation.fingerprint if self.validation else None
+
+    def capture(self, progress: Progress) -> None:
+        """Copy the state of the guard and of the data source into `progress`. Collective."""
+        progress.recent, progress.spikes_in_a_row = self.guard.state()
+        for name, value in self.data.state(progress).items():
+            setattr(progress, name, value)

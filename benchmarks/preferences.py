@@ -179,14 +179,14 @@ def measure(folder: Path, way: str, ranks: int) -> dict[str, Any]:
 def train_ours(task: dict[str, Any]) -> dict[str, Any]:
     """Train as one rank of this trainer; return its figures."""
     import fsdp_trainer.run.run  # noqa: F401  imported before memory is read
-    from fsdp_trainer.methods.stored_reference import ReferencePass
+    from fsdp_trainer.methods.stored_columns import ReferenceColumn
 
     usage, folder = Usage(), task["folder"]
     data = [f"data.path={folder}/pairs.jsonl", f"tokenizer.path={folder}/tokenizer"]
     models = [f"model.init_from={folder}/hf", f"objective.reference={folder}/reference"]
     rows = [f"batch.rows={ROWS * task['ranks']}", "batch.micro_rows=1", f"batch.seq_len={ROW}"]
     how = ["objective=dpo", f"objective.beta={BETA}", "optim.lr=0", "train.epochs=1", CHUNK]
-    with timed_method(ReferencePass, "_compute") as reference:
+    with timed_method(ReferenceColumn, "compute") as reference:
         lines = our_lines(task, [*data, "data.template=plain", *models, *rows, *how])
     supervised = np.diff([0, *(line["supervised_tokens"] for line in lines)])
     answers = [line["answer_tokens_chosen"] + line["answer_tokens_rejected"] for line in lines]

@@ -85,7 +85,7 @@ def questions_of(
         return next((reason for reason in reasons if reason), None)
 
     reporter = Reporter(console.paced(), console.say)
-    cache = cache_root(cfg)
+    cache = cache_root(cfg.data, cfg.run)
     sources = find_sources(cfg.data.path, "data.path", cache, reporter.say, reporter.progress)
     return read_questions(cfg.data, sources, problems, check)
 
@@ -174,7 +174,7 @@ def with_lengths(
     counts = any(getattr(reward, "unit", None) == "tokens" for reward in chosen)
     if not counts or not (cfg.tokenizer.path or cfg.model.init_from):
         return attempts
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
     return [replace(one, tokens=len(tokenizer.encode(one.answer))) for one in attempts]
 
 

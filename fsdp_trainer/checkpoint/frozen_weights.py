@@ -36,7 +36,7 @@ from fsdp_trainer.config.paths import (
     is_hub_id,
     model_folder,
 )
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters.adapters import NF4, frozen_dtype, is_adapted
@@ -106,24 +106,30 @@ def read_base(checkpoint: Path) -> Base:
 
 
 def base_of_new_run(
-    model: Decoder, cfg: TrainConfig, init_from: Path | None, adapters: AdapterSpec | None
+    model: Decoder,
+    adapters: AdapterSpec | None,
+    precision: Precision,
+    seed: int,
+    *,
+    named: str | None,
+    init_from: Path | None,
+    adapter_from: str | None,
 ) -> Base | None:
     """Return the origin of the frozen weights, just read or drawn; None if none is frozen.
 
-    Collective. init_from: local path of model.init_from.
+    Collective. named: model.init_from. init_from: its local path. adapter_from: adapter.init_from.
     """
     frozen = list(frozen_parameters(model.whole))
-    dtype = frozen_dtype(cfg.precision, adapters)
+    dtype = frozen_dtype(precision, adapters)
     if not frozen:
         return None
     source = ""
     if init_from is not None:
         source = str((find_checkpoint(init_from) or init_from).resolve())
-    named = cfg.model.init_from or ""
-    hub_id = named if is_hub_id(named) else ""
-    base = Base(source, hub_id, cfg.run.seed, dtype, digests(model, frozen, dtype), adapters)
-    if cfg.adapter.init_from:
-        adapter = Path(cfg.adapter.init_from)
+    hub_id = named if named and is_hub_id(named) else ""
+    base = Base(source, hub_id, seed, dtype, digests(model, frozen, dtype), adapters)
+    if adapter_from:
+        adapter = Path(adapter_from)
         require_base_of_adapter(base, adapter)
         if any(is_of_adapter(name, adapters) for name in frozen):
             base.adapter_source = str((find_checkpoint(adapter) or adapter).resolve())
@@ -155,7 +161,7 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
 
 
 def base_of_resumed_run(
-    model: Decoder, cfg: TrainConfig, checkpoint: Path, adapters: AdapterSpec | None
+    model: Decoder, precision: Precision, checkpoint: Path, adapters: AdapterSpec | None
 ) -> Base | None:
     """Return the origin of the frozen weights, just loaded; None if none is frozen. Collective.
 
@@ -166,7 +172,7 @@ def base_of_resumed_run(
     frozen = list(frozen_parameters(model.whole))
     if not base.digests or not frozen:
         return None
-    dtype = frozen_dtype(cfg.precision, adapters)
+    dtype = frozen_dtype(precision, adapters)
     now, before = (spec and spec.base for spec in (adapters, base.adapters))
     unchanged = (dtype, now) == (base.dtype, before)
     known = base.digests if unchanged else digests(model, frozen, dtype)

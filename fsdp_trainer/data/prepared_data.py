@@ -6,7 +6,16 @@ from pathlib import Path
 
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import PAIRED, PROMPTED, UNPAIRED, Batch, Data, TrainConfig
+from fsdp_trainer.config.schema import (
+    PAIRED,
+    PROMPTED,
+    UNPAIRED,
+    Batch,
+    Data,
+    Run,
+    Tokenizer,
+    TrainConfig,
+)
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
@@ -18,11 +27,11 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 
 
-def tokenizer_path(cfg: TrainConfig) -> str:
+def tokenizer_path(choice: Tokenizer, init_from: str | None) -> str:
     """Return `tokenizer.path`, else the tokenizer's folder in `model.init_from`."""
-    if cfg.tokenizer.path:
-        return cfg.tokenizer.path
-    if not cfg.model.init_from:
+    if choice.path:
+        return choice.path
+    if not init_from:
         reason = (
             "random weights need one: a SentencePiece .model, a tokenizer.json, or a folder with"
             " either.\nTo try the trainer out:  "
@@ -31,17 +40,22 @@ def tokenizer_path(cfg: TrainConfig) -> str:
             "there is no tokenizer",
             [Problem("tokenizer.path=null", reason + "tokenizer.path=demo:bytes")],
         )
-    return str(tokenizer_folder(fetch(cfg.model.init_from, weights=False)))
+    return str(tokenizer_folder(fetch(init_from, weights=False)))
 
 
-def build_tokenizer(cfg: TrainConfig) -> TextTokenizer:
-    """Return the tokenizer of a run."""
-    return load_tokenizer(tokenizer_path(cfg), cfg.tokenizer.add_tokens)
+def build_tokenizer(choice: Tokenizer, init_from: str | None) -> TextTokenizer:
+    """Return the tokenizer of a run. init_from: model.init_from."""
+    return load_tokenizer(tokenizer_path(choice, init_from), choice.add_tokens)
 
 
-def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | None) -> list[str]:
-    """Return a note if ids mean other tokens in `tokenizer.path` than in the weights' tokenizer."""
-    if not cfg.tokenizer.path or init_from is None:
+def renumbered(
+    choice: Tokenizer, tokenizer: TextTokenizer, named: str | None, init_from: Path | None
+) -> list[str]:
+    """Return a note if ids mean other tokens in `tokenizer.path` than in the weights' tokenizer.
+
+    named: model.init_from. init_from: its local folder.
+    """
+    if not choice.path or init_from is None:
         return []
     try:
         known = load_tokenizer(str(tokenizer_folder(init_from))).backend.get_vocab()
@@ -53,7 +67,7 @@ def renumbered(cfg: TrainConfig, tokenizer: TextTokenizer, init_from: Path | Non
     )
     others = sum(own.get(id, text) != text for id, text in given.items())
     reason = (
-        f"{others:,} of {len(given):,} ids are other tokens than in {cfg.model.init_from}, whose"
+        f"{others:,} of {len(given):,} ids are other tokens than in {named}, whose"
         " weights know those. Leave  tokenizer.path  out"
     )
     return [reason] if others else []
@@ -85,15 +99,14 @@ def require_most_tokens(data: Data, prepared: Prepared) -> None:
         )
 
 
-def build_template(cfg: TrainConfig, tokenizer: TextTokenizer) -> Template:
+def build_template(data: Data, tokenizer: TextTokenizer) -> Template:
     """Return the chat template of a run."""
-    data = cfg.data
     return load_template(data.template, tokenizer, data.template_args, data.template_date)
 
 
-def cache_root(cfg: TrainConfig) -> Path:
+def cache_root(data: Data, run: Run) -> Path:
     """Return the folder of tokenised data."""
-    return Path(cfg.data.cache or Path(cfg.run.root) / ".data").expanduser()
+    return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 
 def kind_of_data(objective: str) -> str:
@@ -112,33 +125,34 @@ def build_data(
 
     The data is tokenised or found in `data.cache`; with data.streaming, its first samples are read.
     """
-    with removed_if_refused(cache_root(cfg)):
-        return _build_data(cfg, reporter)
+    root = cache_root(cfg.data, cfg.run)
+    with removed_if_refused(root):
+        return _build_data(cfg, root, reporter)
 
 
-def prompt_batch(cfg: TrainConfig) -> Batch:
+def prompt_batch(batch: Batch, max_new_tokens: int) -> Batch:
     """Return the batch with seq_len reduced, so that a row has room for an answer."""
-    return replace(cfg.batch, seq_len=cfg.batch.seq_len - cfg.objective.max_new_tokens)
+    return replace(batch, seq_len=batch.seq_len - max_new_tokens)
 
 
 def _build_data(
-    cfg: TrainConfig, reporter: Reporter | None
+    cfg: TrainConfig, root: Path, reporter: Reporter | None
 ) -> tuple[TextTokenizer, Template, Prepared]:
-    tokenizer = build_tokenizer(cfg)
-    template = build_template(cfg, tokenizer)
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
+    template = build_template(cfg.data, tokenizer)
     kind: str | None = kind_of_data(cfg.objective.name)
     if isinstance(cfg, PreviewConfig) and kind != preference_records.PROMPTS:
         kind = None
     if not cfg.data.streaming:
-        root = cache_root(cfg)
-        batch = prompt_batch(cfg) if kind == preference_records.PROMPTS else cfg.batch
+        batch = cfg.batch
+        if kind == preference_records.PROMPTS:
+            batch = prompt_batch(batch, cfg.objective.max_new_tokens)
         prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
     report, validation = streamed.report, None
     if cfg.data.validation is not None and not isinstance(cfg.data.validation, float):
         data = replace(cfg.data, path=cfg.data.validation, validation=None, streaming=False)
-        root = cache_root(cfg)
         prepared = prepare(data, cfg.batch, tokenizer, template, root, reporter, kind)
         validation = prepared.train[0]
         report = [*report, f"validation on {len(validation):,} samples"]

@@ -1,6 +1,6 @@
 """A reference model in memory, for a model that is trained on its own answers.
 
-For preference pairs, whose rows are known before training, see stored_reference.py.
+For preference pairs, whose rows are known before training, see methods/stored_columns.py.
 """
 
 from dataclasses import dataclass, replace

@@ -21,7 +21,6 @@ from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source,
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.methods.stored_reference import digest_of_weights
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch, meta_decoder
@@ -31,7 +30,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.parallel.parallelize import parallelize, reshard
-from fsdp_trainer.training.weights import fill
+from fsdp_trainer.training.weights import digest_of_weights, fill
 
 
 @dataclass

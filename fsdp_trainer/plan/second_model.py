@@ -13,7 +13,7 @@ import torch
 from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
-from fsdp_trainer.data.store.top_lists import bytes_per_token
+from fsdp_trainer.data.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, model_parts

@@ -24,6 +24,7 @@ from fsdp_trainer.config.rules.rules_objective import (
     frozen_source,
     has_reference,
     has_stored_teacher,
+    stores_reference,
 )
 from fsdp_trainer.config.schema import (
     DISTIL,
@@ -38,8 +39,7 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.config.yaml_text import dump_yaml
-from fsdp_trainer.data.order.mixture import Mixture, build_order, validation_order
-from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.data.tokens.tokenize_workers import cores
@@ -62,7 +62,8 @@ from fsdp_trainer.methods.rollout_step import BaseTokens, RolloutForwardBackward
 from fsdp_trainer.methods.rollouts import AnswerMaker, RolloutSource
 from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.methods.server_sampler import ServerSampler, server_sampler
-from fsdp_trainer.methods.stored_reference import ReferencePass
+from fsdp_trainer.methods.stored_columns import ReferenceColumn, RunRows
+from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
 from fsdp_trainer.methods.teacher import (
     FrozenModel,
     Teacher,
@@ -74,7 +75,6 @@ from fsdp_trainer.methods.teacher import (
     require_same,
     with_teacher,
 )
-from fsdp_trainer.methods.teacher_lists import ListedTeacher, ListPass
 from fsdp_trainer.methods.unpaired import UnpairedFigures, UnpairedForwardBackward
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters.adapters import as_configured, resolve_adapters
@@ -110,6 +110,7 @@ from fsdp_trainer.run.describe import describe
 from fsdp_trainer.run.resume import Order, check_unchanged, find_start, resume_data
 from fsdp_trainer.training.after_step import Timetable
 from fsdp_trainer.training.attention_setup import choose_attention
+from fsdp_trainer.training.batches import Batches
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
@@ -196,14 +197,15 @@ def build(
         partial(write_assets, cfg, inputs, config),
         on_commit=lambda event: observer.checkpoint_committed(**event),
     )
-    order = inputs.data.streamed or build_order(cfg, inputs.data, config.attention_cost)
+    maker = OrderMaker.of(cfg, config.attention_cost)
+    order = inputs.data.streamed or maker.training(cfg.data, inputs.data)
     held_out = None
     if inputs.data.validation:
-        held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
+        held_out = maker.validation(inputs.data.validation)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
-    orders = orders_of(order, held_out, cfg.batch.rows)
-    further = listed_teacher(
-        cfg, inputs, config, world, dims, orders, observer, start, signals, frozen_model
+    rows = RunRows(order, held_out, cfg.batch.rows)
+    further, rows = listed_teacher(
+        cfg, inputs, config, world, dims, rows, observer, start, signals, frozen_model
     )
     share = order.attention_cost_share(config.attention_cost)
     heads = config.num_attention_heads // cfg.sharding.tensor
@@ -235,9 +237,8 @@ def build(
         observer,
         answers,
     )
-    data = data_source(cfg, order, start.progress, context_of_rows)
-    validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
+        data = data_source(cfg, rows.training, start.progress, context_of_rows)
         lines = describe(
             cfg, whole, data, start.progress, inputs, world, dims, attention, context, run
         )
@@ -252,27 +253,32 @@ def build(
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, model_device)
-    reference = ReferencePass(
-        cfg,
-        model,
-        inputs.init_from,
-        orders,
-        context_of_rows.assembler,
-        dims,
-        observer,
-    ).prepare(start.checkpoint)
+    batches = partial(Batches, **context_of_rows.assembler)
+    column = ReferenceColumn(cfg, rows, dims, observer.say, model, batches)
+    rows, reference = with_reference(column, inputs.init_from, start.checkpoint)
     if start.checkpoint:
         restore(model, optimizer, start.checkpoint, loss_scale)
         dtypes = read_progress(start.checkpoint)["dtypes"]
-        base = base_of_resumed_run(model, cfg, start.checkpoint, adapters)
+        base = base_of_resumed_run(model, cfg.precision, start.checkpoint, adapters)
     else:
         dtypes = fill(model, cfg, inputs.init_from)
-        base = base_of_new_run(model, cfg, inputs.init_from, adapters)
+        base = base_of_new_run(
+            model,
+            adapters,
+            cfg.precision,
+            cfg.run.seed,
+            named=cfg.model.init_from,
+            init_from=inputs.init_from,
+            adapter_from=cfg.adapter.init_from,
+        )
     describe_weights(answers, base, dtypes)
     if cfg.sharding.tensor > 1:
         # otherwise each rank would scale its part of a matrix separately in the first step
         precompute_float8_scales(model, cfg.precision)
 
+    data = data_source(cfg, rows.training, start.progress, context_of_rows)
+    held_out = rows.validation
+    validation = StoredRows.validation(held_out, context_of_rows) if held_out else None
     differs = differs_from_loss(cfg.objective.name, cfg.loss)
     clock, progress = StepClock(), start.progress
     figures = figures_of(cfg.objective, dims)
@@ -369,40 +375,50 @@ def listed_teacher(
     config: ModelConfig,
     world: World,
     dims: Dims,
-    orders: list[tuple[RowOrder, int]],
+    rows: RunRows,
     observer: Observer,
     start: Start,
     signals: StopSignals,
     in_memory: FrozenModel | None,
-) -> FrozenModel | ListedTeacher | None:
-    """Attach a teacher's stored lists to the orders and return a ListedTeacher that reads them.
+) -> tuple[FrozenModel | ListedTeacher | None, RunRows]:
+    """Return a ListedTeacher, and the rows with its columns.
 
     Returns `in_memory` if no lists are stored for this run. Collective. Raises UserError. start:
     the start of the run; a checkpoint must have been trained with the same teacher.
     """
     if inputs.frozen_model is None or inputs.teacher_files is None:
-        return in_memory
+        return in_memory, rows
 
     def leave_if_agreed() -> None:
         signals.sync()
         signals.raise_if_agreed()
 
     require_same(Teacher, cfg, start.checkpoint, record_of_lists(inputs.teacher_files))
-    device = world.device
-    return ListPass(
+    column = TeacherColumn(
         cfg=cfg,
+        rows=rows,
         source=inputs.frozen_model,
-        digest=inputs.teacher_files,
         student=config,
-        orders=orders,
         dims=dims,
-        device=torch.device("cpu") if cfg.sharding.cpu_offload else device,
-        computing=device,
-        writes=world.local_rank == 0,
+        world=world,
         say=observer.say,
         progress=observer.console.paced(),
         check=leave_if_agreed,
-    ).prepare()
+    )
+    rows = column.prepare(inputs.teacher_files)
+    return ListedTeacher(cfg.objective, column.vocabulary), rows
+
+
+def with_reference(
+    column: ReferenceColumn, init_from: Path | None, checkpoint: Path | None
+) -> tuple[RunRows, str | None]:
+    """Return the rows with a stored reference, if the run has one, and its digest.
+
+    See ReferenceColumn.of_run. Collective.
+    """
+    if not stores_reference(column.cfg):
+        return column.rows, None
+    return column.of_run(init_from, checkpoint)
 
 
 def build_step(
@@ -505,14 +521,6 @@ def bytes_of_targets(cfg: TrainConfig, inputs: RunInputs, config: ModelConfig) -
     """Return the bytes of each token, [vocabulary]; all 0 if the objective predicts no text."""
     sizes = torch.from_numpy(token_bytes(inputs.tokenizer, config.vocab_size))
     return torch.zeros_like(sizes) if cfg.objective.name in SCORED else sizes
-
-
-def orders_of(order: Order, held_out: Mixture | None, rows: int) -> list[tuple[RowOrder, int]]:
-    """Return the orders of stored rows that a run reads, each with its number of rows per step."""
-    orders = [(one, rows) for one in order.orders] if isinstance(order, Mixture) else []
-    if held_out is not None:
-        orders += [(one, held_out.rows_per_epoch) for one in held_out.orders]
-    return orders
 
 
 def reference_of(

@@ -44,7 +44,7 @@ def describe(
     """Return lines on the run, model, ranks, data, attention, head, step and number of steps."""
     config = model.config
     origin = cfg.model.init_from or "random weights"
-    token_notes = renumbered(cfg, inputs.tokenizer, inputs.init_from)
+    token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
     token_notes += lossy(inputs.tokenizer)
     tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     at_once = model.lm_head.rows_at_once(tokens, world.device.type)

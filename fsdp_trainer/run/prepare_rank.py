@@ -2,23 +2,23 @@
 
 import os
 
-import torch
 import torch.distributed as dist
 
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.verbs import PrepareConfig
-from fsdp_trainer.data.order.mixture import build_order, validation_order
-from fsdp_trainer.data.prepared_data import build_data
+from fsdp_trainer.data.order.mixture import OrderMaker
+from fsdp_trainer.data.prepared_data import build_data, cache_root
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.methods.stored_teacher import TeacherColumn, digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
-from fsdp_trainer.methods.teacher_lists import ListPass, digest_for_lists
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.run.build import orders_of, resolve_architecture
+from fsdp_trainer.run.build import resolve_architecture
 from fsdp_trainer.run.tokenize_ahead import report
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
@@ -54,11 +54,11 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
     progress = progress_with_heartbeat(console, world)
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
     teacher = fetch_frozen_model(cfg)
-    inputs = RunInputs(*build_data(cfg, Reporter(progress, console.say)), init_from, teacher)
+    tokenizer, template, data = build_data(cfg, Reporter(progress, console.say))
     assert teacher
-    require_same_vocabulary(cfg, inputs.tokenizer, teacher)
-    inputs.teacher_files = digest_for_lists(cfg, teacher, progress)
-    return inputs
+    require_same_vocabulary(cfg, tokenizer, teacher)
+    files = digest_of_teacher(teacher, cache_root(cfg.data, cfg.run), progress)
+    return RunInputs(tokenizer, template, data, init_from, teacher, files)
 
 
 def store_lists(
@@ -67,23 +67,19 @@ def store_lists(
     """Run the teacher on all data whose lists are not stored yet. Collective. Raises UserError."""
     assert inputs.frozen_model
     assert inputs.teacher_files
-    order, held_out = build_order(cfg, inputs.data, config.attention_cost), None
-    if inputs.data.validation:
-        held_out = validation_order(cfg, inputs.data.validation, config.attention_cost)
-    orders = orders_of(order, held_out, cfg.batch.rows)
-    lists = ListPass(
+    maker, held_out = OrderMaker.of(cfg, config.attention_cost), inputs.data.validation
+    validation = maker.validation(held_out) if held_out else None
+    rows = RunRows(maker.training(cfg.data, inputs.data), validation, cfg.batch.rows)
+    column = TeacherColumn(
         cfg=cfg,
+        rows=rows,
         source=inputs.frozen_model,
-        digest=inputs.teacher_files,
         student=config,
-        orders=orders,
         dims=Dims(cfg.sharding, world.device.type, parse_duration(cfg.launch.timeout)),
-        device=torch.device("cpu") if cfg.sharding.cpu_offload else world.device,
-        computing=world.device,
-        writes=world.local_rank == 0,
+        world=world,
         say=console.say,
         progress=console.paced(),
     )
-    known = lists.prepare().vocabulary
-    for one, _ in orders:
-        console.say(f"in     {lists.folder(one, known)}")
+    column.prepare(inputs.teacher_files)
+    for one, _ in rows.stored:
+        console.say(f"in     {column.place(one, inputs.teacher_files)}")

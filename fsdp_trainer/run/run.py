@@ -31,9 +31,10 @@ from fsdp_trainer.config.paths import (
     run_folder,
     step_of,
 )
+from fsdp_trainer.config.rules.rules_objective import has_stored_teacher
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
-from fsdp_trainer.data.prepared_data import build_data, require_most_tokens
+from fsdp_trainer.data.prepared_data import build_data, cache_root, require_most_tokens
 from fsdp_trainer.data.store.component_store import Reporter
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.extensions import RunInfo
@@ -41,8 +42,8 @@ from fsdp_trainer.launch.facts import preflight
 from fsdp_trainer.launch.start import how_to_go_on
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
+from fsdp_trainer.methods.stored_teacher import digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
-from fsdp_trainer.methods.teacher_lists import digest_for_lists
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.observe.console import Console, time_line
@@ -195,12 +196,16 @@ class Rank:
         if world.local_rank == 0:
             check_room(cfg, init_from, world, frozen_model)
         report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
-        inputs = RunInputs(*build_data(cfg, report), init_from, frozen_model)
+        tokenizer, template, data = build_data(cfg, report)
         if frozen_model and world.local_rank == 0:
-            require_same_vocabulary(cfg, inputs.tokenizer, frozen_model)
-        inputs.teacher_files = digest_for_lists(cfg, frozen_model, report.progress)
-        require_most_tokens(cfg.data, inputs.data)
-        return inputs
+            require_same_vocabulary(cfg, tokenizer, frozen_model)
+        teacher_files = None
+        if has_stored_teacher(cfg):
+            assert frozen_model
+            cache = cache_root(cfg.data, cfg.run)
+            teacher_files = digest_of_teacher(frozen_model, cache, report.progress)
+        require_most_tokens(cfg.data, data)
+        return RunInputs(tokenizer, template, data, init_from, frozen_model, teacher_files)
 
     def preflight(
         self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock

@@ -4,6 +4,7 @@ The result is in the folder where `train` with the same keys looks for it.
 """
 
 import re
+from pathlib import Path
 
 from fsdp_trainer.config.schema import PROMPTED
 from fsdp_trainer.config.verbs import PrepareConfig
@@ -24,20 +25,21 @@ from fsdp_trainer.observe.console import Console
 def prepare_ahead(cfg: PrepareConfig) -> int:
     """Prepare all data, or a shard of it; return the exit code."""
     shard = parse_shard(cfg.prepare.shard)
-    with removed_if_refused(cache_root(cfg)):
-        return _prepare(cfg, shard)
+    root = cache_root(cfg.data, cfg.run)
+    with removed_if_refused(root):
+        return _prepare(cfg, root, shard)
 
 
-def _prepare(cfg: PrepareConfig, shard: tuple[int, int] | None) -> int:
+def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> int:
     console = Console(quiet=False)
-    tokenizer = build_tokenizer(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
     prompts = cfg.objective.name in PROMPTED
     data = (
         cfg.data,
-        prompt_batch(cfg) if prompts else cfg.batch,
+        prompt_batch(cfg.batch, cfg.objective.max_new_tokens) if prompts else cfg.batch,
         tokenizer,
-        build_template(cfg, tokenizer),
-        cache_root(cfg),
+        build_template(cfg.data, tokenizer),
+        root,
         Reporter(console.paced(), console.say),
         PROMPTS if prompts else None,
     )

@@ -1,5 +1,7 @@
 """The weights and optimizer state with which a run starts or resumes."""
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.formats.huggingface import SCORE, import_weights, read_parameters
 from fsdp_trainer.checkpoint.frozen_weights import (
     adapter_on_disk,
+    digests,
     load_weights,
     names_in_base,
     number_formats,
@@ -68,6 +71,13 @@ def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, 
     else:
         initialize_magnitudes(model)
     return formats
+
+
+def digest_of_weights(model: Decoder) -> str:
+    """Return a digest of all weights, the same for every sharding. Collective."""
+    names = sorted(dict(model.whole.named_parameters()))
+    each = digests(model, names, "float32")
+    return hashlib.blake2b(json.dumps(each).encode(), digest_size=10).hexdigest()
 
 
 def require_kept(model: Decoder, cfg: TrainConfig) -> None:

@@ -22,7 +22,7 @@ from fsdp_trainer.apps.preview import preview as previewing
 from fsdp_trainer.apps.preview import preview_text
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
-from fsdp_trainer.data.order.mixture import build_order
+from fsdp_trainer.data.order.mixture import OrderMaker
 from fsdp_trainer.data.prepared_data import build_data, lossy
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def page_of(keys):
     cfg = compose("preview", keys)
     tokenizer, template, prepared = build_data(cfg)
     return previewing.build_page(
-        cfg, tokenizer, template, prepared, build_order(cfg, prepared)
+        cfg, tokenizer, template, prepared, OrderMaker.of(cfg).training(cfg.data, prepared)
     ), tokenizer
 
 
@@ -215,7 +215,8 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
         if line.split()[:1] in (["b"], ["c"])
     }
     assert [float(lines[name][3].rstrip("%")) for name in "bc"] == pytest.approx([25, 75], abs=1)
-    rows = build_order(cfg := compose("preview", keys), build_data(cfg)[2]).taken(3 * 8)
+    cfg = compose("preview", keys)
+    rows = OrderMaker.of(cfg).training(cfg.data, build_data(cfg)[2]).taken(3 * 8)
     assert [lines[name][5] for name in "bc"] == [
         f"{rows[0] / 4:.2f}",
         f"{rows[1] / 40:.2f}",

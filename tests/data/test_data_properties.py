@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.stored_values import SampleColumns
 from fsdp_trainer.training.batches import Batches
 
 SEQ_LEN = 16
@@ -116,9 +117,13 @@ def data_sets(draw, mixed_by=("nothing", "repeats", "weights")):
     starts = [draw(st.integers(0, 50)) if by == "weights" else 0 for _ in stores]
 
     def make():
-        orders = [RowOrder(store, SEQ_LEN, packing, shuffle, seed) for store in stores]
-        for order in orders:
-            order.supervised_values = order.store.of_learnt
+        orders = [
+            RowOrder(
+                *(store, SEQ_LEN, packing, shuffle, seed),
+                columns=SampleColumns(of_tokens=store.of_learnt),
+            )
+            for store in stores
+        ]
         components = [
             Component(f"c{i}", *parts)
             for i, parts in enumerate(zip(orders, map(str, orders), weights, starts, strict=True))

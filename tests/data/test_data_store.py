@@ -137,7 +137,7 @@ def test_data_that_cannot_be_learnt_is_refused_by_name(tmp_path, content, option
 def test_the_tokenizer_is_found_with_the_weights(tmp_path):
     cfg = TrainConfig()
     with pytest.raises(UserError, match=r"tokenizer\.path"):
-        tokenizer_path(cfg)
+        tokenizer_path(cfg.tokenizer, cfg.model.init_from)
     for step in ("step-00000009", "step-00000010", "step-00000011"):
         (tmp_path / "run" / "checkpoints" / step / "hf").mkdir(parents=True)
         if step != "step-00000011":  # that one was never committed
@@ -148,7 +148,7 @@ def test_the_tokenizer_is_found_with_the_weights(tmp_path):
         "": "",
     }.items():
         cfg.model.init_from = str(tmp_path / source)
-        assert tokenizer_path(cfg) == str(tmp_path / expected)
+        assert tokenizer_path(cfg.tokenizer, cfg.model.init_from) == str(tmp_path / expected)
 
 
 @pytest.mark.slow

@@ -525,7 +525,7 @@ def without_teacher():
     def refuse(*_):
         raise AssertionError("a teacher was built")
 
-    with mock.patch("fsdp_trainer.methods.teacher_lists.share_teacher", refuse):
+    with mock.patch("fsdp_trainer.methods.stored_teacher.share_teacher", refuse):
         yield
 
 

@@ -165,7 +165,8 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
         yield Check("note", "room", f"not judged: {model.init_from} has not been fetched")
         return
     try:
-        rows = build_tokenizer(cfg).vocab_size if cfg.tokenizer.path else None
+        own = cfg.tokenizer
+        rows = build_tokenizer(own, model.init_from).vocab_size if own.path else None
         config = resolve_model(model, rows)
     except UserError as error:
         problems = (f"{p.what}  {p.reason.splitlines()[0]}" for p in error.problems)

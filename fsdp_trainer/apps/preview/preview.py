@@ -12,7 +12,7 @@ from fsdp_trainer.apps.preview import preview_html
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
-from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, build_order
+from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared_data import build_data
 from fsdp_trainer.data.records.preference_records import SIDES
@@ -53,7 +53,8 @@ def preview(cfg: PreviewConfig) -> int:
     if prepared.streamed:
         page = build_stream_page(cfg, tokenizer, prepared.streamed)
     else:
-        page = build_page(cfg, tokenizer, template, prepared, build_order(cfg, prepared))
+        order = OrderMaker.of(cfg).training(cfg.data, prepared)
+        page = build_page(cfg, tokenizer, template, prepared, order)
     if cfg.preview.format == "text":
         from fsdp_trainer.apps.preview.preview_text import show  # slow: imports rich
 
@@ -74,7 +75,7 @@ def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
     if prepared.streamed:
         rows = prepared.streamed.first_rows(cfg.preview.rows)
     else:
-        rows = map(build_order(cfg, prepared).read, range(cfg.preview.rows))
+        rows = map(OrderMaker.of(cfg).training(cfg.data, prepared).read, range(cfg.preview.rows))
     for index, row in enumerate(rows):
         print(json.dumps(as_json(index, row)))
 

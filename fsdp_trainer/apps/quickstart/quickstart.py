@@ -39,13 +39,14 @@ def quickstart(cfg: QuickstartConfig) -> int:
         overrides.append(f"train.steps={cfg.steps}")
     recipe = compose("train", overrides)
     run = Path(cfg.root) / recipe.run.name
-    tokenizer = build_tokenizer(recipe)
+    tokenizer = build_tokenizer(recipe.tokenizer, recipe.model.init_from)
     model = Decoder(resolve_model(recipe.model, tokenizer.vocab_size))
     initialize_weights(model, recipe.run.seed)
     questions = rows("demo:backwards/heldout")[: cfg.questions]
     n = len(questions)
 
-    right, example = ask(Speaker(model, tokenizer, build_template(recipe, tokenizer)), questions)
+    template = build_template(recipe.data, tokenizer)
+    right, example = ask(Speaker(model, tokenizer, template), questions)
     before = f"before training: {right} of {n} held-out questions right"
     print(f"{before}, e.g. {example}\n", flush=True)
     if code := start_ranks(recipe, overrides):

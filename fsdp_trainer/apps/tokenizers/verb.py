@@ -37,7 +37,7 @@ def tokenizer(cfg: TokenizerConfig) -> int:
     added = added_tokens(template, cfg.tokenizer.add_tokens)
     others = check(cfg, template, added)
     console = Console(quiet=False, stream=sys.stderr if cfg.format == "json" else None)
-    with removed_if_refused(cache_root(cfg)):
+    with removed_if_refused(cache_root(cfg.data, cfg.run)):
         corpus = train(cfg, template, added, console)
         measured = compare(cfg, corpus, others)
     if cfg.format == "json":
@@ -154,7 +154,7 @@ def sources_of(cfg: TokenizerConfig, key: str, console: Console) -> list[Source]
     """Return the sources of a key. Remote files are copied to the cache unless data.streaming."""
     reporter = Reporter(console.paced(), console.say)
     value = cfg.data.path if key == "data.path" else cfg.data.validation
-    cache = None if cfg.data.streaming else cache_root(cfg)
+    cache = None if cfg.data.streaming else cache_root(cfg.data, cfg.run)
     return find_sources(value, key, cache, reporter.say, reporter.progress)
 
 

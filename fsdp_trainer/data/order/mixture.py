@@ -5,7 +5,7 @@ The component of row n, and its row in that component, are a pure function of n 
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.data_files import entries
-from fsdp_trainer.config.schema import PROMPTED, TrainConfig
+from fsdp_trainer.config.schema import PROMPTED, Data, TrainConfig
 from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.order.row_order import RowData, RowOrder, Rows
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 
 REPEATED = 4
@@ -169,7 +170,6 @@ class Mixture:
     ):
         self.components, self.weighted = list(components), weighted
         self.digests = digests or {}
-        self.orders = [component.order for component in self.components]
         rows = [order.rows_per_epoch for order in self.orders]
         requested = [component.requested for component in self.components]
         if weighted:
@@ -204,6 +204,11 @@ class Mixture:
         self.start = 0
         """The running index of its first row; earlier rows came from another mixture."""
 
+    @property
+    def orders(self) -> list[RowOrder]:
+        """The rows of each component."""
+        return [component.order for component in self.components]
+
     def _hash(self, alone: str, each: list[str]) -> str:
         if len(each) == 1 and self.components[0].requested == 1:
             return alone
@@ -225,6 +230,15 @@ class Mixture:
             for component, (rows, tokens) in zip(self.components, starts, strict=True)
         ]
         return started
+
+    def with_columns(self, columns: Iterator[SampleColumns]) -> "Mixture":
+        """Return the same rows with the next columns, one for each component."""
+        mixture = copy(self)
+        mixture.components = [
+            replace(component, order=component.order.with_columns(next(columns)))
+            for component in self.components
+        ]
+        return mixture
 
     def taken(self, index: int) -> list[int]:
         """Return each component's number of rows before row `index`, from the start of the run."""
@@ -370,62 +384,63 @@ class Mixture:
         ]
 
 
-def build_order(
-    cfg: TrainConfig,
-    prepared: Prepared,
-    attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
-) -> Mixture:
-    """Return the rows of training, in order. attention_cost: see RowOrder.
+@dataclass(frozen=True)
+class OrderMaker:
+    """Makes the rows of stored samples, in order.
 
-    Raises UserError for a mixture that is not possible.
+    packing: like data.packing. attention_cost: see RowOrder.
     """
-    named = entries(cfg.data.path)
-    weighted = any(entry.weight is not None for entry in named)
-    given = [entry.weight if weighted else entry.repeat for entry in named]
-    requested = [1.0 if times is None else times for times in given]
-    if len(prepared.train) == 1:
-        requested, weighted = [1.0 if weighted else requested[0]], False
-    if weighted:
-        requested = [round(weight / sum(requested), 12) for weight in requested]
-    stores = zip(prepared.names, prepared.train, requested, strict=False)
-    mixture = Mixture(
-        [
-            _component(cfg, name, store, cfg.data.shuffle, attention_cost, times)
-            for name, store, times in stores
-        ],
-        weighted,
-        prepared.digests,
-    )
-    shares = zip(mixture.components, mixture.shares, strict=True)
-    if small := [component.name for component, share in shares if 0 < share < LEAST]:
-        reason = (
-            f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise its"
-            f" {'weight' if weighted else 'repeat'}"
+
+    packing: str
+    seq_len: int
+    seed: int
+    attention_cost: Callable[[np.ndarray], np.ndarray] = np.square
+
+    @classmethod
+    def of(
+        cls, cfg: TrainConfig, attention_cost: Callable[[np.ndarray], np.ndarray] = np.square
+    ) -> "OrderMaker":
+        """Return the one that makes the rows of a run."""
+        # each prompt has a row by itself
+        packing = "none" if cfg.objective.name in PROMPTED else cfg.data.packing
+        return cls(packing, cfg.batch.seq_len, cfg.run.seed, attention_cost)
+
+    def training(self, data: Data, prepared: Prepared) -> Mixture:
+        """Return the rows of training, in order.
+
+        Raises UserError for a mixture that is not possible.
+        """
+        named = entries(data.path)
+        weighted = any(entry.weight is not None for entry in named)
+        given = [entry.weight if weighted else entry.repeat for entry in named]
+        requested = [1.0 if times is None else times for times in given]
+        if len(prepared.train) == 1:
+            requested, weighted = [1.0 if weighted else requested[0]], False
+        if weighted:
+            requested = [round(weight / sum(requested), 12) for weight in requested]
+        stores = zip(prepared.names, prepared.train, requested, strict=False)
+        mixture = Mixture(
+            [self._component(name, store, data.shuffle, times) for name, store, times in stores],
+            weighted,
+            prepared.digests,
         )
-        raise UserError("the data cannot be mixed", [Problem("data.path", reason)])
-    return mixture
+        shares = zip(mixture.components, mixture.shares, strict=True)
+        if small := [component.name for component, share in shares if 0 < share < LEAST]:
+            reason = (
+                f"{small[0]} would have less than a millionth of the rows. Leave it out, or raise"
+                f" its {'weight' if weighted else 'repeat'}"
+            )
+            raise UserError("the data cannot be mixed", [Problem("data.path", reason)])
+        return mixture
 
+    def validation(self, store: TokenStore) -> Mixture:
+        """Return all rows of the held-out data, unshuffled."""
+        return Mixture([self._component("validation", store, False)])
 
-def validation_order(
-    cfg: TrainConfig,
-    store: TokenStore,
-    attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
-) -> Mixture:
-    """Return all rows of the held-out data, unshuffled."""
-    return Mixture([_component(cfg, "validation", store, False, attention_cost)])
-
-
-def _component(
-    cfg: TrainConfig,
-    name: str,
-    store: TokenStore,
-    shuffle: bool,
-    attention_cost: Callable[[np.ndarray], np.ndarray],
-    requested: float = 1.0,
-) -> Component:
-    packing, seq_len, seed = cfg.data.packing, cfg.batch.seq_len, cfg.run.seed
-    if cfg.objective.name in PROMPTED:
-        packing = "none"  # a row is a single prompt
-    order = RowOrder(store, seq_len, packing, shuffle, seed, attention_cost)
-    parts = [store.fingerprint, packing, seq_len, seed, shuffle, VERSION]
-    return Component(name, order, "/".join(map(str, parts)), requested)
+    def _component(
+        self, name: str, store: TokenStore, shuffle: bool, requested: float = 1.0
+    ) -> Component:
+        packing, seq_len, seed = self.packing, self.seq_len, self.seed
+        order = RowOrder(store, seq_len, packing, shuffle, seed, self.attention_cost)
+        parts = [store.fingerprint, packing, seq_len, seed, shuffle, VERSION]
+        return Component(name, order, "/".join(map(str, parts)), requested)

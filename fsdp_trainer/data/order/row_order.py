@@ -6,9 +6,11 @@ Row i of an epoch is a pure function of (data, packing, seed, epoch).
 import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +18,10 @@ from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, Arrays, SharedArrays
 from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 
+NO_COLUMNS = SampleColumns()
 PIECES_AT_A_TIME = 1024
 """Number of pieces whose weights are read at a time, to bound the memory."""
 
@@ -137,8 +141,13 @@ class RowOrder:
         shuffle: bool,
         seed: int,
         attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
+        columns: SampleColumns = NO_COLUMNS,
     ):
-        """attention_cost: function from document lengths to the attention costs of the model."""
+        """attention_cost: function from document lengths to the attention costs of the model.
+
+        columns: what a second model says about the store's samples, as columns of the rows.
+        """
+        self.columns = columns
         self.attention_cost = attention_cost
         self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
@@ -156,13 +165,14 @@ class RowOrder:
         """The number of rows, equal in every epoch since it depends only on the lengths."""
         self.fill: float = tokens / (self.rows_per_epoch * seq_len)
         """Share of positions that hold a token."""
-        self.reference: np.ndarray | None = None
-        """[samples] float64, Σ log-probability of each under the reference model; None without."""
-        self.supervised_values: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
-        """Returns additional values of supervised tokens, [tokens, ...] by name, given their
-        indices among all supervised tokens of the store; None if there are no such values."""
         self._epochs: dict[int, Epoch] = {}
         self._ahead = 0  # the last epoch that was requested
+
+    def with_columns(self, columns: SampleColumns) -> "RowOrder":
+        """Return the same rows with these columns, without making their plans again."""
+        order = copy(self)
+        order.columns = columns
+        return order
 
     @property
     def note(self) -> str | None:
@@ -216,23 +226,22 @@ class RowOrder:
         rows.weights.reshape(-1)[places] = target_weights
         if len(self.store.source_names) > 1:
             rows.sources.reshape(-1)[places] = np.repeat(self.store.sources[samples], lengths)
-        every = lengths.tolist()
-        rows.documents = [
-            every[first : first + n]
-            for first, n in zip(first_documents.tolist(), counts.tolist(), strict=True)
-        ]
-        starts_group = np.ones(len(samples), np.bool_)
-        if self.store.group_starts is not None:
-            starts_group = self.store.group_starts[samples]
-        rows.group_starts = [part.tolist() for part in np.split(starts_group, first_documents[1:])]
-        if self.reference is not None:
-            values = np.split(self.reference[samples], first_documents[1:])
-            rows.reference = [part.tolist() for part in values]
-        if self.supervised_values is not None:
-            rows.columns = self._columns(rows, places, target_weights > 0, samples, starts, lengths)
+
+        def by_row(values: np.ndarray) -> list[list[Any]]:
+            """Return the values of documents, row by row."""
+            return [part.tolist() for part in np.split(values, first_documents[1:])]
+
+        rows.documents = by_row(lengths)
+        starts_group = self.store.group_starts
+        rows.group_starts = by_row(
+            np.ones(len(samples), np.bool_) if starts_group is None else starts_group[samples]
+        )
+        if self.columns.reference is not None:
+            rows.reference = by_row(self.columns.reference[samples])
         if self.store.kinds is not None:
-            kinds = np.split(self.store.kinds[samples], first_documents[1:])
-            rows.kinds = [part.tolist() for part in kinds]
+            rows.kinds = by_row(self.store.kinds[samples])
+        if self.columns.of_tokens is not None:
+            rows.columns = self._columns(rows, places, target_weights > 0, samples, starts, lengths)
         return rows
 
     def _columns(
@@ -244,13 +253,13 @@ class RowOrder:
         starts: np.ndarray,
         lengths: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Return the values of `supervised_values`, each at the position that predicts its token.
+        """Return the values of `columns.of_tokens`, each where its token is predicted.
 
         Other positions hold 0. places: positions of all tokens in the flattened rows.
         is_supervised: for each token, whether the next one is supervised. samples, starts,
         lengths: of the documents.
         """
-        assert self.supervised_values is not None
+        assert self.columns.of_tokens is not None
         # of the tokens before a piece, the first one predicts nothing and has no weight
         earlier, _ = self._supervised(samples, np.ones_like(starts), starts)
         firsts = self._first_supervised[samples] + earlier
@@ -258,7 +267,7 @@ class RowOrder:
         of_documents = np.cumsum(lengths) - lengths
         numbers = np.repeat(firsts - before[of_documents], lengths) + before
         columns = {}
-        for name, values in self.supervised_values(numbers[is_supervised]).items():
+        for name, values in self.columns.of_tokens(numbers[is_supervised]).items():
             column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
             column[places[is_supervised]] = values
             columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
@@ -319,25 +328,23 @@ class RowOrder:
         The sums are: weight, tokens, supervised tokens, attention cost.
         """
         sums = np.zeros(4)
-        while start < stop:
-            epoch, i = divmod(start, self.rows_per_epoch)
-            end = min(i + stop - start, self.rows_per_epoch)
-            plan = self.epoch(epoch if self.shuffle else 0)
-            sums += plan.sums[end] - plan.sums[i]
-            start += end - i
+        for plan, first, end in self._parts(start, stop):
+            sums += plan.sums[end] - plan.sums[first]
         weight, tokens, supervised, attention_cost = sums.tolist()
         return weight, int(tokens), int(supervised), int(attention_cost)
 
     def documents(self, start: int, stop: int) -> int:
         """Return the number of documents in rows [start, stop), without reading any row."""
-        count = 0
+        parts = self._parts(start, stop)
+        return sum(int(plan.offsets[end]) - int(plan.offsets[first]) for plan, first, end in parts)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Epoch, int, int]]:
+        """Yield the plan of each epoch with rows in [start, stop), and their range in it."""
         while start < stop:
-            epoch, i = divmod(start, self.rows_per_epoch)
-            end = min(i + stop - start, self.rows_per_epoch)
-            offsets = self.epoch(epoch if self.shuffle else 0).offsets
-            count += int(offsets[end]) - int(offsets[i])
-            start += end - i
-        return count
+            epoch, first = divmod(start, self.rows_per_epoch)
+            end = min(first + stop - start, self.rows_per_epoch)
+            yield self.epoch(epoch if self.shuffle else 0), first, end
+            start += end - first
 
     def _by_epoch(self, indices: Sequence[int] | np.ndarray) -> Iterator[tuple[Epoch, np.ndarray]]:
         """Yield the plan of each epoch with some of these rows, and the rows' indices in it."""

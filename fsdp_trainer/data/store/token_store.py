@@ -102,6 +102,11 @@ class TokenStore:
         starts = self.group_starts
         return len(self) if starts is None else int(np.count_nonzero(starts))
 
+    @property
+    def supervised_tokens(self) -> int:
+        """The number of supervised tokens of all samples."""
+        return int(np.sum(self.supervised, dtype=np.int64))
+
     def read(
         self, sample: int, start: int = 0, length: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:

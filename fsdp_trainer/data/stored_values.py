@@ -1,7 +1,7 @@
-"""A teacher's likeliest tokens for all supervised tokens of a store, in files next to the store.
+"""Values that a second model gives to the samples of a store, in files next to the store.
 
-There is one entry per supervised token, in the order of the store, so the files are valid for every
-packing, row order and number of ranks.
+A reference: Σ log-probability of each sample. A teacher: its top-k tokens for each supervised
+token, in the order of the store. Neither depends on packing, row order or the number of ranks.
 """
 
 import errno
@@ -10,25 +10,70 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdp_trainer.data.store.cache_folders import LOCK, clear_leftovers
+from fsdp_trainer.data.store.token_store import TokenStore
 
-FOLDER = "teacher"
-"""Name of the folder next to a store's columns."""
+REFERENCE, TEACHER = "reference", "teacher"
+"""Names of the folders next to a store's columns."""
 ABOUT = "about.json"
-TOKENS, LOGS, REST, TARGET = "top_tokens", "top_logs", "top_rest", "top_target"
-"""Names of the files, and of columns of rows: the likeliest tokens, their log-probabilities, the
-log of the total probability of all other tokens, and the log-probability of the target."""
+TOP_K = (TOKENS, LOGS, REST, TARGET) = ("top_tokens", "top_logs", "top_rest", "top_target")
+"""Names of a teacher's files, and of columns of rows: the likeliest tokens, their
+log-probabilities, the log of the total probability of all other tokens, and the log-probability of
+the target."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def array_types(count: int, vocabulary: int) -> dict[str, tuple[type, tuple[int, ...]]]:
-    """Return dtype and shape of the values stored per token. count: number of tokens in a list."""
+@dataclass(frozen=True)
+class SampleColumns:
+    """Values that a second model gives to the samples of a store. None: it gives none.
+
+    reference: [samples] float64, Σ log-probability of each under the reference. of_tokens: returns
+    values of supervised tokens, [tokens, ...] by name, given their indices among all supervised
+    tokens of the store.
+    """
+
+    reference: np.ndarray | None = None
+    of_tokens: Callable[[np.ndarray], dict[str, np.ndarray]] | None = None
+
+
+# --- a reference
+
+
+def read_sums(place: Path, store: TokenStore) -> SampleColumns | None:
+    """Return a reference's sums of a store's samples; None if it is missing or damaged."""
+    try:
+        sums = np.load(place, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return None
+    return SampleColumns(reference=sums) if sums.shape == (len(store),) else None
+
+
+def write_sums(file: Path, sums: np.ndarray) -> None:
+    """Write a file atomically. Errors are ignored: the run then only has the sums in memory."""
+    with suppress(OSError):
+        file.parent.mkdir(exist_ok=True)
+        descriptor, aside = tempfile.mkstemp(prefix=".", dir=file.parent)
+        with open(descriptor, "wb") as opened:
+            np.save(opened, sums)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.chmod(aside, 0o644)  # mkstemp makes a file that only its owner can read
+        os.replace(aside, file)
+
+
+# --- a teacher
+
+
+def top_k_types(count: int, vocabulary: int) -> dict[str, tuple[type, tuple[int, ...]]]:
+    """Return dtype and shape of the values of one token. count: k, the number of tokens listed."""
     token = np.uint16 if vocabulary <= 2**16 else np.int32
     return {
         TOKENS: (token, (count,)),
@@ -40,41 +85,35 @@ def array_types(count: int, vocabulary: int) -> dict[str, tuple[type, tuple[int,
 
 def bytes_per_token(count: int, vocabulary: int) -> int:
     """Return the bytes on disk per supervised token."""
-    types = array_types(count, vocabulary).values()
+    types = top_k_types(count, vocabulary).values()
     return sum(np.dtype(dtype).itemsize * int(np.prod(shape)) for dtype, shape in types)
 
 
-class TopLists:
-    """The stored lists of a store's supervised tokens. arrays: [supervised tokens, ...] by name."""
+@dataclass(frozen=True)
+class TopKValues:
+    """A teacher's values of supervised tokens. arrays: [supervised tokens, ...] by name."""
 
-    def __init__(self, arrays: dict[str, np.ndarray]):
-        self.arrays = arrays
+    arrays: dict[str, np.ndarray]
 
     def __call__(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Return entries by name. numbers: indices among all supervised tokens of the store."""
+        """See SampleColumns.of_tokens."""
         columns = {name: array[numbers] for name, array in self.arrays.items()}
         # few operators of torch know uint16
         return columns | {TOKENS: columns[TOKENS].astype(np.int32)}
 
 
-def open_lists(folder: Path, tokens: int) -> TopLists | None:
-    """Return the lists in a folder; None if they are missing or incomplete.
-
-    tokens: number of supervised tokens in the store.
-    """
+def read_top_k(place: Path, store: TokenStore) -> SampleColumns | None:
+    """Return a teacher's values of a store's tokens; None if they are missing or incomplete."""
     try:
-        arrays = {
-            name: np.load(folder / f"{name}.npy", mmap_mode="r")
-            for name in (TOKENS, LOGS, REST, TARGET)
-        }
+        arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in TOP_K}
     except (OSError, ValueError, EOFError):
         return None
-    whole = all(len(array) == tokens for array in arrays.values())
-    return TopLists(arrays) if whole else None
+    whole = all(len(array) == store.supervised_tokens for array in arrays.values())
+    return SampleColumns(of_tokens=TopKValues(arrays)) if whole else None
 
 
-class ListsWriter:
-    """Writer of files of lists, which appear only when they are complete.
+class TopKWriter:
+    """Writer of a teacher's files, which appear only when they are complete.
 
     Creating it raises OSError if the disk has no room for all of them.
     """
@@ -82,7 +121,7 @@ class ListsWriter:
     def __init__(self, folder: Path, tokens: int, count: int, vocabulary: int):
         """Create the files next to `folder`, their final location.
 
-        tokens: number of supervised tokens in the store. count: number of tokens in a list.
+        tokens: number of supervised tokens in the store. count: k, the number of tokens listed.
         """
         folder.parent.mkdir(exist_ok=True)
         self.folder = folder
@@ -93,7 +132,7 @@ class ListsWriter:
         clear_leftovers(folder.parent, self.aside)
         self.arrays: dict[str, Any] = {}
         try:
-            for name, (dtype, shape) in array_types(count, vocabulary).items():
+            for name, (dtype, shape) in top_k_types(count, vocabulary).items():
                 file = self.aside / f"{name}.npy"
                 array = np.lib.format.open_memmap(file, "w+", dtype, (tokens, *shape))
                 reserve(file)  # otherwise a page without room on the disk would kill the process

@@ -1,0 +1,229 @@
+"""Columns of a run's rows that a second model computes once, before the first step.
+
+A reference gives Σ log-probability of each document, a teacher its top-k tokens for each supervised
+token (stored_teacher.py). The values are stored next to the token store, under a hash of all that
+they depend on, and no second model is in memory during training.
+"""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import gather
+from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order.mixture import Component, Mixture
+from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.preferences import sums_by_document
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.parallel.convert import precompute_float8_scales
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.parallelize import reshard
+from fsdp_trainer.run.resume import Order
+from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.weights import digest_of_weights, fill
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows that a run reads.
+
+    validation: read as one step; None: there is none. per_step: number of rows of a training step.
+    """
+
+    training: Order
+    validation: Mixture | None
+    per_step: int
+
+    @property
+    def stored(self) -> list[tuple[RowOrder, int]]:
+        """The orders of stored rows, each with its number of rows per step."""
+        orders: list[tuple[RowOrder, int]] = []
+        if isinstance(self.training, Mixture):
+            orders += [(order, self.per_step) for order in self.training.orders]
+        if self.validation is not None:
+            orders += [(order, order.rows_per_epoch) for order in self.validation.orders]
+        return orders
+
+    def with_columns(self, columns: Iterable[SampleColumns]) -> "RunRows":
+        """Return the same rows with these columns, one for each order in `stored`."""
+        training, validation, rest = self.training, self.validation, iter(columns)
+        if isinstance(training, Mixture):
+            training = training.with_columns(rest)
+        return replace(
+            self, training=training, validation=validation and validation.with_columns(rest)
+        )
+
+
+@dataclass
+class StoredColumn(ABC):
+    """A column of a run's rows with what a second model says about them.
+
+    rows: without the column. say: prints a line. digest, in all methods: of the second model.
+    """
+
+    cfg: TrainConfig
+    rows: RunRows
+    dims: Dims
+    say: Callable[[str], None]
+
+    name: ClassVar[str]
+    """Folder of the values next to a store's columns, and key of the digest in a checkpoint."""
+    suffix: ClassVar[str] = ""
+    """End of the name of an order's file."""
+
+    def prepare(self, digest: str) -> RunRows:
+        """Return the rows with the column, which is computed if it is not stored.
+
+        Collective. Raises UserError.
+        """
+        columns = self.stored(digest)
+        return self.rows.with_columns(self.compute(digest) if columns is None else columns)
+
+    def stored(self, digest: str) -> list[SampleColumns] | None:
+        """Return the stored values of all orders; None unless every rank finds all. Collective."""
+        orders = [order for order, _ in self.rows.stored]
+        values = [self.read(self.place(order, digest), order.store) for order in orders]
+        columns = [one for one in values if one is not None]
+        return columns if all(gather(len(columns) == len(orders))) else None
+
+    def place(self, order: RowOrder, digest: str) -> Path:
+        """Return where an order's values are; the name is a hash of all that they depend on."""
+        text = json.dumps(self.decisive(order, digest))
+        name = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        return order.store.folder / self.name / f"{name}{self.suffix}"
+
+    @staticmethod
+    @abstractmethod
+    def read(place: Path, store: TokenStore) -> SampleColumns | None:
+        """Return the values of a store's samples; None if they are missing or damaged."""
+
+    @abstractmethod
+    def decisive(self, order: RowOrder, digest: str) -> list[Any]:
+        """Return all that the values of an order depend on, as JSON."""
+
+    @abstractmethod
+    def compute(self, digest: str) -> list[SampleColumns]:
+        """Compute, store and return the values of all orders. Collective. Raises UserError."""
+
+
+@dataclass
+class ReferenceColumn(StoredColumn):
+    """Σ log-probability of each document under a reference that is not the base of adapters.
+
+    It is computed by the model in training with the reference's weights, in the same rows and
+    micro-batches as in training, since all of these affect the last bits.
+
+    batches: makes this rank's micro-batches of training.
+    """
+
+    model: Decoder
+    batches: Callable[[Mixture], Batches]
+
+    name, suffix = REFERENCE, ".npy"
+    read = staticmethod(read_sums)
+
+    def of_run(self, init_from: Path | None, checkpoint: Path | None) -> tuple[RunRows, str]:
+        """Return the rows with the column, and the digest of the reference's weights.
+
+        init_from: see `fill`. checkpoint: the one that the run resumes from, None for a new run.
+        The model may be left with the weights of the reference. Collective. Raises UserError.
+        """
+        known = read_progress(checkpoint).get(self.name) if checkpoint else None
+        stored = self.stored(known) if known else None
+        if known and stored is not None:
+            return self.rows.with_columns(stored), known
+        self._fill(init_from)
+        digest = digest_of_weights(self.model)
+        if known and digest != known:
+            text = (
+                f"the weights of the reference are not those that {checkpoint} was trained with."
+                "\nGive  model.init_from  and  objective.reference  as they were"
+            )
+            what = f"objective.reference={self.cfg.objective.reference}"
+            raise UserError("the reference is another one", [Problem(what, text)])
+        return self.prepare(digest), digest
+
+    def _fill(self, init_from: Path | None) -> None:
+        """Load the reference's weights into the model. Collective."""
+        cfg, source = self.cfg, init_from
+        if cfg.objective.reference != "start":
+            cfg = replace(cfg, adapter=replace(cfg.adapter, init_from=None))
+            source = Path(cfg.objective.reference)
+        fill(self.model, cfg, source)
+        if cfg.sharding.tensor > 1:
+            precompute_float8_scales(self.model, cfg.precision)
+
+    def decisive(self, order: RowOrder, digest: str) -> list[Any]:
+        """See StoredColumn."""
+        batches = self.batches(alone(order))
+        options = {
+            "micro_rows": batches.micro_rows,
+            "attention": batches.attention,
+            "pad_to_multiple": batches.pad_to_multiple,
+        }
+        return [
+            digest,
+            order.store.fingerprint,
+            [order.packing, order.seq_len, order.shuffle, self.cfg.run.seed],
+            asdict(self.cfg.precision),
+            [options, self.cfg.compile.enabled, str(batches.device)],
+        ]
+
+    def compute(self, digest: str) -> list[SampleColumns]:
+        """See StoredColumn."""
+        count = sum(len(order.store) for order, _ in self.rows.stored)
+        self.say(f"refer  the reference reads {count:,} answers once, before the first step")
+        columns = []
+        for order, rows in self.rows.stored:
+            place, sums = self.place(order, digest), self._sums(order, rows)
+            if dist.get_rank() == 0 or self.read(place, order.store) is None:
+                write_sums(place, sums)
+            columns.append(SampleColumns(reference=sums))
+        return columns
+
+    @torch.no_grad()
+    def _sums(self, order: RowOrder, rows: int) -> np.ndarray:
+        """Return Σ log-probability of each sample's targets, [samples] float64. Collective."""
+        batches = self.batches(alone(order))
+        sums = torch.zeros(len(order.store), dtype=torch.float64, device=batches.device)
+        try:
+            for numbers, batch in read_all(batches, rows):
+                samples = [sample for row in numbers.tolist() for sample, _, _ in order.row(row)]
+                places = torch.tensor(samples, dtype=torch.int64, device=batches.device)
+                scores = self.model(batch).scores
+                sums[places] = sums_by_document(scores.log_probability, batch)
+        finally:
+            reshard(self.model)
+        self.dims.sum_over_tokens(sums)
+        return sums.cpu().numpy()
+
+
+def alone(order: RowOrder) -> Mixture:
+    """Return a mixture of a single order."""
+    return Mixture([Component("", order)])
+
+
+def read_all(batches: Batches, rows: int) -> Iterator[tuple[np.ndarray, MicroBatch]]:
+    """Yield this rank's micro-batches of an epoch, each after the indices of its rows.
+
+    rows: number of rows of a step.
+    """
+    order = batches.order
+    for plan in batches.plans(rows, order.rows_per_epoch):
+        for numbers in batches.assign_rows_to_ranks(plan)[:, batches.rank]:
+            phases.enter("start")  # a heartbeat
+            own = numbers[numbers >= 0]
+            yield own, batches.assemble(order.read_rows(own))

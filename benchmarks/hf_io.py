@@ -38,6 +38,7 @@ from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, run_r
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.launch.world import connect, join
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -103,7 +104,7 @@ def import_rank(folder: Path) -> None:
     gc.freeze()  # as a run does after its imports: 0.17 s for each search of all that they created
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(folder))
-    parallelize(model, Dims(cfg.sharding, "cpu", timeout=60), cfg)
+    parallelize(model, Dims(Layout(cfg.sharding, 1, cfg.batch), "cpu", timeout=60), cfg)
     allocate(model, world.device)
     torch.distributed.barrier()
     seconds = []

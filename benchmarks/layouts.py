@@ -46,7 +46,8 @@ from benchmarks.harness import (
     spread,
 )
 from fsdp_trainer.base.distributed import local_part, local_slice
-from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
@@ -114,7 +115,7 @@ def print_host_times(rounds: int) -> None:
     """Print this rank's milliseconds per step of both ways, and their gradients' difference."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    dims = Dims(Sharding(tensor=RANKS), "cpu", 60)
+    dims = Dims(Layout(Sharding(tensor=RANKS), RANKS, Batch()), "cpu", 60)
     by_hand = meta_decoder(SMALL)
     shard_tensors(by_hand, dims)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tensor",))

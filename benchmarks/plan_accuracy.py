@@ -20,6 +20,7 @@ from benchmarks.harness import arguments, finish
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import Moment, memory
+from fsdp_trainer.plan.planned_run import PlannedRun
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -134,7 +135,7 @@ def predicted(overrides: list[str], ranks: int, device: str) -> Moment:
     cfg = compose(
         "train", [*overrides, "data.path=texts.jsonl", "tokenizer.path=demo:bytes"], inputs=False
     )
-    return memory(cfg, resolve_model(cfg.model), ranks, device).peak
+    return memory(PlannedRun.of(cfg, resolve_model(cfg.model), ranks), device).peak
 
 
 def measured(folder: Path, ranks: int, overrides: list[str], device: str) -> float:

@@ -27,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.composing.compose import compose
-from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment, trace_blocks
+from fsdp_trainer.plan.block_memory import trace_blocks
+from fsdp_trainer.plan.memory import BESIDE, GIB, ROUNDING, Moment
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 from fsdp_trainer.plan.plan_inputs import architecture, target
+from fsdp_trainer.plan.planned_run import PlannedRun
 
 RUNS = Path(__file__).parent / "published_runs.json"
 WIDEST = 1.41  # largest ratio of a range's fast end to its slow end
@@ -91,7 +93,9 @@ def compare(run: dict[str, Any]) -> Comparison:
     logits = tokens * config.vocab_size
     less = 0.0
     if "block_bytes" in run:
-        ours = sum(block.saved for block in trace_blocks(cfg, config, "cuda")[0])
+        ours = sum(
+            block.saved for block in trace_blocks(PlannedRun.of(cfg, config, 1).model, "cuda")[0]
+        )
         stream = tokens * config.hidden_size * config.num_hidden_layers
         less = ours - run["block_bytes"] * stream
     return Comparison(

@@ -96,7 +96,7 @@ POINTS = {
     "torch_version": "fsdp_trainer.config.rules.rules_computing:version",
     "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
     "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
-    "allocator_copy": "fsdp_trainer.plan.memory:Step.gloo_copy",
+    "allocator_copy": "fsdp_trainer.plan.memory:RankUnits.gloo_copy",
     "make_plan": "fsdp_trainer.run.out_of_memory:make_plan",
     "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
     # the watchdog

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from world import pack
 
 from fsdp_trainer.base.distributed import gather, local_part, local_slice
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
     Adapter,
@@ -48,6 +49,11 @@ GROUPED = LATENT | {
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
 """The model of LATENT with experts in all blocks but the first."""
+
+
+def layout_of(cfg):
+    """Return the layout of the ranks of the process group."""
+    return Layout(cfg.sharding, dist.get_world_size(), cfg.batch)
 
 
 def configuration(settings, **groups):

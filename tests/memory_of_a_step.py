@@ -6,6 +6,7 @@ from types import MethodType
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layouts import layout_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.context_methods import context_method
-from fsdp_trainer.config.pipeline_schedules import micro_batches
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.adapters.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
@@ -93,7 +93,7 @@ def peak(cfg, config, ranks, by):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     cpu = torch.device("cpu")
     try:
-        dims = Dims(cfg.sharding, "cpu", timeout=60)
+        dims = Dims(layout_of(cfg), "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
         parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config))
@@ -140,7 +140,11 @@ def whole_batch(cfg):
 
 def batch_of_rank(cfg, config, dims):
     """Return this rank's part of whole_batch's rows if a context group shares them, else None."""
-    ranks = context_ranks(dims, context_method(cfg, config).method, config.windows)
+    ranks = context_ranks(
+        dims,
+        context_method(cfg.sharding, cfg.batch.seq_len, config.on_tensor_rank(1)).method,
+        config.windows,
+    )
     if ranks is None:
         return None
     length = cfg.batch.seq_len
@@ -157,13 +161,13 @@ def peak_of_stages(cfg, config):
     """Return the peak bytes of this rank's live storages in a pipeline's step with clipping."""
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
-    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    dims = Dims(layout_of(cfg), "cpu", timeout=60)
     model = parallelize(meta_decoder(config), dims, cfg)
     allocate(model, cpu)
     initialize_weights(model, 0)
     optimizer = build_optimizer(model, cfg.optim)
-    count = micro_batches(cfg, dist.get_world_size())
-    pipeline = Pipeline(model, dims, cfg, count, cpu)
+    pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), cpu)
+    count = dims.layout.micro_batches
     batch = whole_batch(cfg)
     objectives = [CrossEntropy(batch.weights)] * count
     pipeline.train([batch] * count, objectives)

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from layouts import layout_of
 from memory_of_a_step import batch_of_rank, micro_step, peak_of_step, route_evenly, whole_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_trainer.config.pipeline_schedules import micro_batches
 from fsdp_trainer.models.adapters.adapters import resolve_adapters
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
@@ -64,7 +64,7 @@ def messages(cfg, config, ranks):
     """Return the number of messages of a step's last micro-batch by kind, and their total bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        dims = Dims(cfg.sharding, "cpu", timeout=60)
+        dims = Dims(layout_of(cfg), "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
         parallelize(model, dims, cfg)
@@ -101,12 +101,12 @@ def messages_of_stages(cfg, config):
     """Return the bytes that this rank of a pipeline sends, gathers and reduces in a step."""
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
-    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    dims = Dims(layout_of(cfg), "cpu", timeout=60)
     model = parallelize(meta_decoder(config), dims, cfg)
     allocate(model, cpu)
     initialize_weights(model, 0)
-    count = micro_batches(cfg, 4)
-    pipeline = Pipeline(model, dims, cfg, count, cpu)
+    pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), cpu)
+    count = dims.layout.micro_batches
     batch = whole_batch(cfg)
     objective = CrossEntropy(batch.weights)
     pipeline.train([batch] * count, [objective] * count)  # warm-up: the first run sends more
@@ -167,7 +167,7 @@ def steps_of_experts(cases):
 
 def _steps_of_experts(cfg, config):
     cpu = torch.device("cpu")
-    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    dims = Dims(layout_of(cfg), "cpu", timeout=60)
     model = parallelize(meta_decoder(config), dims, cfg, resolve_adapters(cfg.adapter, config))
     allocate(model, cpu)
     draw_weights(model, 0)
@@ -199,7 +199,7 @@ def rows_of_512_ranks(cfg, config):
     even = cfg.batch.micro_rows * cfg.batch.seq_len * config.num_experts_per_tok // ranks
     real, ExpertRanks.row_numbers = ExpertRanks.row_numbers, lambda *_: [[even] * ranks] * 2
     try:
-        dims = Dims(cfg.sharding, "cpu", timeout=60)
+        dims = Dims(layout_of(cfg), "cpu", timeout=60)
         model = parallelize(meta_decoder(config), dims, cfg)
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             model.to_empty(device="cpu")
@@ -216,7 +216,7 @@ def messages_of_owners(cases):
 
 
 def _messages_of_owners(cfg, config):
-    dims = Dims(cfg.sharding, "cpu", timeout=60)
+    dims = Dims(layout_of(cfg), "cpu", timeout=60)
     model = parallelize(meta_decoder(config), dims, cfg)
     allocate(model, torch.device("cpu"))
     initialize_weights(model, 0)

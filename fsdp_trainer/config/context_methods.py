@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
-from fsdp_trainer.config.schema import Sharding, TrainConfig
+from fsdp_trainer.config.schema import Model, Sharding
 from fsdp_trainer.errors import Problem
 
 OWN_QUERIES_ATTENTION = ("documents", "mask")
@@ -14,8 +14,20 @@ RING_ROW = 32_768
 bytes on each of N ranks, which is 256 MiB on 4."""
 
 
+class RankHeads(Protocol):
+    """The part of a model on one rank of a tensor group, as far as the choice depends on it."""
+
+    @property
+    def query_heads(self) -> int:
+        """The number of query heads of the rank."""
+
+    @property
+    def has_softcap(self) -> bool:
+        """True if scores have a soft limit."""
+
+
 class Heads(Protocol):
-    """The part of a model's configuration that the choice depends on."""
+    """The complete model whose attention is checked."""
 
     @property
     def num_attention_heads(self) -> int:
@@ -24,6 +36,9 @@ class Heads(Protocol):
     @property
     def attn_logit_softcapping(self) -> float | None:
         """The soft limit on scores."""
+
+    def on_tensor_rank(self, ranks: int) -> RankHeads:
+        """Return the part on one of `ranks` ranks of a tensor group."""
 
 
 class ContextChoice(NamedTuple):
@@ -54,37 +69,40 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
     return ContextChoice("ring", f"{uneven}, and whole rows of {row:,} tokens take much memory")
 
 
-def context_method(cfg: TrainConfig, config: Heads) -> ContextChoice:
-    """Choose the method for a model. config: has the heads of one rank of a tensor group."""
-    softcap = config.attn_logit_softcapping is not None
-    heads = config.num_attention_heads
-    return choose_context_method(cfg.sharding, heads, cfg.batch.seq_len, softcap)
+def context_method(sharding: Sharding, row: int, part: RankHeads) -> ContextChoice:
+    """Choose the method for a model and rows of `row` tokens."""
+    return choose_context_method(sharding, part.query_heads, row, part.has_softcap)
 
 
-def attention_layout(cfg: TrainConfig, method: str, compiled: bool) -> str:
-    """Return model.attention, with `auto` replaced if only some tokens' queries are computed."""
-    attention = cfg.model.attention
-    if cfg.sharding.context == 1 or method == "ulysses" or attention != "auto":
-        return attention
+def attention_layout(model: Model, context: int, method: str, compiled: bool) -> str:
+    """Return model.attention, with `auto` replaced if only some tokens' queries are computed.
+
+    context: number of ranks that share rows.
+    """
+    if context == 1 or method == "ulysses" or model.attention != "auto":
+        return model.attention
     return "mask" if compiled else "documents"
 
 
-def attention_kernel(cfg: TrainConfig, method: str, device: str) -> str:
-    """Return model.attention_kernel; with ring on a GPU, the only kernel that it calls."""
-    if cfg.sharding.context > 1 and method == "ring" and device == "cuda":
+def attention_kernel(model: Model, context: int, method: str, device: str) -> str:
+    """Return model.attention_kernel; with ring on a GPU, the only kernel that it calls.
+
+    context: number of ranks that share rows.
+    """
+    if context > 1 and method == "ring" and device == "cuda":
         return "efficient"
-    return cfg.model.attention_kernel
+    return model.attention_kernel
 
 
-def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
-    """Yield the problems that keep ranks from sharing the rows of a model."""
-    sharding, attention = cfg.sharding, cfg.model.attention
+def context_problems(
+    sharding: Sharding, row: int, model: Model, config: Heads
+) -> Iterator[Problem]:
+    """Yield the problems that keep ranks from sharing a model's rows of `row` tokens."""
+    attention, heads = model.attention, config.num_attention_heads
     if sharding.context == 1:
         return
-    heads = config.num_attention_heads
-    softcap = config.attn_logit_softcapping is not None
-    row = cfg.batch.seq_len
-    method = choose_context_method(sharding, heads // sharding.tensor, row, softcap).method
+    part = config.on_tensor_rank(sharding.tensor)
+    method = context_method(sharding, row, part).method
     if method != "ulysses" and attention not in ("auto", *OWN_QUERIES_ATTENTION):
         known = " and ".join(OWN_QUERIES_ATTENTION)
         reason = (
@@ -93,10 +111,10 @@ def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
         )
         yield Problem(f"model.attention={attention}", reason)
     if method == "ring":
-        yield from ring_problems(cfg, config)
+        yield from ring_problems(model, config)
     shares = sharding.tensor * sharding.context
     if sharding.context_method == "ulysses" and heads % shares:
-        of_tensor_rank = max(1, heads // sharding.tensor)
+        of_tensor_rank = max(1, part.query_heads)
         size = sharding.context
         nearest = max(n for n in range(1, size + 1) if of_tensor_rank % n == 0)
         by_tensor = " × sharding.tensor" if sharding.tensor > 1 else ""
@@ -108,7 +126,7 @@ def context_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
         yield Problem(f"sharding.context={size}", reason)
 
 
-def ring_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
+def ring_problems(model: Model, config: Heads) -> Iterator[Problem]:
     """Yield the problems that keep ring from merging a model's attention over ranks' keys."""
     if config.attn_logit_softcapping is not None:
         reason = (
@@ -117,7 +135,7 @@ def ring_problems(cfg: TrainConfig, config: Heads) -> Iterator[Problem]:
             "Use  sharding.context_method=gathered"
         )
         yield Problem("sharding.context_method=ring", reason)
-    kernel = cfg.model.attention_kernel
+    kernel = model.attention_kernel
     if kernel not in ("auto", "efficient"):
         reason = (
             "ring calls memory-efficient attention alone, which takes masks and returns the sums "

@@ -16,7 +16,6 @@ from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.parallel.parallelize import reshard
 
 
@@ -64,4 +63,4 @@ def build_reference(
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = cfg.objective.temperature
     model = share_frozen(model, own, dims, compiled, adapters)
-    return ReferenceModel(model, source, own, keeps_gathered(cfg.sharding))
+    return ReferenceModel(model, source, own, dims.layout.keeps_gathered)

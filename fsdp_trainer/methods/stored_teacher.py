@@ -257,8 +257,8 @@ class TeacherColumn(StoredColumn):
     def _batches(self, mixture: Mixture) -> Batches:
         """Return the micro-batches of rows in which the teacher reads them on these ranks."""
         cfg, dims, (_, config) = self.cfg, self.dims, self.models
-        heads = config.num_attention_heads // cfg.sharding.tensor
-        method = context_method(cfg, replace(config, num_attention_heads=heads)).method
+        part = config.on_tensor_rank(cfg.sharding.tensor)
+        method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
         share = mixture.attention_cost_share(config.attention_cost)
         attention = choose_attention(cfg, [config], share, self.world.device, False, method)
         return Batches(

@@ -28,7 +28,6 @@ from fsdp_trainer.models.resolve import tensor_problems
 from fsdp_trainer.models.soft_targets import TeacherLogits
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.memory_check import keeps_gathered
 from fsdp_trainer.parallel.parallelize import parallelize, reshard
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
@@ -109,7 +108,7 @@ def share_teacher(
     own = frozen(cfg)
     model = share_frozen(model, own, dims, compiled)
     known = min(config.vocab_size, student.vocab_size)
-    return Teacher(model, source, own, keeps_gathered(cfg.sharding), known)
+    return Teacher(model, source, own, dims.layout.keeps_gathered, known)
 
 
 def share_frozen(
@@ -251,9 +250,10 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     teacher: architecture of the frozen model. student: architecture of the model in training.
     """
     what = frozen_setting(cfg)
+    shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, teacher)
     problems = [
         Problem(what, f"{problem.what} {problem.reason}")
-        for problem in (*tensor_problems(cfg, teacher), *context_problems(cfg, teacher))
+        for problem in (*tensor_problems(cfg, teacher), *shared)
     ]
     length, positions = cfg.batch.seq_len, teacher.max_position_embeddings
     if length > positions:
@@ -275,9 +275,9 @@ def _other_methods(
 
     The rows are laid out for one method only.
     """
-    shares = cfg.sharding.tensor
+    sharding, row = cfg.sharding, cfg.batch.seq_len
     methods = [
-        context_method(cfg, replace(one, num_attention_heads=one.num_attention_heads // shares))
+        context_method(sharding, row, one.on_tensor_rank(sharding.tensor))
         for one in (student, teacher)
     ]
     if methods[0].method != methods[1].method:

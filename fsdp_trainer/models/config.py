@@ -210,6 +210,24 @@ class ModelConfig:
         """Return this architecture with vocabulary rows padded to divide evenly among ranks."""
         return replace(self, vocab_multiple=math.lcm(self.vocab_multiple, ranks))
 
+    def on_tensor_rank(self, ranks: int) -> "RankConfig":
+        """Return the part that each of `ranks` ranks of a tensor group computes."""
+        if ranks == 1:
+            return RankConfig(self)
+        part = replace(
+            self,
+            num_attention_heads=self.num_attention_heads // ranks,
+            num_key_value_heads=max(1, self.num_key_value_heads // ranks),
+            intermediate_size=self.intermediate_size // ranks,
+            vocab_size=-(-self.embedding_rows // ranks),
+            vocab_multiple=1,
+            shared_expert_intermediate_size=self.shared_size // ranks,
+            n_shared_experts=0,
+            # experts are not split: each rank has its own tokens
+            moe_intermediate_size=self.expert_size if self.num_experts else None,
+        )
+        return RankConfig(part)
+
     @property
     def rotary_dim(self) -> int:
         """Number of rotated channels of a head."""
@@ -471,6 +489,28 @@ class ModelConfig:
             original = "original_max_position_embeddings"
             exported[original] = scaling[original]
         return exported
+
+
+@dataclass(frozen=True)
+class RankConfig:
+    """The part of a model that one rank of a tensor group computes.
+
+    It is no ModelConfig, so that neither is taken for the other. shape: the configuration of a
+    model as large as the part. If there are fewer key heads than ranks, each rank is counted with a
+    full key head, although it holds only a part of it.
+    """
+
+    shape: ModelConfig
+
+    @property
+    def query_heads(self) -> int:
+        """Number of query heads of the rank."""
+        return self.shape.num_attention_heads
+
+    @property
+    def has_softcap(self) -> bool:
+        """True if attention scores have a soft limit."""
+        return self.shape.attn_logit_softcapping is not None
 
 
 # --- reading config.json --------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.paths import is_hub_id, model_folder
-from fsdp_trainer.config.pipeline_schedules import stage_count
+from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, A, adapter_name
@@ -120,7 +120,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     return [
         *_size_problems(cfg, config),
         *_family_problems(cfg.model, config),
-        *context_problems(cfg, config),
+        *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
     ]
 
 
@@ -324,7 +324,7 @@ def _fits(layer: str, patterns: list[str]) -> bool:
 
 def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield a problem if a pipeline stage would have no block."""
-    blocks, stages = config.num_hidden_layers, stage_count(cfg.sharding)
+    blocks, stages = config.num_hidden_layers, Stages.of(cfg.sharding).count
     if blocks < stages:
         ranks = cfg.sharding.pipeline
         nearest = max(1, blocks * ranks // stages)

@@ -14,13 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base.distributed import replication_factor
 from fsdp_trainer.base.torch_private import sequence_number, set_timeout
-from fsdp_trainer.config.dimensions import (
-    dimension_sizes,
-    expert_sizes,
-    fsdp_ranks,
-    layout_problem,
-)
-from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.errors import UserError
 
 BATCH = ("replicate", "shard")  # ranks that differ in one of these read different rows
@@ -30,10 +24,11 @@ class Dims:
     """This rank's position in the dimensions of all ranks, and the process groups along them.
 
     All code that depends on the number of ranks uses this class.
-    sizes: size of each dimension by name, outermost first; coordinates: this rank's position in
-    each. mesh: mesh for fully_shard: [shard], or [replicate, shard], where `shard` contains the
-    ranks of `shard` and `context`. A replicate dimension of size 1 is left out, because fully_shard
-    would all-reduce over it; a shard dimension of size 1 means plain replication (ddp).
+    layout: the arrangement of all ranks; sizes: its size of each dimension; coordinates: this
+    rank's position in each. mesh: mesh for fully_shard: [shard], or [replicate, shard], where
+    `shard` contains the ranks of `shard` and `context`. A replicate dimension of size 1 is left
+    out, because fully_shard would all-reduce over it; a shard dimension of size 1 means plain
+    replication (ddp).
     tensor_mesh: mesh of the ranks that divide each matrix; None: each rank has complete matrices.
     expert_sizes: size of each dimension of the separate mesh of experts, over the same ranks.
     batch_ranks: number of parts of each step's rows; batch_rank: the part that this rank reads.
@@ -41,30 +36,28 @@ class Dims:
     pipeline stages read it too.
     """
 
-    def __init__(self, sharding: Sharding, device_type: str, timeout: float):
+    def __init__(self, layout: Layout, device_type: str, timeout: float):
         """Create the meshes and process groups. Collective.
 
         timeout: timeout of collectives in seconds. Raises UserError for sizes that do not fit.
         """
-        self.ranks = dist.get_world_size()
+        self.layout, self.ranks = layout, layout.ranks
         self.timeout = timedelta(seconds=timeout)
-        self.sizes = dimension_sizes(sharding, self.ranks)
-        if problem := layout_problem(sharding, self.ranks):
-            raise UserError("the mesh does not divide", [problem])
-        self.expert_sizes = expert_sizes(sharding, self.ranks)
+        if layout.problem:
+            raise UserError("the mesh does not divide", [layout.problem])
+        self.sizes, self.expert_sizes = layout.sizes, layout.expert_sizes
         places = np.unravel_index(dist.get_rank(), tuple(self.sizes.values()))
         self.coordinates = dict(zip(self.sizes, map(int, places), strict=True))
         batch_sizes = tuple(self.sizes[name] for name in BATCH)
         batch_place = tuple(self.coordinates[name] for name in BATCH)
-        self.batch_ranks = math.prod(batch_sizes)
+        self.batch_ranks, self.same_rows = layout.batch_ranks, layout.same_rows
         self.batch_rank = int(np.ravel_multi_index(batch_place, batch_sizes))
-        self.same_rows = self.sizes["context"] * self.sizes["tensor"]
 
         self.device_type = device_type
         lengths = {
             "pipeline": self.sizes["pipeline"],
             "replicate": self.sizes["replicate"],
-            "shard": fsdp_ranks(self.sizes),
+            "shard": layout.fsdp_ranks,
             "tensor": self.sizes["tensor"],
         }
         names = tuple(name for name, size in lengths.items() if name == "shard" or size > 1)
@@ -183,7 +176,7 @@ class Dims:
 
         A sum over all ranks counts each number this many times.
         """
-        return replication_factor(parameter, self.ranks // self.sizes["pipeline"])
+        return replication_factor(parameter, self.layout.stage_ranks)
 
     def holders(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the ranks of this rank's stage that hold the same part of a tensor, this included.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_trainer.config.dimensions import dimension_sizes, fsdp_ranks
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapters import AdapterSpec, frozen_dtype
@@ -29,10 +29,9 @@ MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
 class Setup(NamedTuple):
     """Settings that determine, with the model, the size of a rank's states."""
 
-    sharding: Sharding
+    layout: Layout
     precision: Precision
     optim: Optim
-    ranks: int
     adapters: AdapterSpec | None = None
 
 
@@ -50,9 +49,9 @@ class MemoryItem(NamedTuple):
 
 def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     """Return a lower bound of a rank's peak memory, without activations and temporaries."""
-    sharding, precision, optim, ranks, adapters = setup
-    sizes = dimension_sizes(sharding, ranks)
-    shards = fsdp_ranks(sizes) * sizes["tensor"] * sizes["pipeline"]
+    layout, precision, optim, adapters = setup
+    sharding, sizes = layout.sharding, layout.sizes
+    shards = layout.fsdp_ranks * sizes["tensor"] * sizes["pipeline"]
     stored = getattr(torch, precision.master_dtype).itemsize
     computed = getattr(torch, precision.param_dtype).itemsize
     kept_frozen = getattr(torch, frozen_dtype(precision, adapters)).itemsize
@@ -79,12 +78,12 @@ def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
     ]
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored)
-    if fsdp_ranks(sizes) == 1 and stored == computed:
+    if layout.fsdp_ranks == 1 and stored == computed:
         return [*states, gradients]  # nothing is gathered
     units = block_units(model, sharding)
     largest = max(units, key=lambda unit: gathered_bytes(unit, computed))
     moments = [[gradients, gathered(largest, "the largest unit of blocks")]]
-    if keeps_gathered(sharding):  # there are no gradients yet
+    if layout.keeps_gathered:  # there are no gradients yet
         moments.append([gathered([model], "all units after forward", sizes["pipeline"])])
     return [*states, *max(moments, key=total)]
 
@@ -147,13 +146,6 @@ def checkpoint_bytes(model: Decoder, precision: Precision, optim: Optim) -> floa
     return count_trained(model) * (stored + mean_state_bytes(model, precision, optim))
 
 
-def keeps_gathered(sharding: Sharding) -> bool:
-    """Return True if units stay gathered from forward to backward."""
-    if sharding.reshard_after_forward == "auto":
-        return sharding.strategy == "ddp" or sharding.pipeline > 1
-    return not sharding.reshard_after_forward
-
-
 class Alternative(NamedTuple):
     """A suggested override, and the model (on the meta device) and adapters it would train."""
 
@@ -179,14 +171,14 @@ def check_memory(
 
     def fits(setup: Setup, model: Decoder = model) -> bool:
         items = least_memory(model, setup)
-        moved = setup.sharding.cpu_offload and cuda
+        moved = setup.layout.sharding.cpu_offload and cuda
         offloaded = total([item for item in items if item.offloads and moved])
         return offloaded <= host and total(items) - offloaded <= memory
 
     if fits(setup):
         return
     available = f"{gib(memory)} {'on the GPU' if cuda else 'for each rank on this machine'}"
-    if setup.sharding.cpu_offload and cuda:
+    if setup.layout.sharding.cpu_offload and cuda:
         available += f" and {gib(host)} of the host's"
     lines = arithmetic(least_memory(model, setup), available)
     overrides = suggestions(fits, setup, cuda)
@@ -196,7 +188,7 @@ def check_memory(
         if fits(setup._replace(adapters=other.adapters), other.model)
     ]
     lines.append(f"Use  {'  or  '.join(overrides)}" if overrides else "Use a smaller model")
-    problem = Problem(f"{setup.ranks} × {device.type}", "\n".join(lines))
+    problem = Problem(f"{setup.layout.ranks} × {device.type}", "\n".join(lines))
     raise UserError("the model's states cannot fit", [problem])
 
 
@@ -211,9 +203,10 @@ def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
 
 def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
     """Return overrides with which the states fit; last the one that may reduce quality."""
-    sharding, precision, optim, ranks, _ = setup
-    shards = replace(sharding, strategy="fsdp", replicas=1)
-    sharded = setup._replace(sharding=shards)
+    layout, precision, optim, _ = setup
+    sharding, ranks = layout.sharding, layout.ranks
+    shards = replace(layout, sharding=replace(sharding, strategy="fsdp", replicas=1))
+    sharded = setup._replace(layout=shards)
     bfloat16 = replace(precision, param_dtype="bfloat16", master_dtype="bfloat16")
     in_8_bits = "optim=adamw_8bit" if optim.name == "adamw" else "optim.state_dtype=8bit"
     others = {
@@ -221,13 +214,15 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
         in_8_bits: setup._replace(optim=replace(optim, state_dtype="8bit")),
     }
     if cuda and optim.name != "muon":  # the host would compute Muon's matrix products
-        offloaded = replace(shards, cpu_offload=True)
-        others["sharding.cpu_offload=true"] = setup._replace(sharding=offloaded)
+        offloaded = replace(shards, sharding=replace(shards.sharding, cpu_offload=True))
+        others["sharding.cpu_offload=true"] = setup._replace(layout=offloaded)
     overrides = [override for override, other in others.items() if fits(other)]
     inner = sharding.pipeline * sharding.context * sharding.tensor
     multiple = math.lcm(inner, sharding.expert)  # other numbers of ranks are refused
     worlds = range(ranks, ranks * MAX_TIMES_RANKS + 1, multiple)
-    enough = bisect_left(worlds, True, key=lambda ranks: fits(sharded._replace(ranks=ranks)))
+    enough = bisect_left(
+        worlds, True, key=lambda ranks: fits(sharded._replace(layout=replace(shards, ranks=ranks)))
+    )
     if enough < len(worlds):
         also = "" if sharding.strategy == "fsdp" else " and sharding=fsdp"
         overrides.append(f"{worlds[enough]} ranks with the same memory each{also}")

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from fsdp_trainer.base.torch_private import reduce_scatter_groups, set_timeout
+from fsdp_trainer.config.layout import keeps_gathered
 from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
@@ -36,7 +37,6 @@ from fsdp_trainer.parallel.memory_check import (
     free_bytes,
     gathered_on_rank,
     grouped_blocks,
-    keeps_gathered,
 )
 from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
 from fsdp_trainer.parallel.tensor import matrix_parts, shard_tensors
@@ -69,7 +69,7 @@ def parallelize(
     their own `forward` (models/adapters/adapters.py) unless they are sharded.
     """
     prepare(model, dims, cfg, adapters)
-    cut_into_stages(model, cfg.sharding, dims)
+    cut_into_stages(model, dims)
     shard_tensors(model, dims)
     shard_experts(model, dims)
     offloader = Offloader() if cfg.activation_checkpoint.offload else None

@@ -11,16 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.torch_private import accumulate_gradients
-from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.pipeline_schedules import (
-    divide_blocks,
-    in_rounds,
-    rank_of_stage,
-    schedule_of,
-    stage_count,
-    stages_of_rank,
-)
-from fsdp_trainer.config.schema import Sharding, TrainConfig
+from fsdp_trainer.config.pipeline_schedules import Stages, divide_blocks
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Auxiliary, Decoder, MicroBatch
@@ -197,24 +188,25 @@ def _numbers_met(module: nn.Module) -> int:
     return round(count * getattr(module, "active_share", 1))
 
 
-def blocks_by_stage(model: Decoder, sharding: Sharding) -> list[list[int]]:
+def blocks_by_stage(model: Decoder, stages: int) -> list[list[int]]:
     """Return the numbers of each stage's blocks. model: complete model, not yet cut."""
     costs, head = block_costs(model)
-    return divide_blocks(costs, head, stage_count(sharding))
+    return divide_blocks(costs, head, stages)
 
 
-def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
+def cut_into_stages(model: Any, dims: Dims) -> None:
     """Reduce a complete model on the meta device to this rank's stages, if there is a pipeline.
 
     Names do not change. A tied embedding stays on the ranks of the first and of the last stage.
     Raises UserError if a rank would have nothing to train.
     """
-    if sharding.pipeline == 1:
+    stages = dims.layout.stages
+    if stages.ranks == 1:
         return
-    require_no_auxiliary(model, sharding)
+    require_no_auxiliary(model, stages.ranks)
     whole = copy.deepcopy(model)
-    parts = blocks_by_stage(whole, sharding)
-    numbers = stages_of_rank(sharding, dims.coordinates["pipeline"])
+    parts = blocks_by_stage(whole, stages.count)
+    numbers = stages.of_rank(dims.coordinates["pipeline"])
     names = {number: [str(i) for i in parts[number]] for number in numbers}
     own = {name for stage in names.values() for name in stage}
     for name in set(model.blocks()) - own:
@@ -227,24 +219,24 @@ def cut_into_stages(model: Any, sharding: Sharding, dims: Dims) -> None:
         model.model.norm = model.lm_head = None
     model.__dict__["uncut"] = whole
     model.__dict__["stages"] = [Stage(model, n, len(parts), names[n]) for n in numbers]
-    require_training(whole, sharding, parts)
+    require_training(whole, stages, parts)
 
 
-def require_no_auxiliary(model: Decoder, sharding: Sharding) -> None:
+def require_no_auxiliary(model: Decoder, ranks: int) -> None:
     """Raise UserError if modules declare `auxiliary_names`, which stages do not pass on."""
     if model.auxiliary_names:
         values = ", ".join(model.auxiliary_names)
         reason = f"blocks that return {values} are not divided in this version.\n"
-        key = f"sharding.pipeline={sharding.pipeline}"
+        key = f"sharding.pipeline={ranks}"
         problem = Problem(key, f"{reason}Use  sharding.pipeline=1")
         raise UserError("this model cannot be cut into stages", [problem])
 
 
-def require_training(whole: Decoder, sharding: Sharding, parts: list[list[int]]) -> None:
+def require_training(whole: Decoder, stages: Stages, parts: list[list[int]]) -> None:
     """Raise UserError if a rank's stages have no parameter that is trained."""
     trained = {name for name, p in whole.named_parameters() if p.requires_grad}
-    for rank in range(sharding.pipeline):
-        numbers = stages_of_rank(sharding, rank)
+    for rank in range(stages.ranks):
+        numbers = stages.of_rank(rank)
         prefixes = [f"model.layers.{i}." for number in numbers for i in parts[number]]
         is_last = len(parts) - 1 in numbers
         if 0 in numbers or (is_last and whole.config.tie_word_embeddings):
@@ -256,7 +248,7 @@ def require_training(whole: Decoder, sharding: Sharding, parts: list[list[int]])
                 f"leaves rank {rank} of the pipeline, with blocks {blocks}, nothing to train.\n"
                 "Train some of it, or use  sharding.pipeline=1"
             )
-            problem = Problem(f"sharding.pipeline={sharding.pipeline}", reason)
+            problem = Problem(f"sharding.pipeline={stages.ranks}", reason)
             raise UserError("a stage has nothing to train", [problem])
 
 
@@ -290,28 +282,25 @@ class Pipeline:
         self,
         model: Decoder,
         dims: Dims,
-        cfg: TrainConfig,
-        micro_batches: int,
+        dtype: torch.dtype,
         device: torch.device,
     ):
-        """Build the stages and the schedule. micro_batches: number per step. Collective."""
+        """Build the stages and the schedule. dtype: format of the residual stream. Collective."""
         # imported here: importing it takes a second, and torch before 2.13 has another API
         from fsdp_trainer.parallel import pipeline_runtime as runtime
 
-        sharding = cfg.sharding
-        self.model, self.dims, self.sharding, self.device = model, dims, sharding, device
-        self.config = model.config
+        layout = dims.layout
+        self.model, self.dims, self.dtype, self.device = model, dims, dtype, device
+        self.config, self.division = model.config, layout.stages
         self.group = dims.group("pipeline")
-        self.count = in_rounds(sharding, micro_batches)
+        self.count = self.division.in_rounds(layout.micro_batches)
         self.after_backward: Callable[[int], None] = lambda number: None
         self.own = {stage.number: stage for stage in stages_of(model)}
-        self.stage_count = stage_count(sharding)
-        self.dtype = getattr(torch, cfg.precision.param_dtype)
-        tokens = own_length(sharding, cfg.batch.seq_len) // sharding.tensor
-        shape = (cfg.batch.micro_rows, tokens, self.config.hidden_size)
-        stream = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
-        eager = sharding.accumulate == "sharded" and not schedule_of(sharding).splits
-        kind = runtime.EagerStage if eager else runtime.LeanStage
+        self.stage_count = self.division.count
+        tokens = layout.row_tokens // layout.sharding.tensor
+        shape = (layout.batch.micro_rows, tokens, self.config.hidden_size)
+        stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        kind = runtime.LeanStage if layout.reduces_once else runtime.EagerStage
         last = runtime.LateStage if is_tied_to_itself(model) else kind
         self.stages = [
             (last if stage.is_last else kind)(
@@ -325,8 +314,8 @@ class Pipeline:
             )
             for number, stage in self.own.items()
         ]
-        single = schedule_of(sharding).stages == 1
-        self.schedule = runtime.SCHEDULES[sharding.pipeline_schedule](
+        single = self.division.order.stages == 1
+        self.schedule = runtime.SCHEDULES[self.division.schedule](
             self.stages[0] if single else self.stages,
             self.count,
             loss_fn=lambda output, target: output,
@@ -340,7 +329,7 @@ class Pipeline:
 
         None if it is not tied or if one rank has both the first and the last stage.
         """
-        last = rank_of_stage(self.sharding, self.stage_count - 1)
+        last = self.division.rank_of(self.stage_count - 1)
         if last == 0 or not self.config.tie_word_embeddings:
             return None
         members = [[group[0], group[last]] for group in self.dims.groups_along("pipeline")]
@@ -438,7 +427,7 @@ class Pipeline:
                 if number == self.stage_count - 1:
                     shape = (len(index), self.config.vocab_size)
                 x = torch.empty(shape, dtype=self.dtype, device=tokens.device)
-            owner = rank_of_stage(self.sharding, number)
+            owner = self.division.rank_of(number)
             assert self.group
             dist.broadcast(x, dist.get_global_rank(self.group, owner), group=self.group)
         return x

@@ -7,25 +7,19 @@ not made yet. To add a change, write a function and add it to a table.
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.check import Report
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.dimensions import (
-    batch_ranks,
-    dimension_sizes,
-    expert_sizes,
-    layout_problem,
-)
 from fsdp_trainer.config.formats import moments_format
-from fsdp_trainer.config.pipeline_schedules import pipeline_problem
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.rules.rules import check_rules
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.resolve import sharding_problems
-from fsdp_trainer.parallel.memory_check import keeps_gathered
+from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.plan import RunPlan, make_plan
 
 SMALLEST_CHUNK_MIB = 128
@@ -61,13 +55,18 @@ class Change(NamedTuple):
 NO_CHANGE = Change("", {}, "")
 
 
-class Candidate(NamedTuple):
-    """A run to plan. world: number of ranks; device: the device of each rank."""
+@dataclass(frozen=True)
+class Candidate:
+    """A run to plan.
+
+    world: number of ranks; device: the device of each rank; known: the models of earlier plans.
+    """
 
     cfg: TrainConfig
     config: ModelConfig
     world: int
     device: Device
+    known: KnownModels = field(default_factory=KnownModels)
 
     @property
     def on_gpu(self) -> bool:
@@ -75,9 +74,9 @@ class Candidate(NamedTuple):
         return self.device.name != "cpu"
 
     @property
-    def readers(self) -> int:
-        """Number of ranks that read different rows."""
-        return batch_ranks(dimension_sizes(self.cfg.sharding, self.world))
+    def layout(self) -> Layout:
+        """The layout of the ranks."""
+        return Layout(self.cfg.sharding, self.world, self.cfg.batch)
 
     def changed(self, keys: dict[str, Any]) -> "Candidate":
         """Return the run with other values of keys, e.g. {"optim.state_dtype": "8bit"}."""
@@ -85,15 +84,18 @@ class Candidate(NamedTuple):
         for key, value in keys.items():
             node, name = key.split(".")
             cfg = replace(cfg, **{node: replace(getattr(cfg, node), **{name: value})})
-        return self._replace(cfg=cfg)
+        return replace(self, cfg=cfg)
 
-    def plan(self) -> RunPlan:
-        """Return the plan of the run. Raises UserError if an adapter does not fit the model."""
-        return make_plan(*self)
+    def plan(self, load: float = 1.0) -> RunPlan:
+        """Return the plan of the run. Raises UserError if an adapter does not fit the model.
+
+        load: see `make_plan`.
+        """
+        return make_plan(self.cfg, self.config, self.world, self.device, load, self.known)
 
     def is_refused(self) -> bool:
         """Return True if training would refuse the run because keys contradict each other."""
-        if layout_problem(self.cfg.sharding, self.world) or pipeline_problem(self.cfg, self.world):
+        if self.layout.problem or self.layout.pipeline_problem:
             return True
         report, cfg = Report({}, [], set()), deepcopy(self.cfg)
         cfg.model.depth = None  # everything that follows from it is set already
@@ -164,7 +166,7 @@ def expert_counts(run: Candidate) -> list[int]:
     """Return the possible sizes of an expert group, ascending from 1; only 1 without experts."""
     if EXPERTS not in run.config.feed_forwards:
         return [1]
-    sizes = expert_sizes(run.cfg.sharding, run.world)
+    sizes = run.layout.expert_sizes
     ranks = sizes["replicate"] * sizes["eshard"] * sizes["expert"]
     largest = math.gcd(ranks, run.config.num_experts)
     return [size for size in range(1, largest + 1) if largest % size == 0]
@@ -185,7 +187,7 @@ def divide_experts(run: Candidate) -> Iterator[Change]:
 def gather_less(run: Candidate) -> Iterator[Change]:
     """Yield ways to have fewer gathered parameters or unsharded gradients at a time."""
     sharding = run.cfg.sharding
-    if sharding.strategy != "ddp" and keeps_gathered(sharding):
+    if sharding.strategy != "ddp" and run.layout.keeps_gathered:
         reason = "blocks are gathered again in backward"
         yield set_key("sharding.reshard_after_forward", True, reason)
     if sharding.prefetch > 1:
@@ -288,7 +290,7 @@ def keep_activations(run: Candidate) -> Iterator[Change]:
 
 def other_rows(run: Candidate) -> Iterator[Change]:
     """Yield smaller micro-batches that leave fewer rows empty, and larger micro-batches."""
-    batch, readers = run.cfg.batch, run.readers
+    batch, readers = run.cfg.batch, run.layout.batch_ranks
     if batch.rows % (batch.micro_rows * readers):
         for rows in halves(batch.micro_rows):
             yield set_key("batch.micro_rows", rows, "fewer rows that ranks compute are empty")
@@ -304,7 +306,7 @@ def gather_more(run: Candidate) -> Iterator[Change]:
         return
     reason = "nothing is gathered; every rank holds all"
     yield Change("sharding=ddp", {"sharding.strategy": "ddp"}, reason)
-    if not keeps_gathered(sharding):
+    if not run.layout.keeps_gathered:
         reason = "blocks stay gathered until backward"
         yield set_key("sharding.reshard_after_forward", False, reason)
     nodes, rest = divmod(run.world, per_node)

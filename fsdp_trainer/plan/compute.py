@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.schema import ActivationCheckpoint, TrainConfig
-from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision
+from fsdp_trainer.models.config import EXPERTS
 from fsdp_trainer.models.decoder import NORMS
-from fsdp_trainer.plan.fsdp_units import model_parts
+from fsdp_trainer.plan.planned_model import PlannedModel
 
 PRODUCTS = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
@@ -107,26 +106,26 @@ class Seconds(NamedTuple):
     head: float
 
 
-def compute_seconds(
-    cfg: TrainConfig, config: ModelConfig, device: Device, best: bool | None = None
-) -> Seconds:
+def compute_seconds(model: PlannedModel, device: Device, best: bool | None = None) -> Seconds:
     """Return the seconds of a micro-batch.
 
     best: True for the fast end of the range, False for the slow end, None for the middle.
     """
     if device.efficiency:
-        return _at_efficiency(cfg, config, device, device.efficiency)
-    rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
-    again = recomputed(cfg.activation_checkpoint)
-    rate = product_rate(cfg, config, device)
-    products = rows / rate / float8_speedup(cfg)
-    attention = rows * flops.attention / attention_rate(cfg, device, rate)
-    elementwise = elementwise_seconds(cfg, config, device)
-    weights = weight_seconds(cfg, config, device)
-    logits = rows * own_length(cfg.sharding, cfg.batch.seq_len) * config.vocab_size * HEAD_BYTES
+        return _at_efficiency(model, device, device.efficiency)
+    rows, flops = model.layout.batch.micro_rows, forward_flops(model)
+    again = recomputed(model.checkpointing)
+    rate = product_rate(model, device)
+    products = rows / rate / float8_speedup(model)
+    attention = (
+        rows * flops.attention / attention_rate(model.options.attention_kernel, device, rate)
+    )
+    elementwise = elementwise_seconds(model, device)
+    weights = weight_seconds(model, device)
+    logits = model.layout.tokens * model.part.shape.vocab_size * HEAD_BYTES
     head = rows * (2 * flops.head + flops.trained_head) / rate
     spread = {True: 1 / SPREAD, False: SPREAD, None: 1.0}[best]
-    reached = model_parts(config, cfg).backward_share
+    reached = model.own.backward_share
     return Seconds(
         forward=spread * (products * flops.products + attention + elementwise + weights.forward),
         backward=spread
@@ -140,15 +139,13 @@ def compute_seconds(
     )
 
 
-def _at_efficiency(
-    cfg: TrainConfig, config: ModelConfig, device: Device, efficiency: float
-) -> Seconds:
+def _at_efficiency(model: PlannedModel, device: Device, efficiency: float) -> Seconds:
     """Return the seconds if all counted operations together reach this share of the peak."""
-    rows, flops = cfg.batch.micro_rows, forward_flops(cfg, config)
-    again = recomputed(cfg.activation_checkpoint)
-    rate = peak_rate(cfg, device) * efficiency / rows
-    speedup = float8_speedup(cfg)
-    reached = model_parts(config, cfg).backward_share
+    rows, flops = model.layout.batch.micro_rows, forward_flops(model)
+    again = recomputed(model.checkpointing)
+    rate = peak_rate(model.precision, device) * efficiency / rows
+    speedup = float8_speedup(model)
+    reached = model.own.backward_share
     products = (reached * flops.products * (1 + again.products) + flops.trained) / speedup
     return Seconds(
         forward=(flops.products / speedup + flops.attention) / rate,
@@ -164,19 +161,18 @@ class WeightSeconds(NamedTuple):
     backward: float
 
 
-def weight_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> WeightSeconds:
+def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
     """Return the seconds to copy gathered weights and gradients, and to decode 4-bit matrices."""
-    parts = model_parts(config, cfg)
-    whole = parts.units(cfg, 1).all
-    compute = getattr(torch, cfg.precision.param_dtype).itemsize
+    sharding, adapters = model.layout.sharding, model.own.adapters
+    whole = model.own.units(model.formats, sharding, 1).all
     trained = whole.trained * COPIED_BYTES
-    frozen = (whole.gathered - whole.trained * compute) * COPIES_OF_FROZEN
-    of_experts = parts.adapters.encoded_experts / cfg.sharding.expert
-    decoded = (parts.adapters.encoded + of_experts) * traffic(cfg).decoding
-    again = recomputed(cfg.activation_checkpoint).products
+    frozen = (whole.gathered - whole.trained * model.number) * COPIES_OF_FROZEN
+    of_experts = adapters.encoded_experts / sharding.expert
+    decoded = (adapters.encoded + of_experts) * traffic(model.compiled).decoding
+    again = recomputed(model.checkpointing).products
     lengths = 0.0
-    if cfg.adapter.name == "dora":
-        lengths = parts.adapters.adapted * DORA_BYTES + decoded
+    if model.adapter == "dora":
+        lengths = adapters.adapted * DORA_BYTES + decoded
     rate = device.memory_rate * MEMORY
     return WeightSeconds(
         forward=(trained / 3 + frozen / 2 + decoded + lengths) / rate,
@@ -204,67 +200,69 @@ def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
     return Recomputed(products / every, ("attention" not in saved) / every, 1 / every)
 
 
-def forward_flops(cfg: TrainConfig, config: ModelConfig) -> Flops:
+def forward_flops(model: PlannedModel) -> Flops:
     """Return the operations of one row on each of the ranks that share it.
 
     Attention is counted as if the row were one document.
     """
-    seq_len, parts = own_length(cfg.sharding, cfg.batch.seq_len), model_parts(config, cfg)
-    whole_cost = float(config.attention_cost(np.array([cfg.batch.seq_len]))[0])
-    attention_cost = whole_cost / cfg.sharding.context
+    layout, config, parts = model.layout, model.part.shape, model.own
+    sharding, tokens = layout.sharding, layout.row_tokens
+    whole_cost = float(config.attention_cost(np.array([layout.batch.seq_len]))[0])
+    attention_cost = whole_cost / sharding.context
     # kernels need values as wide as keys: they are padded with zeros (models.latent_attention)
     heads_width = config.num_attention_heads * max(config.head_dim, config.value_dim)
     ends = replace(config, num_hidden_layers=0).parameters()
     blocks = config.parameters(active=True) - ends
     # each rank of a tensor group sends only its own tokens to experts
-    others = 1 - 1 / cfg.sharding.tensor
+    others = 1 - 1 / sharding.tensor
     routed, trained_routed = (others * numbers for numbers in parts.routed)
-    head = 2.0 * config.embedding_rows * config.hidden_size * seq_len
+    head = 2.0 * config.embedding_rows * config.hidden_size * tokens
     return Flops(
-        products=2.0 * (blocks - routed + parts.adapters.numbers) * seq_len,
+        products=2.0 * (blocks - routed + parts.adapters.numbers) * tokens,
         attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
         head=head,
-        trained=2.0 * (parts.trained_active - trained_routed) * seq_len,
+        trained=2.0 * (parts.trained_active - trained_routed) * tokens,
         trained_head=head * parts.head.requires_grad,
     )
 
 
-def peak_rate(cfg: TrainConfig, device: Device) -> float:
+def peak_rate(precision: Precision, device: Device) -> float:
     """Return the device's peak in FLOP/s, in the format of the computation."""
-    in_16_bits = cfg.precision.param_dtype != "float32"
+    in_16_bits = precision.param_dtype != "float32"
     return (device.flops or 0.0) if in_16_bits else device.flops_float32
 
 
-def product_rate(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
+def product_rate(model: PlannedModel, device: Device) -> float:
     """Return the FLOP/s that matrix products reach, in the middle of the range."""
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
     slowest, fastest = TOKENS_RANGE
-    by_tokens = min(fastest, max(slowest, (tokens / TOKENS) ** BY_TOKENS))
-    by_width = min(WIDEST, (config.hidden_size / WIDTH) ** BY_WIDTH)
-    return peak_rate(cfg, device) * PRODUCTS * device.reach * by_tokens * by_width
+    by_tokens = min(fastest, max(slowest, (model.layout.tokens / TOKENS) ** BY_TOKENS))
+    by_width = min(WIDEST, (model.config.hidden_size / WIDTH) ** BY_WIDTH)
+    return peak_rate(model.precision, device) * PRODUCTS * device.reach * by_tokens * by_width
 
 
-def newton_schulz_rate(cfg: TrainConfig, device: Device) -> float:
+def newton_schulz_rate(optim: Optim, device: Device) -> float:
     """Return the FLOP/s of Muon's products, in the middle of the range and for wide matrices."""
-    in_bfloat16 = cfg.optim.ns_dtype == "bfloat16"
+    in_bfloat16 = optim.ns_dtype == "bfloat16"
     peak = (device.flops or 0.0) if in_bfloat16 else device.flops_float32
     return peak * (device.efficiency or PRODUCTS * device.reach)
 
 
-def attention_rate(cfg: TrainConfig, device: Device, products: float) -> float:
-    """Return the FLOP/s of attention, counted as causal. products: FLOP/s of matrix products."""
-    kernel = FASTER_ATTENTION.get(cfg.model.attention_kernel, 1.0)
-    return products / device.attention * kernel
+def attention_rate(kernel: str, device: Device, products: float) -> float:
+    """Return the FLOP/s of attention, counted as causal.
+
+    kernel: model.attention_kernel; products: FLOP/s of matrix products.
+    """
+    return products / device.attention * FASTER_ATTENTION.get(kernel, 1.0)
 
 
-def float8_speedup(cfg: TrainConfig) -> float:
+def float8_speedup(model: PlannedModel) -> float:
     """Return the speed-up of matrix products by the chosen float8 format; 1 without one."""
-    return FLOAT8.get(cfg.precision.float8 or "", 1.0) if cfg.compile.enabled else 1.0
+    return FLOAT8.get(model.precision.float8 or "", 1.0) if model.compiled else 1.0
 
 
-def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -> float:
+def elementwise_seconds(model: PlannedModel, device: Device) -> float:
     """Return the seconds of norms, rotations, gates and additions of all blocks in one forward."""
-    each = traffic(cfg)
+    config, tensor, each = model.part.shape, model.layout.sharding.tensor, traffic(model.compiled)
     family, hidden = config.family_spec, config.hidden_size
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
@@ -272,27 +270,26 @@ def elementwise_seconds(cfg: TrainConfig, config: ModelConfig, device: Device) -
     routed_width = config.num_experts_per_tok * config.expert_size
     # a rank of a tensor group computes experts for its own tokens, but its own channels of dense
     # feed-forwards for all tokens
-    others = 1 - 1 / cfg.sharding.tensor
+    others = 1 - 1 / tensor
     widths = [
         config.feed_forward_width(kind) - others * routed_width * (kind == EXPERTS)
         for kind in config.feed_forwards
     ]
     inner = sum(widths) / config.num_hidden_layers
     numbers = (
-        hidden * (norms * each.norm + 2 * each.residual) / cfg.sharding.tensor
+        hidden * (norms * each.norm + 2 * each.residual) / tensor
         + heads * (each.rotation + (each.norm if family.qk_norm else 0))
         + inner * each.gate
     )
-    adapters = model_parts(config, cfg).adapters
+    adapters = model.own.adapters
     of_adapters = adapters.inputs * READ_BY_A + adapters.outputs * each.adapter
-    if cfg.adapter.name == "dora":
+    if model.adapter == "dora":
         of_adapters += adapters.outputs * SCALED_BY_DORA
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    wider = getattr(torch, cfg.precision.param_dtype).itemsize / torch.bfloat16.itemsize
-    moved = (numbers * config.num_hidden_layers + of_adapters) * wider * tokens
+    wider = model.number / torch.bfloat16.itemsize
+    moved = (numbers * config.num_hidden_layers + of_adapters) * wider * model.layout.tokens
     return moved / (device.memory_rate * MEMORY)
 
 
-def traffic(cfg: TrainConfig) -> Traffic:
+def traffic(compiled: bool) -> Traffic:
     """Return the memory traffic of elementwise operators, compiled or not."""
-    return COMPILED if cfg.compile.enabled else EAGER
+    return COMPILED if compiled else EAGER

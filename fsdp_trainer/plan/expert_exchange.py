@@ -6,13 +6,12 @@ With even routing each rank sends the same number of rows to every other one, an
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.schema import Sharding, TrainConfig
-from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.models.config import EXPERTS, ModelConfig, RankConfig
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.observe.flops import count_numbers
 from fsdp_trainer.parallel.experts import ROWS, SHARDED, ExpertRanks, divided
@@ -126,24 +125,23 @@ def routed_numbers(block: nn.Module) -> tuple[int, int]:
     return experts[0] + router[0], experts[1] + router[1]
 
 
-def rows_of_rank(cfg: TrainConfig, config: ModelConfig) -> int:
-    """Return how many rows a rank sends to the experts of one block in a micro-batch."""
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    return tokens // cfg.sharding.tensor * config.num_experts_per_tok
+def exchanged_bytes(layout: Layout, config: ModelConfig, number: int) -> float:
+    """Return the bytes of one all-to-all of rows, including those that stay on the rank.
+
+    number: bytes of one number.
+    """
+    rows = layout.tokens // layout.sharding.tensor * config.num_experts_per_tok
+    return rows * config.hidden_size * number
 
 
-def exchanged_bytes(cfg: TrainConfig, config: ModelConfig) -> float:
-    """Return the bytes of one all-to-all of rows, including those that stay on the rank."""
-    number = getattr(torch, cfg.precision.param_dtype).itemsize
-    return rows_of_rank(cfg, config) * config.hidden_size * number
-
-
-def busiest_over_mean(cfg: TrainConfig, config: ModelConfig, load: float) -> float:
+def busiest_over_mean(part: RankConfig, ranks: int, load: float) -> float:
     """Return the factor by which blocks take longer because all wait for the busiest rank.
 
-    That rank computes `load` times the experts' products, which are a part of all products.
+    That rank computes `load` times the experts' products, which are a part of all products. ranks:
+    number of ranks that divide the experts.
     """
-    if cfg.sharding.expert == 1:
+    config = part.shape
+    if ranks == 1:
         return 1.0
     ends = 2 * config.embedding_rows * config.hidden_size
     blocks = max(1, config.parameters(active=True) - ends)

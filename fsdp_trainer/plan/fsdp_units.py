@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import (
+    Adapter,
+    Optim,
+    Precision,
+    Sharding,
+    Train,
+    TrainConfig,
+)
 from fsdp_trainer.models.adapters.adapters import adapted_layers, frozen_dtype
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
 from fsdp_trainer.models.config import ModelConfig
@@ -34,6 +41,23 @@ class Sizes(NamedTuple):
     master: int
     frozen: int
     compute: int
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of a run's weights and of its optimizer's state."""
+
+    sizes: Sizes
+    master_dtype: str
+    optim: Optim
+
+    @classmethod
+    def of(cls, precision: Precision, optim: Optim, adapter: Adapter) -> "Formats":
+        """Return the configured formats."""
+        adapters = adapter if adapter.name != "none" else None
+        names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
+        sizes = Sizes(*(getattr(torch, name).itemsize for name in names))
+        return cls(sizes, precision.master_dtype, optim)
 
 
 class FsdpUnit(NamedTuple):
@@ -57,37 +81,36 @@ class FsdpUnit(NamedTuple):
 
     @classmethod
     def of(
-        cls, parameters: Iterable[Tensor], cfg: TrainConfig, group: int, in_block: bool = False
+        cls, parameters: Iterable[Tensor], formats: Formats, group: int, in_block: bool = False
     ) -> "FsdpUnit":
         """Return the unit of some parameters.
 
         group: number of ranks over which the rows of each parameter are sharded; in_block: True if
         the parameters belong to a block.
         """
-        sizes = number_sizes(cfg)
         units = []
         for parameter in parameters:
             padded = round_up(len(parameter), group) * parameter[0].numel()
             numbers = parameter.numel(), padded
-            units.append(_of_one(parameter, numbers, cfg, sizes, group, in_block))
+            units.append(_of_one(parameter, numbers, formats, group, in_block))
         return sum_of(units)
 
     @classmethod
-    def of_block(cls, block: nn.Module, cfg: TrainConfig, group: int) -> "FsdpUnit":
+    def of_block(
+        cls, block: nn.Module, formats: Formats, sharding: Sharding, group: int
+    ) -> "FsdpUnit":
         """Return the unit of a block.
 
         group: number of ranks over which parameters are sharded, except experts on a separate mesh.
         """
-        separate = separate_parameters(block, cfg.sharding)
+        separate = separate_parameters(block, sharding)
         others = [p for p in block.parameters() if p not in separate]
-        unit = cls.of(others, cfg, group, in_block=True)
+        unit = cls.of(others, formats, group, in_block=True)
         if not separate:
             return unit
-        shards = max(1, group * cfg.sharding.tensor // cfg.sharding.expert)
-        sizes = number_sizes(cfg)
+        shards = max(1, group * sharding.tensor // sharding.expert)
         units = [
-            _of_one(p, own_numbers(p, cfg.sharding, shards), cfg, sizes, shards, True)
-            for p in separate
+            _of_one(p, own_numbers(p, sharding, shards), formats, shards, True) for p in separate
         ]
         experts = sum_of(units)
         return sum_of(
@@ -101,19 +124,19 @@ class FsdpUnit(NamedTuple):
 def _of_one(
     parameter: Tensor,
     numbers: tuple[int, int],
-    cfg: TrainConfig,
-    sizes: Sizes,
+    formats: Formats,
     shards: int,
     in_block: bool,
 ) -> FsdpUnit:
     """Return the unit of one parameter. numbers: size when gathered, and the same with padding."""
     own, padded = numbers
+    sizes = formats.sizes
     encoded = is_encoded(parameter)
     gathered = padded * (1 if encoded else sizes.compute)
     if not parameter.requires_grad:
         frozen = padded * (1 if encoded else sizes.frozen) / shards
         return FsdpUnit(gathered=gathered, frozen=frozen)
-    each = state_bytes(cfg.optim, cfg.precision.master_dtype, parameter.shape, in_block)
+    each = state_bytes(formats.optim, formats.master_dtype, parameter.shape, in_block)
     shard = padded / shards
     return FsdpUnit(own, padded, gathered, shard, state=each * shard)
 
@@ -121,14 +144,6 @@ def _of_one(
 def sum_of(units: Sequence[FsdpUnit]) -> FsdpUnit:
     """Combine several units into one."""
     return FsdpUnit(*map(sum, zip(*units, strict=True))) if units else FsdpUnit()
-
-
-def number_sizes(cfg: TrainConfig) -> Sizes:
-    """Return the bytes of a number in each kind of weight."""
-    precision = cfg.precision
-    adapters = cfg.adapter if cfg.adapter.name != "none" else None
-    names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
-    return Sizes(*(getattr(torch, name).itemsize for name in names))
 
 
 class AdapterCounts(NamedTuple):
@@ -242,8 +257,6 @@ class ModelParts:
         self.backward_from = self._first_with_gradient()
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
-        self.owners_work: dict[tuple[int, ...], float] = {}
-        """Operations of Muon's owners, by number of ranks and kinds of blocks."""
 
     def _first_with_gradient(self) -> int:
         """Return the index of the first block whose output has a gradient, where backward ends."""
@@ -290,23 +303,21 @@ class ModelParts:
         """Return True if backward continues before this block."""
         return self.embedding.requires_grad or block > self.backward_from
 
-    def checkpoint(self, cfg: TrainConfig) -> float:
+    def checkpoint(self, precision: Precision, optim: Optim) -> float:
         """Return the bytes of a checkpoint."""
-        key = f"{cfg.precision.master_dtype} {cfg.optim}"
+        key = f"{precision.master_dtype} {optim}"
         if key not in self._checkpoints:
-            size = checkpoint_bytes(self.model, cfg.precision, cfg.optim)
-            self._checkpoints[key] = size
+            self._checkpoints[key] = checkpoint_bytes(self.model, precision, optim)
         return self._checkpoints[key]
 
-    def units(self, cfg: TrainConfig, group: int) -> "ModelUnits":
+    def units(self, formats: Formats, sharding: Sharding, group: int) -> "ModelUnits":
         """Return the units if each parameter is sharded over `group` ranks."""
-        ranks = cfg.sharding.tensor, cfg.sharding.expert
-        key = f"{group} {ranks} {number_sizes(cfg)} {cfg.precision.master_dtype} {cfg.optim}"
+        key = f"{group} {sharding.tensor} {sharding.expert} {formats}"
         if key not in self._units:
-            kinds = [FsdpUnit.of_block(kind.block, cfg, group) for kind in self.kinds]
+            kinds = [FsdpUnit.of_block(kind.block, formats, sharding, group) for kind in self.kinds]
             blocks = tuple(kinds[kind] for kind in self.kind_of)
-            last = FsdpUnit.of(self.last, cfg, group)
-            first = last if self.tied else FsdpUnit.of(self.first, cfg, group)
+            last = FsdpUnit.of(self.last, formats, group)
+            first = last if self.tied else FsdpUnit.of(self.first, formats, group)
             self._units[key] = ModelUnits(first, blocks, last, self.tied)
         return self._units[key]
 
@@ -350,15 +361,19 @@ def signature_of(block: nn.Module) -> str:
     )
 
 
-_parts: dict[int, ModelParts] = {}  # a plan tries hundreds of configurations of one model
+class KnownModels:
+    """Parts of the models of some plans, each found once: a search plans hundreds of layouts."""
 
+    def __init__(self) -> None:
+        self._parts: dict[str, ModelParts] = {}
 
-def model_parts(config: ModelConfig, cfg: TrainConfig) -> ModelParts:
-    """Return the parts of the model, with weights frozen as `adapter` and `train.freeze` require.
+    def parts(self, config: ModelConfig, adapter: Adapter, freeze: Sequence[str]) -> ModelParts:
+        """Return the parts of a model with these adapters, and weights frozen by train.freeze.
 
-    Raises UserError as `model_to_train` does.
-    """
-    model = model_to_train(config, cfg)
-    if id(model) not in _parts:
-        _parts[id(model)] = ModelParts(model)
-    return _parts[id(model)]
+        Raises UserError as `model_to_train` does.
+        """
+        key = f"{config} {adapter} {freeze}"
+        if key not in self._parts:
+            cfg = TrainConfig(adapter=adapter, train=Train(freeze=list(freeze)))
+            self._parts[key] = ModelParts(model_to_train(config, cfg))
+        return self._parts[key]

@@ -1,18 +1,16 @@
 """Muon's update in a plan: the ranks that own matrices, and the messages to and from them."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.dimensions import dimension_sizes
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.optim.muon_owners import rounds_of
-from fsdp_trainer.plan.fsdp_units import model_parts
-from fsdp_trainer.plan.pipeline_stages import StageShare, matrices_of, stage_ranks
+from fsdp_trainer.plan.pipeline_stages import StageShare, matrices_of
+from fsdp_trainer.plan.planned_model import PlannedModel
 
 
 class OwnerTraffic(NamedTuple):
@@ -35,21 +33,19 @@ class OwnerTraffic(NamedTuple):
         return max(whole / device.link, self.across / device.network) / efficiency
 
 
-def owner_traffic(
-    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int, per_node: int
-) -> OwnerTraffic:
+def owner_traffic(share: StageShare, model: PlannedModel, per_node: int) -> OwnerTraffic:
     """Return the mean traffic of a rank with these stages in an update; 0 without Muon.
 
     An owner gets the parts of a matrix from the ranks of its own replica, and answers the ranks of
     all replicas.
     """
-    ranks = stage_ranks(cfg, world)
-    if cfg.optim.name != "muon" or ranks == 1:
+    ranks = model.layout.stage_ranks
+    if model.optim.name != "muon" or ranks == 1:
         return OwnerTraffic()
-    replicas = dimension_sizes(cfg.sharding, world)["replicate"]
+    replicas = model.layout.sizes["replicate"]
     shards = ranks // replicas
-    number = getattr(torch, cfg.optim.ns_dtype).itemsize
-    own = sum(map(math.prod, matrices_of(share, cfg, config))) / ranks * number
+    number = getattr(torch, model.optim.ns_dtype).itemsize
+    own = sum(map(math.prod, matrices_of(share, model.whole))) / ranks * number
     sent, answered = own * (shards - 1) / shards, own * (replicas - 1 / shards)
     on_node = min(shards, per_node)
     across = sent * (shards - on_node) / max(1, shards - 1)
@@ -57,26 +53,22 @@ def owner_traffic(
     return OwnerTraffic(sent, answered, across)
 
 
-def newton_schulz_flops(
-    share: StageShare, cfg: TrainConfig, config: ModelConfig, world: int
-) -> float:
+def newton_schulz_flops(share: StageShare, model: PlannedModel) -> float:
     """Return the operations of an update: in each round those of the busiest owner, summed.
 
     share: the stages that contain the owners' matrices.
     """
-    if cfg.optim.name != "muon":
+    if model.optim.name != "muon":
         return 0.0
-    parts, ranks = model_parts(config, cfg), stage_ranks(cfg, world)
-    key = (ranks, *share.of(parts.kind_of))
-    if key not in parts.owners_work:
-        parts.owners_work[key] = _most_in_rounds(matrices_of(share, cfg, config), ranks)
-    return cfg.optim.ns_steps * parts.owners_work[key]
+    shapes = tuple(matrices_of(share, model.whole))
+    return model.optim.ns_steps * _most_in_rounds(shapes, model.layout.stage_ranks)
 
 
-def _most_in_rounds(shapes: list[tuple[int, int, int]], ranks: int) -> float:
+@lru_cache
+def _most_in_rounds(shapes: tuple[tuple[int, int, int], ...], ranks: int) -> float:
     """Return the busiest owner's operations, summed over rounds, for a step of Newton-Schulz."""
     whole, owner = 0.0, 0
-    for chosen in rounds_of(shapes, ranks):
+    for chosen in rounds_of(list(shapes), ranks):
         operations = np.zeros(ranks)
         for matrices, rows, columns in (shapes[i] for i in chosen):
             short, long = sorted((rows, columns))

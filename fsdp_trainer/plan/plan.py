@@ -3,19 +3,18 @@
 Nothing is allocated, and hundreds of plans take a second.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fsdp_trainer.config.devices import DEVICES, Device
-from fsdp_trainer.config.dimensions import batch_ranks, dimension_sizes
-from fsdp_trainer.config.pipeline_schedules import micro_batches
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.models.adapters.adapters import fitted_adapter
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.flops import palm_flops
-from fsdp_trainer.plan.fsdp_units import model_parts
+from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.memory import GIB, Memory, memory
+from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.rollout_cost import Rollouts, rollouts, rows_of_answers
-from fsdp_trainer.plan.time import Times, Wire, times, wire
+from fsdp_trainer.plan.time import Times, times
+from fsdp_trainer.plan.wire import Wire, wire
 
 HOST_GIB = 1024
 """Host memory in GiB that many nodes do not exceed."""
@@ -106,32 +105,36 @@ class RunPlan:
 
 
 def make_plan(
-    cfg: TrainConfig, config: ModelConfig, world: int, device: Device, load: float = 1.0
+    cfg: TrainConfig,
+    config: ModelConfig,
+    world: int,
+    device: Device,
+    load: float = 1.0,
+    known: KnownModels | None = None,
 ) -> RunPlan:
     """Return the plan of `cfg` for a model of shape `config` on `world` ranks.
 
-    load: with expert parallelism, rows of the busiest rank divided by the number with even routing.
+    load: with expert parallelism, rows of the busiest rank divided by the number with even routing;
+    known: models of earlier plans.
     """
-    if cfg.sharding.tensor > 1:  # a rank's part of a matrix may be too narrow for adapter.rank
-        cfg = replace(cfg, adapter=fitted_adapter(cfg.adapter, config))
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     answers = rollouts(cfg, config, world, rated)
-    cfg = rows_of_answers(cfg)
-    tokens = cfg.batch.rows * cfg.batch.seq_len
-    parts = model_parts(config, cfg)
+    run = PlannedRun.of(rows_of_answers(cfg), config, world, known)
+    layout, whole = run.layout, run.model.whole
+    batch, tokens = layout.batch, layout.batch.rows * layout.batch.seq_len
     return RunPlan(
         world_size=world,
         device=device,
-        memory=memory(cfg, config, world, "cpu" if device.name == "cpu" else "cuda", load),
-        slow=times(cfg, config, world, rated, best=False, load=load),
-        fast=times(cfg, config, world, rated, best=True, load=load),
-        wire=wire(cfg, config, world, rated),
+        memory=memory(run, "cpu" if device.name == "cpu" else "cuda", load),
+        slow=times(run, rated, best=False, load=load),
+        fast=times(run, rated, best=True, load=load),
+        wire=wire(run, rated),
         tokens=tokens,
-        micro_batches=micro_batches(cfg, world),
-        flops=palm_flops(config, tokens, cfg.batch.seq_len, parts.work),
-        checkpoint=parts.checkpoint(cfg),
-        rows=cfg.batch.rows,
-        micro_rows=cfg.batch.micro_rows,
-        batch_ranks=batch_ranks(dimension_sizes(cfg.sharding, world)),
+        micro_batches=layout.micro_batches,
+        flops=palm_flops(config, tokens, batch.seq_len, whole.work),
+        checkpoint=whole.checkpoint(cfg.precision, cfg.optim),
+        rows=batch.rows,
+        micro_rows=batch.micro_rows,
+        batch_ranks=layout.batch_ranks,
         rollouts=answers,
     )

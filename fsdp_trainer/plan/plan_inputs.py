@@ -19,10 +19,9 @@ from fsdp_trainer.config.devices import (
     nothing_to_plan_for,
     with_flops,
 )
-from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.host_list import hosts_of, ranks_of
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import model_folder
-from fsdp_trainer.config.pipeline_schedules import pipeline_problem
 from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
@@ -112,8 +111,9 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
     if not worlds:
         reason = "name at least one, e.g.  plan.world_size=[8,16,64]"
         raise UserError("there is nothing to plan", [Problem("plan.world_size=[]", reason)])
-    check_mesh(cfg.sharding, worlds)
-    problems = [pipeline_problem(cfg, world) for world in worlds]
+    layouts = [Layout(cfg.sharding, world, cfg.batch) for world in worlds]
+    check_mesh(cfg.sharding, layouts)
+    problems = [layout.pipeline_problem for layout in layouts]
     if any(problems):
         raise UserError("a step is too small for the pipeline", [p for p in problems if p][-1:])
     return worlds
@@ -132,8 +132,9 @@ def started_ranks(cfg: PlanConfig) -> int:
     return sum(ranks_of(host, launch.nproc_per_node) or per_node for host in hosts)
 
 
-def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
+def check_mesh(sharding: Sharding, layouts: list[Layout]) -> None:
     """Raise UserError for the first number of ranks that does not fit the mesh."""
+    worlds = [layout.ranks for layout in layouts]
     sizes = {
         f"sharding.{name}": getattr(sharding, name) for name in ("pipeline", "tensor", "context")
     }
@@ -150,9 +151,9 @@ def check_mesh(sharding: Sharding, worlds: list[int]) -> None:
                 reason = f"cannot be divided into {groups}.\nUse  plan.world_size={near}{instead}"
                 problem = Problem(f"plan.world_size={world}", reason)
                 raise UserError("the mesh does not divide", [problem])
-    for world in worlds:
-        if misfit := layout_problem(sharding, world):
-            raise UserError("the mesh does not divide", [misfit])
+    for layout in layouts:
+        if layout.problem:
+            raise UserError("the mesh does not divide", [layout.problem])
 
 
 def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:

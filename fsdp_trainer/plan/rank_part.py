@@ -1,40 +1,16 @@
 """The part of the model and its messages on one rank of a tensor or context group, for a plan."""
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fsdp_trainer.config.context_methods import context_method
-from fsdp_trainer.config.dimensions import own_length
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.models.config import RankConfig
 from fsdp_trainer.models.moe import MixtureOfExperts
 
 FLOAT32 = 4  # bytes of a number
-
-
-def share_of_rank(config: ModelConfig, ranks: int) -> ModelConfig:
-    """Return a model as large as the part that one of `ranks` ranks of a tensor group computes.
-
-    If there are fewer key heads than ranks, each rank is counted with a full key head, although it
-    holds only a share of it.
-    """
-    if ranks == 1:
-        return config
-    return replace(
-        config,
-        num_attention_heads=config.num_attention_heads // ranks,
-        num_key_value_heads=max(1, config.num_key_value_heads // ranks),
-        intermediate_size=config.intermediate_size // ranks,
-        vocab_size=-(-config.embedding_rows // ranks),
-        vocab_multiple=1,
-        shared_expert_intermediate_size=config.shared_size // ranks,
-        n_shared_experts=0,
-        # experts are not split: each rank has its own tokens
-        moe_intermediate_size=config.expert_size if config.num_experts else None,
-    )
 
 
 def part_tokens(block: Any, ranks: int) -> None:
@@ -75,17 +51,17 @@ class OthersKeys(NamedTuple):
     saved: int
 
 
-def others_keys(cfg: TrainConfig, config: ModelConfig, number: int) -> OthersKeys:
+def others_keys(layout: Layout, part: RankConfig, number: int) -> OthersKeys:
     """Return the bytes of keys and values that a block gets from ranks that share its rows.
 
-    config: the part of the model on one rank of a tensor group; number: bytes of one number.
+    number: bytes of one number.
     """
-    ranks, heads = cfg.sharding.context, config.num_key_value_heads
-    own = own_length(cfg.sharding, cfg.batch.seq_len) * cfg.batch.micro_rows
+    config, ranks, own = part.shape, layout.sharding.context, layout.tokens
+    heads = config.num_key_value_heads
     of_token = 2 * config.head_dim * number
     if ranks == 1:
         return OthersKeys(0, 0, 0)
-    method = context_method(cfg, config).method
+    method = context_method(layout.sharding, layout.batch.seq_len, part).method
     if method == "ring":
         # forward: a copy of the own pair, the pair in use and the one arriving, and float32 sums;
         # backward: each with its gradients, where the gradients being added to are in float32
@@ -112,15 +88,12 @@ class KeyExchange(NamedTuple):
     receivers: str
 
 
-def exchanged(cfg: TrainConfig, config: ModelConfig) -> KeyExchange:
-    """Return the messages of a rank to the ranks that share its rows, in one block.
-
-    config: the part of the model on one rank of a tensor group.
-    """
+def exchanged(layout: Layout, part: RankConfig) -> KeyExchange:
+    """Return the messages of a rank to the ranks that share its rows, in one block."""
+    config, ranks, own = part.shape, layout.sharding.context, layout.row_tokens
     heads, keys = config.num_attention_heads, config.num_key_value_heads
-    ranks, own = cfg.sharding.context, own_length(cfg.sharding, cfg.batch.seq_len)
     both = 2 * keys * config.head_dim * own
-    method = context_method(cfg, config).method
+    method = context_method(layout.sharding, layout.batch.seq_len, part).method
     if method == "ring":
         return KeyExchange(both, ranks - 1, 2 * (ranks - 1), "next")
     if method == "gathered":

@@ -8,17 +8,13 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
-from fsdp_trainer.config.dimensions import own_length
 from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
 from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.data.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.parallel.memory_check import keeps_gathered
-from fsdp_trainer.plan.fsdp_units import FsdpUnit, model_parts
+from fsdp_trainer.plan.fsdp_units import FsdpUnit, KnownModels
 from fsdp_trainer.plan.plan_inputs import architecture
-from fsdp_trainer.plan.rank_part import share_of_rank
+from fsdp_trainer.plan.planned_model import PlannedModel
 
 COMPARED_BYTES = 12
 """Bytes for each logit while both models are compared.
@@ -30,16 +26,17 @@ SOFT_BYTES = 60
 
 
 class PlannedTeacher(NamedTuple):
-    """A teacher, or a reference model in memory.
+    """A teacher, or a reference model.
 
-    cfg: configuration of a run of the teacher itself; compares: True if all its logits are compared
-    with the student's, in which case they are computed chunk by chunk inside the student's head.
+    compares: True if all its logits are compared with the student's, in which case they are
+    computed chunk by chunk inside the student's head; is_stored: True if its lists are stored, so
+    that it is not in memory.
     """
 
-    config: ModelConfig
-    cfg: TrainConfig
+    model: PlannedModel
     name: str
     compares: bool
+    is_stored: bool
 
 
 class TeacherUnits(NamedTuple):
@@ -57,16 +54,13 @@ class TeacherUnits(NamedTuple):
     stays: bool
 
 
-def teacher_of(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
-    """Return the teacher or reference model in a run's memory; None if there is neither.
+def named_teacher(
+    cfg: TrainConfig, student: ModelConfig, world: int, known: KnownModels
+) -> PlannedTeacher | None:
+    """Return the teacher or reference model of a run on `world` ranks; None if there is neither.
 
     Raises UserError as `architecture` does.
     """
-    return None if has_stored_teacher(cfg) else named_teacher(cfg, student)
-
-
-def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | None:
-    """Return the teacher or reference model like `teacher_of`, even if its lists are stored."""
     frozen_model = frozen_source(cfg)
     if frozen_model is None:
         return None
@@ -85,7 +79,9 @@ def named_teacher(cfg: TrainConfig, student: ModelConfig) -> PlannedTeacher | No
         objective=replace(cfg.objective, name="sft", teacher=None),
     )
     config = student if is_start else _architecture(source)
-    return PlannedTeacher(config, own, key.removeprefix("objective."), cfg.objective.name == DISTIL)
+    model = PlannedModel.of(own, config, world, known)
+    name, compares = key.removeprefix("objective."), cfg.objective.name == DISTIL
+    return PlannedTeacher(model, name, compares, has_stored_teacher(cfg))
 
 
 @lru_cache
@@ -102,11 +98,6 @@ def assumed_of(cfg: TrainConfig) -> list[str]:
     return architecture(replace(TrainConfig(), model=Model(init_from=frozen_model[1])))[1]
 
 
-def compares_logits(cfg: TrainConfig) -> bool:
-    """Return True if all logits of a chunk are compared with a teacher's."""
-    return cfg.objective.name == DISTIL and cfg.objective.teacher is not None
-
-
 def list_bytes(cfg: TrainConfig) -> int:
     """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
     named = cfg.objective.teacher
@@ -115,22 +106,16 @@ def list_bytes(cfg: TrainConfig) -> int:
     return bytes_per_token(cfg.objective.top_k or 0, _architecture(named).vocab_size)
 
 
-def teacher_units(teacher: PlannedTeacher, group: int) -> TeacherUnits:
-    """Return a teacher's units on a rank. group: ranks over which each parameter is sharded."""
-    config, cfg = share_of_rank(teacher.config, teacher.cfg.sharding.tensor), teacher.cfg
-    units = model_parts(config, cfg).units(cfg, group)
-    size = getattr(torch, cfg.precision.param_dtype).itemsize
+def teacher_units(model: PlannedModel) -> TeacherUnits:
+    """Return a teacher's units on a rank."""
+    layout, group = model.layout, model.layout.fsdp_ranks
+    units = model.own.units(model.formats, layout.sharding, group)
     block = max(units.blocks, key=lambda unit: unit.gathered)
-    gathered = units.all.gathered
-    stays = keeps_gathered(cfg.sharding) or group == 1
     return TeacherUnits(
-        units.all.own * size, units.first, units.last, block, gathered, stays and group > 1
+        states=units.all.own * model.number,
+        first=units.first,
+        last=units.last,
+        block=block,
+        gathered=units.all.gathered,
+        stays=layout.keeps_gathered and group > 1,
     )
-
-
-def hidden_bytes(teacher: PlannedTeacher) -> float:
-    """Return the bytes of a teacher's hidden states for all tokens of a micro-batch."""
-    cfg = teacher.cfg
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    size = getattr(torch, cfg.precision.param_dtype).itemsize
-    return tokens * teacher.config.hidden_size * size

@@ -4,14 +4,11 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import combinations
 from typing import NamedTuple
 
-from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.pipeline_schedules import pipeline_problem
-from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import (
     FASTER,
     FINE_TUNING,
@@ -50,12 +47,11 @@ class Suggestion(NamedTuple):
     effect: Effect = Effect.TIME
 
 
-def suggest(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> list[Suggestion]:
+def suggest(run: Candidate) -> list[Suggestion]:
     """Return changes that make a run fit or, if it fits, changes that make it faster.
 
     Changes that do not alter the training come first, then those that may, each group by cost.
     """
-    run = Candidate(cfg, config, world, device)
     plan = run.plan()
     return faster(run, plan) if plan.fits else fitting(run, plan)
 
@@ -130,7 +126,7 @@ def larger_world(run: Candidate, plan: RunPlan) -> list[Suggestion]:
             continue
         units = "GPUs" if run.on_gpu else "ranks"
         reason = "; ".join(filter(None, [f"{world} {units} instead of {run.world}", usual.reason]))
-        new = changed._replace(world=world).plan()
+        new = replace(changed, world=world).plan()
         if new.empty_share:
             reason += (
                 f"; {new.empty_share:.0%} of their rows are empty: batch.rows={new.computed_rows}"
@@ -161,7 +157,8 @@ def smallest_world(run: Candidate) -> int | None:
 
     def fits(world: int) -> bool:
         # fewer ranks have more micro-batches each, so that a bisection is possible
-        return not pipeline_problem(run.cfg, world) and run._replace(world=world).plan().fits
+        larger = replace(run, world=world)
+        return not larger.layout.pipeline_problem and larger.plan().fits
 
     for world in (2**i for i in range(10)):
         if run.world < world < node and world % group == 0 and fits(world):

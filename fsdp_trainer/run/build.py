@@ -15,10 +15,9 @@ from fsdp_trainer.checkpoint.assets import write_hf_assets
 from fsdp_trainer.checkpoint.frozen_weights import Base, base_of_new_run, base_of_resumed_run
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context_methods import context_method, context_problems
-from fsdp_trainer.config.dimensions import layout_problem
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import model_folder, step_of
-from fsdp_trainer.config.pipeline_schedules import micro_batches, pipeline_problem
 from fsdp_trainer.config.rules.rules_objective import (
     base_is_reference,
     frozen_source,
@@ -176,7 +175,8 @@ def build(
     config, device = observer.config, world.device
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
     timeout = parse_duration(cfg.launch.timeout)
-    dims = Dims(cfg.sharding, device.type, timeout)
+    layout = Layout(cfg.sharding, world.size, cfg.batch)
+    dims = Dims(layout, device.type, timeout)
     compiled, why_uncompiled = can_compile(cfg, device)
     adapters = resolve_adapters(cfg.adapter, config)
     frozen_model = build_frozen_model(cfg, inputs, config, adapters, dims, compiled)
@@ -208,8 +208,8 @@ def build(
         cfg, inputs, config, world, dims, rows, observer, start, signals, frozen_model
     )
     share = order.attention_cost_share(config.attention_cost)
-    heads = config.num_attention_heads // cfg.sharding.tensor
-    context = context_method(cfg, replace(config, num_attention_heads=heads))
+    part = config.on_tensor_rank(cfg.sharding.tensor)
+    context = context_method(cfg.sharding, cfg.batch.seq_len, part)
     attention = choose_attention(
         cfg, readers(config, frozen_model), share, device, compiled, context.method
     )
@@ -451,7 +451,8 @@ def build_step(
                 *parts, figures_of(cfg.objective, dims), teacher=frozen_model
             )
         return ForwardBackward(*parts)
-    pipeline = Pipeline(model, dims, cfg, micro_batches(cfg, world.size), world.device)
+    dtype = getattr(torch, cfg.precision.param_dtype)
+    pipeline = Pipeline(model, dims, dtype, world.device)
     return PipelineForwardBackward(
         model, objective, metrics, dims, probe, loss_scale=loss_scale, pipeline=pipeline
     )
@@ -568,21 +569,23 @@ def check_room(
     device lacks, or a model that cannot fit in memory. frozen_model: the folder of a teacher or
     reference, if there is one.
     """
-    if problem := layout_problem(cfg.sharding, world.size):
-        raise UserError("the mesh does not divide", [problem])
-    if problem := pipeline_problem(cfg, world.size):
-        raise UserError("a step is too small for the pipeline", [problem])
+    layout = Layout(cfg.sharding, world.size, cfg.batch)
+    if layout.problem:
+        raise UserError("the mesh does not divide", [layout.problem])
+    if layout.pipeline_problem:
+        raise UserError("a step is too small for the pipeline", [layout.pipeline_problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
     adapters = resolve_adapters(cfg.adapter, config)
     written_out = replace(cfg, adapter=as_configured(adapters, cfg.adapter))
-    if problems := [*tensor_problems(written_out, config), *context_problems(cfg, config)]:
+    shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config)
+    if problems := [*tensor_problems(written_out, config), *shared]:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(cfg, config)):
         raise UserError("the ranks cannot divide experts like this", problems)
     if frozen_source(cfg) and not has_stored_teacher(cfg):
         require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
-    setup = Setup(cfg.sharding, cfg.precision, cfg.optim, world.size, adapters)
+    setup = Setup(layout, cfg.precision, cfg.optim, adapters)
     model = model_to_train(config, cfg)
     require_kept(model, cfg)
     check_memory(model, setup, world.device, lambda: adapted_models(cfg, config))

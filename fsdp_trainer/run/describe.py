@@ -1,15 +1,13 @@
 """The lines printed before training starts, which describe the run."""
 
-import math
 from pathlib import Path
 
 from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
-from fsdp_trainer.config.dimensions import own_length
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
-from fsdp_trainer.config.pipeline_schedules import idle_share, micro_batches
 from fsdp_trainer.config.rules.rules_objective import frozen_source, loads_reference
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Optim, TrainConfig
 from fsdp_trainer.data.prepared_data import lossy, renumbered
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.adapters.adapters import MAGNITUDE, adapted_layers
@@ -46,8 +44,7 @@ def describe(
     origin = cfg.model.init_from or "random weights"
     token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
     token_notes += lossy(inputs.tokenizer)
-    tokens = cfg.batch.micro_rows * own_length(cfg.sharding, cfg.batch.seq_len)
-    at_once = model.lm_head.rows_at_once(tokens, world.device.type)
+    at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type)
     epochs = data.epochs(progress)
     trained = trained_numbers(config, cfg)
     stored = "trained weights" if frozen_parameters(model) else "weights"
@@ -68,10 +65,10 @@ def describe(
         *number_formats(cfg, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
-        *row_parts(cfg, context),
-        *stages(cfg, model, world),
+        *row_parts(dims.layout, context),
+        *stages(dims.layout, model),
         f"head   logits of at most {at_once:,} tokens at once",
-        *step_arithmetic(cfg, dims),
+        *step_arithmetic(dims.layout, cfg.optim),
         f"train  {data.total_steps(progress):,} steps"
         + (f", {epochs:.2f} epochs" if epochs is not None else ""),
     ]
@@ -85,25 +82,23 @@ def tensor_groups(dims: Dims) -> str:
     return tensor + (f", experts divided by {size} ranks (sharding.expert)" if size > 1 else "")
 
 
-def row_parts(cfg: TrainConfig, context: ContextChoice) -> list[str]:
+def row_parts(layout: Layout, context: ContextChoice) -> list[str]:
     """Return the line on ranks that share rows, if they do."""
-    size = cfg.sharding.context
+    size = layout.sharding.context
     if size == 1:
         return []
-    tokens = own_length(cfg.sharding, cfg.batch.seq_len)
-    return [f"rows   shared by {size} ranks, {tokens:,} tokens each, {context}"]
+    return [f"rows   shared by {size} ranks, {layout.row_tokens:,} tokens each, {context}"]
 
 
-def stages(cfg: TrainConfig, model: Decoder, world: World) -> list[str]:
+def stages(layout: Layout, model: Decoder) -> list[str]:
     """Return the line on the stages of a pipeline, if there is one. model: with all its blocks."""
-    sharding = cfg.sharding
-    if sharding.pipeline == 1:
+    division = layout.stages
+    if division.ranks == 1:
         return []
-    blocks = [f"{part[0]}-{part[-1]}" for part in blocks_by_stage(model, sharding)]
-    idle = idle_share(sharding, micro_batches(cfg, world.size))
+    blocks = [f"{part[0]}-{part[-1]}" for part in blocks_by_stage(model, division.count)]
     return [
-        f"stages {', '.join(blocks)} (blocks) on {sharding.pipeline} ranks in a row, "
-        f"{sharding.pipeline_schedule}: idle {idle:.0%} of a step if all take equally long"
+        f"stages {', '.join(blocks)} (blocks) on {division.ranks} ranks in a row, "
+        f"{division.schedule}: idle {layout.idle:.0%} of a step if all take equally long"
     ]
 
 
@@ -190,18 +185,17 @@ def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[s
     return [f"       {line}" for line in lines]
 
 
-def step_arithmetic(cfg: TrainConfig, dims: Dims) -> list[str]:
+def step_arithmetic(layout: Layout, optim: Optim) -> list[str]:
     """Return a line on how a step's rows are divided.
 
     A second line shows the learning rate if it depends on the step's tokens.
     """
-    batch, optim = cfg.batch, cfg.optim
-    readers = f"{dims.batch_ranks} {'ranks' if dims.same_rows == 1 else 'groups'}"
-    slots = batch.micro_rows * dims.batch_ranks
-    micro_batches = math.ceil(batch.rows / slots)
-    empty = micro_batches * slots - batch.rows
+    batch = layout.batch
+    readers = f"{layout.batch_ranks} {'ranks' if layout.same_rows == 1 else 'groups'}"
+    count = layout.micro_batches
+    empty = count * batch.micro_rows * layout.batch_ranks - batch.rows
     lines = [
-        f"step   {batch.rows} rows = {micro_batches} micro-batches × {batch.micro_rows} rows "
+        f"step   {batch.rows} rows = {count} micro-batches × {batch.micro_rows} rows "
         f"× {readers}" + (f", {empty} of the slots empty" if empty else "")
     ]
     if optim.lr_batch_tokens:

@@ -21,6 +21,7 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.parallel.memory_check import device_bytes, gib
 from fsdp_trainer.parallel.parallelize import fsdp_modules
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan import make_plan
 from fsdp_trainer.plan.suggest import suggest
 from fsdp_trainer.training.stop import StopSignals
@@ -181,7 +182,7 @@ def plan(trainer: Trainer, world: World, total: int) -> Planned:
     smaller = allowance + SUGGESTED_PEAK * (peak.total - allowance)
     device = device._replace(memory_gib=min(total, smaller) / 2**30)
     suggestions = []
-    for suggestion in suggest(cfg, config, world.size, device)[:MAX_SUGGESTIONS]:
+    for suggestion in suggest(Candidate(cfg, config, world.size, device))[:MAX_SUGGESTIONS]:
         time = f", {suggestion.cost:+.0%} time" if known else ""
         reason = f"{gib(suggestion.peak_bytes)}{time}; {suggestion.reason}"
         suggestions.append((override_for_training(suggestion.override), reason))

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.order.mixture import OrderMaker
 from fsdp_trainer.data.prepared_data import build_data, cache_root
@@ -70,12 +71,13 @@ def store_lists(
     maker, held_out = OrderMaker.of(cfg, config.attention_cost), inputs.data.validation
     validation = maker.validation(held_out) if held_out else None
     rows = RunRows(maker.training(cfg.data, inputs.data), validation, cfg.batch.rows)
+    layout = Layout(cfg.sharding, world.size, cfg.batch)
     column = TeacherColumn(
         cfg=cfg,
         rows=rows,
         source=inputs.frozen_model,
         student=config,
-        dims=Dims(cfg.sharding, world.device.type, parse_duration(cfg.launch.timeout)),
+        dims=Dims(layout, world.device.type, parse_duration(cfg.launch.timeout)),
         world=world,
         say=console.say,
         progress=console.paced(),

@@ -13,7 +13,7 @@ import inject
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import ROW, compiled_quickly, packed_row, whole, without_padding
+from layouts import ROW, compiled_quickly, layout_of, packed_row, whole, without_padding
 from layouts import VOCABULARY as LAYOUT_VOCABULARY
 from memory_of_a_step import LiveBytes, whole_batch
 from stored import newest
@@ -47,6 +47,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import parallelize
 from fsdp_trainer.plan.memory import memory
+from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.second_model import list_bytes
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.gradients import GradientSync
@@ -310,7 +311,7 @@ def distilled(cases):
 
 def distil_once(kind, settings):
     cfg = configuration(settings)
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     config, teacher_config = student_and_teacher(kind, cfg.sharding.tensor)
     compiled = bool(settings.get("compiled"))
     with compiled_quickly() if compiled else nullcontext():
@@ -588,7 +589,7 @@ def held(cfg, config, teacher_config):
     """The most bytes of this rank's live storages in a micro-batch with a teacher."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     teacher = share_teacher(cfg, Path(), teacher_config, config, dims, False)
     model = parallelize(meta_decoder(config), dims, cfg)
     optimizer = build_optimizer(model, cfg.optim)
@@ -619,7 +620,7 @@ def test_the_plan_of_a_teacher_is_what_a_rank_holds(world, tmp_path, size):
     cfg.objective.teacher = str(tmp_path)
     measured = max(world.call(2, held, cfg, PLANNED, teacher))
     with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's copies are its own
-        peak = memory(cfg, PLANNED, 2, "cpu").peak
+        peak = memory(PlannedRun.of(cfg, PLANNED, 2), "cpu").peak
     assert peak.total - peak.bytes["allowance"] == pytest.approx(measured, rel=0.02)
 
 
@@ -633,7 +634,7 @@ def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
         "in memory": ObjectiveChoice("distil", teacher=str(tmp_path)),
     }.items():
         cfg.objective = choice
-        peaks[name] = memory(cfg, PLANNED, 2, "cpu").peak.bytes
+        peaks[name] = memory(PlannedRun.of(cfg, PLANNED, 2), "cpu").peak.bytes
         assert list_bytes(cfg) == (64 * (2 + 2) + 4 + 4 if name == "listed" else 0)
     assert peaks["listed"]["parameters"] == peaks["alone"]["parameters"]
     assert peaks["listed"]["parameters"] < peaks["in memory"]["parameters"]

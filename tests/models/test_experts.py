@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from layouts import GROUPED, assert_same, compiled_quickly, take_steps, whole
+from layouts import GROUPED, assert_same, compiled_quickly, layout_of, take_steps, whole
 from stored import assert_bitwise_equal, newest, stored, tensors
 
 from fsdp_trainer.config.schema import (
@@ -196,7 +196,7 @@ def shared(sizes, settings):
     """This rank's part."""
     dist.init_process_group("gloo")
     cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     with torch.device("meta"):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)

@@ -11,13 +11,15 @@ from safetensors.torch import load_file
 from stored import assert_bitwise_equal, newest, stored
 
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.schema import Optim, Precision, Sharding, TrainConfig
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Batch, Optim, Precision, Sharding, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import freeze, frozen_parameters
 from fsdp_trainer.parallel.memory_check import Setup, least_memory
 from fsdp_trainer.plan.memory import memory
+from fsdp_trainer.plan.planned_run import PlannedRun
 
 EMBEDDING = "train.freeze=[model.embed_tokens.*]"
 BLOCKS = "train.freeze=['model.layers.*']"
@@ -267,16 +269,16 @@ def test_memory_has_no_gradient_moments_or_master_copy_of_a_frozen_parameter():
     config = ModelConfig(
         vocab_size=1000, hidden_size=64, head_dim=16, intermediate_size=176, num_hidden_layers=4
     )
-    before = memory(cfg, config, 2).peak.bytes
+    before = memory(PlannedRun.of(cfg, config, 2)).peak.bytes
     cfg.train.freeze = ["model.layers.*"]
-    after = memory(cfg, config, 2).peak.bytes
+    after = memory(PlannedRun.of(cfg, config, 2)).peak.bytes
     with torch.device("meta"):
         model = Decoder(config)
     blocks = sum(p.numel() for p in model.model.layers.parameters()) / 2
     assert before["parameters"] - after["parameters"] == pytest.approx(2 * blocks)
     assert before["optimizer"] - after["optimizer"] == pytest.approx(8 * blocks)
     freeze(model, ["model.layers.*"])
-    items = least_memory(model, Setup(Sharding(), Precision(), Optim(), 2))
+    items = least_memory(model, Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim()))
     sizes = {item.name: item.size for item in items}
     assert sizes["frozen"] == 2 * blocks
     assert math.isclose(sizes["moments"], 2 * sizes["weights"])

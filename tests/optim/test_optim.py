@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from stored import assert_bitwise_equal, stored
 
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Optim, Schedule, Sharding
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -165,7 +166,7 @@ def one_rank():
     """The dimensions of a process that trains alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return Dims(Sharding(), "cpu", timeout=60)
+        return Dims(Layout(Sharding(), dist.get_world_size(), Batch()), "cpu", timeout=60)
     finally:
         dist.destroy_process_group()
 

@@ -27,9 +27,11 @@ from fsdp_trainer.parallel.activation_offload import (
     offload_activations,
 )
 from fsdp_trainer.parallel.compile import compile_blocks
-from fsdp_trainer.plan import memory
-from fsdp_trainer.plan.memory import moved_bytes, trace_blocks
+from fsdp_trainer.plan import block_memory
+from fsdp_trainer.plan.block_memory import moved_bytes, trace_blocks
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan_inputs import architecture, target
+from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.suggest import suggest
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -223,11 +225,11 @@ def test_the_plan_counts_the_bytes_that_are_moved(small, way):
     cfg = compose("plan", ["model=tiny", *words], inputs=False)
     cfg.activation_checkpoint = replace(way, offload=True)
     model, copies = build(cfg.activation_checkpoint)
-    traced, _ = trace_blocks(cfg, model.config, "cpu")
+    traced, _ = trace_blocks(PlannedRun.of(cfg, model.config, 1).model, "cpu")
     batch = micro_batch()
     model(batch, CrossEntropy(batch.weights))
-    with patch.object(memory, "SMALLEST", 1024):
-        counted = moved_bytes(cfg, model.config, traced, "cuda")
+    with patch.object(block_memory, "SMALLEST", 1024):
+        counted = moved_bytes(PlannedRun.of(cfg, model.config, 1).model, traced, "cuda")
     assert counted[-1] == 0
     assert sum(copies.sizes) == pytest.approx(sum(counted), rel=0.02)
 
@@ -240,7 +242,7 @@ def test_offloading_is_suggested_where_it_makes_a_run_fit():
     words = [*LONG, "plan.gpu=h100", "activation_checkpoint=full"]
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
-    suggestions = {one.override: one for one in suggest(cfg, config, 8, gpu)}
+    suggestions = {one.override: one for one in suggest(Candidate(cfg, config, 8, gpu))}
     suggestion = suggestions["activation_checkpoint.offload=true"]
     typed = planned(*words, "activation_checkpoint.offload=true")
     assert typed.fits
@@ -270,5 +272,5 @@ def test_on_a_cpu_nothing_is_saved():
     plain, offloaded = planned(*words), planned(*words, offload)
     assert offloaded.memory == plain.memory
     cfg = compose("plan", [*words, "plan.memory_gib=1"], inputs=False)
-    suggestion = suggest(cfg, architecture(cfg)[0], 2, target(cfg, 2))
+    suggestion = suggest(Candidate(cfg, architecture(cfg)[0], 2, target(cfg, 2)))
     assert not [one for one in suggestion if "offload" in one.override]

@@ -11,6 +11,7 @@ from layouts import (
     assert_same,
     compiled_quickly,
     configuration,
+    layout_of,
     take_steps_on_rows,
     whole,
 )
@@ -65,7 +66,7 @@ def shared(sizes, settings):
     """This rank's part."""
     dist.init_process_group("gloo")
     cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     with torch.device("meta"):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
@@ -74,7 +75,7 @@ def shared(sizes, settings):
     allocate(model, CPU)
     start(model)
     first = whole(dict(model.named_parameters()))
-    choice = context_method(cfg, config)
+    choice = context_method(cfg.sharding, cfg.batch.seq_len, config.on_tensor_rank(1))
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
         attention=settings.get("attention", "documents"),

@@ -1,6 +1,7 @@
 """The dimensions of the ranks: who reads which rows, who holds which part, and what sums count."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_trainer.base.torch_private import reduce_scatter_groups
-from fsdp_trainer.config.dimensions import dimension_sizes, layout_problem
-from fsdp_trainer.config.schema import Sharding, TrainConfig
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -41,7 +42,7 @@ STRATEGIES = {
 
 def dims_of(sharding, timeout=60):
     dist.init_process_group("gloo")
-    return Dims(sharding, "cpu", timeout)
+    return Dims(Layout(sharding, dist.get_world_size(), Batch()), "cpu", timeout)
 
 
 def timeout_of(group):
@@ -68,7 +69,7 @@ def described(sharding):
 def test_every_rank_reads_its_own_rows_and_the_mesh_has_no_dimension_to_spare(world, strategy):
     sharding, sizes, names = STRATEGIES[strategy]
     ranks = world.call(4, described, sharding)
-    assert dimension_sizes(sharding, 4) == sizes
+    assert Layout(sharding, 4, Batch()).sizes == sizes
     assert [rank[0] for rank in ranks] == [sizes] * 4
     assert [rank[1] for rank in ranks] == [names] * 4
     assert [rank[2] for rank in ranks] == [(0, 4), (1, 4), (2, 4), (3, 4)]
@@ -134,8 +135,23 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(world):
     ],
 )
 def test_a_layout_that_does_not_divide_the_ranks_is_refused_with_one_that_does(layout, words):
-    problem = layout_problem(Sharding(**layout), 8)
+    problem = Layout(Sharding(**layout), 8, Batch()).problem
     assert words in f"{problem.what} {problem.reason}"
+
+
+def test_a_layout_knows_what_a_rank_computes_in_a_step():
+    sharding = Sharding(strategy="hsdp", replicas=2, pipeline=2, context=2, tensor=2)
+    layout = Layout(sharding, 16, Batch(seq_len=64, rows=12, micro_rows=2))
+    assert (layout.batch_ranks, layout.same_rows, layout.fsdp_ranks, layout.stage_ranks) == (
+        2, 4, 2, 8,
+    )  # fmt: skip
+    assert (layout.row_tokens, layout.tokens, layout.micro_batches) == (32, 64, 3)
+    assert layout.stages.count == 2
+    assert layout.keeps_gathered  # in a pipeline, unless sharding.reshard_after_forward says no
+    assert layout.problem is None
+    assert layout.pipeline_problem is None
+    few = replace(layout, batch=Batch(seq_len=64, rows=4, micro_rows=2))
+    assert "batch.rows=8" in few.pipeline_problem.reason
 
 
 PLACEMENTS = {

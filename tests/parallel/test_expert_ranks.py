@@ -10,6 +10,7 @@ from layouts import (
     assert_same,
     compiled_quickly,
     configuration,
+    layout_of,
     take_steps_on_rows,
     whole,
 )
@@ -68,7 +69,7 @@ def plain(sizes, settings):
 def built(cfg, config, compiled=False):
     """This rank's part of a model without weights, and the dimensions."""
     dist.init_process_group("gloo")
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     model = meta_decoder(config)
     with compiled_quickly():
         model = parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config), compiled)
@@ -82,7 +83,7 @@ def shared(sizes, settings):
     model, dims = built(cfg, config, settings.get("compiled", False))
     start(model, settings.get("one_rank"))
     first = whole(dict(model.named_parameters()))
-    choice = context_method(cfg, config)
+    choice = context_method(cfg.sharding, cfg.batch.seq_len, config.on_tensor_rank(1))
     assembler = Assembler(
         ROW, 1, 1, dims.batch_rank, dims.batch_ranks, CPU,
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),

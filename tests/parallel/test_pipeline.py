@@ -9,6 +9,7 @@ from layouts import (
     assert_same,
     compiled_quickly,
     configuration,
+    layout_of,
     of_all_stages,
     take_steps_on_rows,
 )
@@ -21,11 +22,8 @@ from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.config.context_methods import choose_context_method
 from fsdp_trainer.config.pipeline_schedules import (
     SCHEDULES,
+    Stages,
     divide_blocks,
-    idle_share,
-    in_flight,
-    rank_of_stage,
-    stages_of_rank,
 )
 from fsdp_trainer.config.schema import (
     Batch,
@@ -94,7 +92,7 @@ def staged(sizes, settings, rows):
     """This rank's part."""
     dist.init_process_group("gloo")
     cfg, config = pipelined(settings, rows), ModelConfig(**{**SIZES, **sizes})
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     adapters = resolve_adapters(cfg.adapter, config)
     compiled = settings.get("compiled", False)
     with compiled_quickly():
@@ -109,7 +107,7 @@ def staged(sizes, settings, rows):
         attention=settings.get("attention", "documents"),
         same_rows=dims.same_rows, context=context_ranks(dims, choice.method, config.windows),
     )  # fmt: skip
-    pipeline = Pipeline(model, dims, cfg, rows // dims.batch_ranks, CPU)
+    pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), CPU)
     return first, *take_steps_on_rows(model, cfg, dims, assembler, rows, pipeline)
 
 
@@ -204,11 +202,12 @@ def test_stages_compute_what_one_process_does(world, case):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_stage_has_one_rank(schedule):
     sharding = Sharding(pipeline=4, pipeline_schedule=schedule)
-    numbers = {rank: stages_of_rank(sharding, rank) for rank in range(4)}
+    stages = Stages.of(sharding)
+    numbers = {rank: stages.of_rank(rank) for rank in range(4)}
     count = 4 * SCHEDULES[schedule].stages
     assert sorted(n for own in numbers.values() for n in own) == list(range(count))
     for rank, own in numbers.items():
-        assert [rank_of_stage(sharding, n) for n in own] == [rank] * len(own)
+        assert [stages.rank_of(n) for n in own] == [rank] * len(own)
 
 
 @pytest.mark.parametrize(
@@ -233,8 +232,9 @@ def test_torchs_schedules_wait_and_hold_as_long_as_is_said(name, ranks, count):
     """The forward pass and both halves of backward take equally long here."""
     sharding = Sharding(pipeline=ranks, pipeline_schedule=name)
     idle, held = followed(name, ranks, count)
-    assert idle == pytest.approx(idle_share(sharding, count))
-    assert held == [in_flight(sharding, rank, count) for rank in range(ranks)]
+    stages = Stages.of(sharding)
+    assert idle == pytest.approx(stages.idle(count))
+    assert held == [stages.in_flight(rank, count) for rank in range(ranks)]
 
 
 # --- runs -----------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def imported(folder):
     """The weights of a folder as two stages read them."""
     dist.init_process_group("gloo")
     cfg = pipelined(layout(), 8)
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     model = parallelize(meta_decoder(ModelConfig.from_hf(folder)), dims, cfg)
     allocate(model, CPU)
     import_weights(model, folder)

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
     Adapter,
+    Batch,
     Optim,
     Precision,
     Sharding,
@@ -225,7 +227,7 @@ def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(
         sum(p.numel() for p in model.model.layers["0"].parameters()),
     )
     items = memory_check.least_memory(
-        model, Setup(sharding, Precision(master_dtype=dtype), Optim(), ranks)
+        model, Setup(Layout(sharding, ranks, Batch()), Precision(master_dtype=dtype), Optim())
     )
     assert sum(item.size for item in items) == pytest.approx(wanted(n, block))
 
@@ -235,13 +237,17 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
     with inject.around("device_memory", lambda *_: 40e6):
         with pytest.raises(memory_check.UserError) as refused:
             memory_check.check_memory(
-                model, Setup(Sharding(strategy="ddp"), Precision(), Optim(), 2), cpu
+                model,
+                Setup(Layout(Sharding(strategy="ddp"), 2, Batch()), Precision(), Optim()),
+                cpu,
             )
         ranks = int(re.search(r"(\d+) ranks with the same", str(refused.value))[1])
-        memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), ranks), cpu)
+        memory_check.check_memory(
+            model, Setup(Layout(Sharding(), ranks, Batch()), Precision(), Optim()), cpu
+        )
         with pytest.raises(memory_check.UserError):
             memory_check.check_memory(
-                model, Setup(Sharding(), Precision(), Optim(), ranks - 1), cpu
+                model, Setup(Layout(Sharding(), ranks - 1, Batch()), Precision(), Optim()), cpu
             )
 
 
@@ -250,7 +256,7 @@ def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
     cfg.adapter = Adapter(name="lora", base="nf4", rank=4)
     spec = resolve_adapters(cfg.adapter, config)
     model = model_to_train(config, cfg)
-    setup = Setup(Sharding(), Precision(), Optim(), 2, spec)
+    setup = Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim(), spec)
     sizes = {item.name: item.size for item in memory_check.least_memory(model, setup)}
     blocks = [p for name, p in meta().named_parameters() if "proj" in name]
     four_bits = sum(4.25 / 8 * p.numel() for p in blocks) / 2
@@ -273,7 +279,7 @@ def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
     """Return True if a model's blocks are still gathered after a forward without backward."""
     dist.init_process_group("gloo")
     cfg, cpu = TrainConfig(sharding=sharding), torch.device("cpu")
-    dims = Dims(sharding, "cpu", 60)
+    dims = Dims(Layout(sharding, dist.get_world_size(), Batch()), "cpu", 60)
     model = parallelize(meta(**sizes), dims, cfg)
     allocate(model, cpu)
     draw_weights(model, 0)
@@ -312,7 +318,7 @@ def test_adapters_are_suggested_where_they_would_fit():
     cfg = TrainConfig()
     cfg.adapter = Adapter(name="lora", rank=1)
     lora = Alternative("adapter=lora", model_to_train(config, cfg), None)
-    setup = Setup(Sharding(), Precision(), Optim(), 1)
+    setup = Setup(Layout(Sharding(), 1, Batch()), Precision(), Optim())
     full, smallest = (
         sum(item.size for item in memory_check.least_memory(model, setup))
         for model in (meta(), lora.model)
@@ -332,17 +338,19 @@ def test_offloaded_states_are_the_hosts():
     ):
         cuda = torch.device("cuda")
         memory_check.check_memory(
-            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+            model, Setup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()), cuda
         )
         with pytest.raises(memory_check.UserError, match=r"sharding\.cpu_offload=true"):
-            memory_check.check_memory(model, Setup(Sharding(), Precision(), Optim(), 1), cuda)
+            memory_check.check_memory(
+                model, Setup(Layout(Sharding(), 1, Batch()), Precision(), Optim()), cuda
+            )
     with (
         inject.around("device_memory", lambda *_: 40e6),
         inject.around("host_memory", lambda *_: 1e6),
         pytest.raises(memory_check.UserError),
     ):
         memory_check.check_memory(
-            model, Setup(Sharding(cpu_offload=True), Precision(), Optim(), 1), cuda
+            model, Setup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()), cuda
         )
 
 

@@ -12,6 +12,7 @@ from layouts import (
     assert_same,
     compiled_quickly,
     configuration,
+    layout_of,
     take_steps,
     whole,
     without_padding,
@@ -101,7 +102,7 @@ def built(config, settings):
     """This rank's part of a model without weights, and the dimensions."""
     dist.init_process_group("gloo")
     cfg = configuration(settings)
-    dims = Dims(cfg.sharding, "cpu", 60)
+    dims = Dims(layout_of(cfg), "cpu", 60)
     config = config.with_equal_rows(cfg.sharding.tensor)
     model = meta_decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)

@@ -19,11 +19,13 @@ from benchmarks.plan_published import WIDEST, compare, goals_missed, published_r
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES, device, named_by_driver, peak_flops
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan import GIB, make_plan
 from fsdp_trainer.plan.plan_inputs import architecture, target, world_sizes
 from fsdp_trainer.plan.suggest import suggest
-from fsdp_trainer.plan.time import Group, groups
+from fsdp_trainer.plan.wire import Group, RankGroups
 
 DOES_NOT_FIT = (
     "model=llama3_8b",
@@ -180,7 +182,7 @@ def test_what_is_suggested_fits_when_it_is_typed():
     cfg = compose("plan", list(DOES_NOT_FIT), inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 8)
     assert not make_plan(cfg, config, 8, gpu).fits
-    suggestions = suggest(cfg, config, 8, gpu)
+    suggestions = suggest(Candidate(cfg, config, 8, gpu))
     assert len(suggestions) >= 4
     assert len({re.sub(r"=\d+", "=", s.override) for s in suggestions}) == len(suggestions), (
         "of one number the largest that fits"
@@ -215,17 +217,17 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
     cfg = compose("plan", words, inputs=False)
     config, gpu = architecture(cfg)[0], target(cfg, 1)
-    suggestions = suggest(cfg, config, 1, gpu)
+    suggestions = suggest(Candidate(cfg, config, 1, gpu))
     assert [s.override for s in suggestions][-2:] == ["adapter=lora", "adapter=qlora"]
     for one in suggestions[-2:]:
         again = planned(*words, one.override)
         assert again.fits
         assert again.memory.peak.total == one.peak_bytes
     smaller = compose("plan", [*words, "adapter=lora", "plan.memory_gib=14"], inputs=False)
-    bits = [s.override for s in suggest(smaller, config, 1, target(smaller, 1))]
+    bits = [s.override for s in suggest(Candidate(smaller, config, 1, target(smaller, 1)))]
     assert bits[-1] == "adapter.base=nf4"
     cfg.model.init_from = None
-    assert not [s for s in suggest(cfg, config, 1, gpu) if "adapter" in s.override], (
+    assert not [s for s in suggest(Candidate(cfg, config, 1, gpu)) if "adapter" in s.override], (
         "random weights are trained whole"
     )
 
@@ -259,7 +261,7 @@ def test_an_efficiency_that_nobody_reaches_is_told(capsys):
 @pytest.mark.slow
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
     cfg = compose("plan", ["+recipe=llama70b_sft", "plan.gpu=h100"], inputs=False)
-    words = [s.override for s in suggest(cfg, architecture(cfg)[0], 16, target(cfg, 16))]
+    words = [s.override for s in suggest(Candidate(cfg, architecture(cfg)[0], 16, target(cfg, 16)))]
     assert words.index("optim=adamw_8bit") < words.index("precision=pure_bf16"), (
         "the costs are the same"
     )
@@ -595,9 +597,14 @@ def test_empty_rows_and_memory_of_the_host_are_told(capsys):
 
 def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
-    assert groups(cfg.sharding, 16, 8) == (Group(8, 8), Group(2, 1))
+
+    def groups(world):
+        found = RankGroups.of(Layout(cfg.sharding, world, cfg.batch), 8)
+        return found.shard, found.replicate
+
+    assert groups(16) == (Group(8, 8), Group(2, 1))
     assert Group(8, 8).across == 0
-    assert groups(cfg.sharding, 8, 8) == (Group(4, 4), Group(2, 2))
+    assert groups(8) == (Group(4, 4), Group(2, 2))
     # 2 nodes: each rank sends 15/16 of a message; half of it leaves the node over 8 network cards
     sharded = Group(16, 8)
     assert (sharded.sent, sharded.across) == (15 / 16, 1 / 16)

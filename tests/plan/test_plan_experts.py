@@ -10,10 +10,12 @@ from recipe import planned
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.memory import memory
 from fsdp_trainer.plan.plan_inputs import architecture, target
+from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.suggest import suggest
-from fsdp_trainer.plan.time import wire
+from fsdp_trainer.plan.wire import wire
 
 MIXTURE = (
     "model=tiny", "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
@@ -62,7 +64,7 @@ def measured(world):
 def test_ranks_send_the_bytes_that_the_plan_counts(measured):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
     for layout, cfg, config, step in measured[: len(LAYOUTS)]:
-        ways = wire(cfg, config, 4, DEVICES["h100"])
+        ways = wire(PlannedRun.of(cfg, config, 4), DEVICES["h100"])
         for gathers in (True, False):
             counted = {}
             for name in ("shard", "eshard", "tensor"):
@@ -87,7 +89,7 @@ def test_ranks_send_the_bytes_that_the_plan_counts(measured):
 def test_ranks_hold_what_the_plan_says(measured):
     for layout, cfg, config, step in measured:
         with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
-            peak = memory(cfg, config, 4, "cpu").peak
+            peak = memory(PlannedRun.of(cfg, config, 4), "cpu").peak
         held = pytest.approx(step.peak, rel=0.005)
         assert peak.total - peak.bytes["allowance"] == held, layout
 
@@ -101,7 +103,7 @@ def test_512_ranks_send_the_rows_that_the_plan_counts(world):
     cfg = compose("plan", [*QWEN, *words], inputs=False)
     config = architecture(cfg)[0]
     [(sent, rows, waits)] = world.call(1, rows_of_512_ranks, cfg, config)
-    ways = wire(cfg, config, 512, DEVICES["h100"])
+    ways = wire(PlannedRun.of(cfg, config, 512), DEVICES["h100"])
     assert (rows, waits) == (ways["expert"].gathered + ways["expert"].reduced, 2)
     # 8 nodes of 8: of 63 other ranks 56 are on another node
     assert ways["expert"].across == pytest.approx(rows * 56 / 63)
@@ -154,7 +156,7 @@ def test_layouts_of_mixtures_divide_experts(capsys):
 def test_what_does_not_fit_is_told_to_divide_its_experts():
     words = (*MIXTRAL, "plan.world_size=16", "activation_checkpoint=full")
     cfg = compose("plan", words, inputs=False)
-    options = suggest(cfg, architecture(cfg)[0], 16, target(cfg, 16))
+    options = suggest(Candidate(cfg, architecture(cfg)[0], 16, target(cfg, 16)))
     assert "sharding.expert=" in options[0].override
     words = [*words, *options[0].override.split()]
     assert planned(*words).fits

@@ -14,8 +14,9 @@ from memory_of_a_step import LiveBytes, peak_of_stages, peaks
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.plan import memory as plan
+from fsdp_trainer.plan.block_memory import trace_blocks
 from fsdp_trainer.plan.memory import CATEGORIES, memory
+from fsdp_trainer.plan.planned_run import PlannedRun
 
 MODEL = ModelConfig(
     vocab_size=8000,
@@ -57,7 +58,10 @@ def only_tensors():
 @pytest.mark.parametrize("tied", [False, True])
 def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
     config = replace(MODEL, tie_word_embeddings=tied, vocab_size=8003, hidden_size=500)
-    moments = {m.when: m.bytes for m in memory(configured(ranks), config, ranks, "cpu").moments}
+    moments = {
+        m.when: m.bytes
+        for m in memory(PlannedRun.of(configured(ranks), config, ranks), "cpu").moments
+    }
     with torch.device("meta"):
         shards = [p.chunk(ranks)[0] for p in Decoder(config).parameters()]  # as fully_shard does
     numbers = sum(shard.numel() for shard in shards)
@@ -71,7 +75,8 @@ def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
 def test_strategies_and_formats_change_what_they_should():
     def at(category, ranks=8, **keys):
         return max(
-            m.bytes[category] for m in memory(configured(ranks, **keys), MODEL, ranks).moments
+            m.bytes[category]
+            for m in memory(PlannedRun.of(configured(ranks, **keys), MODEL, ranks)).moments
         )
 
     assert at("parameters", sharding__strategy="ddp") == 8 * at("parameters")
@@ -93,7 +98,7 @@ def meta() -> Decoder:
 
 def test_offloaded_states_are_the_hosts():
     here, there = (
-        memory(configured(2, sharding__cpu_offload=offload), MODEL, 2, "cuda")
+        memory(PlannedRun.of(configured(2, sharding__cpu_offload=offload), MODEL, 2), "cuda")
         for offload in (False, True)
     )
     assert here.host == 0
@@ -111,7 +116,7 @@ def test_offloaded_states_are_the_hosts():
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     config, stream = MODEL, 512 * 512 * 2
     saved = [
-        plan.trace_blocks(configured(**keys), config, "cpu")[0][0].saved
+        trace_blocks(PlannedRun.of(configured(**keys), config, 1).model, "cpu")[0][0].saved
         for keys in (
             FULL,
             {"activation_checkpoint.mode": "selective"},
@@ -124,24 +129,29 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     assert len(set(saved)) == 4
     every = [
         block.saved
-        for block in plan.trace_blocks(
-            configured(**FULL, activation_checkpoint__every=2), config, "cpu"
+        for block in trace_blocks(
+            PlannedRun.of(configured(**FULL, activation_checkpoint__every=2), config, 1).model,
+            "cpu",
         )[0]
     ]
     assert every == [saved[0], saved[3]] * 2
-    half = plan.trace_blocks(configured(**{"activation_checkpoint.mode": "budget"}), config, "cpu")[
-        0
-    ][0].saved
+    half = trace_blocks(
+        PlannedRun.of(configured(**{"activation_checkpoint.mode": "budget"}), config, 1).model,
+        "cpu",
+    )[0][0].saved
     assert half == (saved[0] + saved[3]) / 2
 
 
 def test_a_mask_costs_the_rows_length_squared():
     def kept(length, layout):
-        return plan.trace_blocks(
-            configured(
-                batch__seq_len=length, model__attention=layout, model__attention_kernel="auto"
-            ),
-            MODEL,
+        return trace_blocks(
+            PlannedRun.of(
+                configured(
+                    batch__seq_len=length, model__attention=layout, model__attention_kernel="auto"
+                ),
+                MODEL,
+                1,
+            ).model,
             "cpu",
         )
 
@@ -245,7 +255,7 @@ def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
         [*LIVE, *TRACKED], cases, measured, strict=True
     ):
         with only_tensors():
-            peak = memory(cfg, config, ranks, "cpu").peak
+            peak = memory(PlannedRun.of(cfg, config, ranks), "cpu").peak
         tolerance = {"live": 0.005, "tracker": 0.05}[by]
         assert without_allowance(peak) == pytest.approx(held, rel=tolerance), (name, by, peak)
         covered |= {category for category, size in peak.bytes.items() if size > 0.02 * held}
@@ -317,9 +327,9 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
     config = ModelConfig(**sizes, num_key_value_heads=2)
     cfg = configured(ranks, 2, **{"batch.seq_len": 256, "precision.param_dtype": "float32", **keys})
     with only_tensors():
-        assert without_allowance(memory(cfg, config, ranks, "cpu").peak) == pytest.approx(
-            held, rel=0.1
-        )
+        assert without_allowance(
+            memory(PlannedRun.of(cfg, config, ranks), "cpu").peak
+        ) == pytest.approx(held, rel=0.1)
 
 
 @pytest.mark.slow
@@ -331,5 +341,5 @@ def test_stages_hold_what_the_plan_says(world, schedule):
     smaller = replace(MODEL, hidden_size=256, intermediate_size=768, vocab_size=4000)
     measured = max(world.call(2, peak_of_stages, cfg, smaller))
     with only_tensors():
-        planned = without_allowance(memory(cfg, smaller, 2, "cpu").peak)
+        planned = without_allowance(memory(PlannedRun.of(cfg, smaller, 2), "cpu").peak)
     assert planned == pytest.approx(measured, rel=0.1)

@@ -8,7 +8,8 @@ from messages_of_a_step import Message, messages_of, messages_of_stages
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES
 from fsdp_trainer.plan.plan_inputs import architecture
-from fsdp_trainer.plan.time import tensor_traffic, wire
+from fsdp_trainer.plan.planned_run import PlannedRun
+from fsdp_trainer.plan.wire import tensor_traffic, wire
 
 STAGES = (
     "model=tiny", "model.num_hidden_layers=5", "plan.world_size=4", "sharding.pipeline=2",
@@ -33,10 +34,10 @@ def test_512_ranks_issue_the_messages_that_the_plan_counts(world):
     cases = [planned_case(*kind) for kind in kinds]
     [measured] = world.call(1, messages_of, cases, RANKS)
     for kind, (cfg, config), (count, size) in zip(kinds, cases, measured, strict=True):
-        traffic = tensor_traffic(cfg, config)
+        traffic = tensor_traffic(PlannedRun.of(cfg, config, RANKS).model)
         assert count[Message(TENSOR, gathers=True)] == traffic.gathers, kind
         assert count[Message(TENSOR, gathers=False)] == traffic.sums, kind
-        ways = wire(cfg, config, RANKS, DEVICES["h100"])
+        ways = wire(PlannedRun.of(cfg, config, RANKS), DEVICES["h100"])
         for way in (ways["shard"], ways["tensor"]):
             sent = (way.ranks - 1) / way.ranks
             gathered = size[Message(way.ranks, gathers=True)] * sent
@@ -52,7 +53,7 @@ def test_stages_send_the_messages_that_the_plan_counts(world, schedule, tied):
     words = [*STAGES, f"sharding.pipeline_schedule={schedule}", f"model.tie_word_embeddings={tied}"]
     cfg = compose("plan", words, inputs=False)
     config = architecture(cfg)[0]
-    planned = wire(cfg, config, 4, DEVICES["h100"])
+    planned = wire(PlannedRun.of(cfg, config, 4), DEVICES["h100"])
     counted = world.call(4, messages_of_stages, cfg, config)
     largest = max(counted, key=sum)
     way = planned["pipeline"]

@@ -6,9 +6,11 @@ from recipe import planned
 
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.devices import DEVICES
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan_inputs import architecture, target
+from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.suggest import suggest
-from fsdp_trainer.plan.time import wire
+from fsdp_trainer.plan.wire import wire
 
 TINY = (
     "model=tiny", "optim=muon", "plan.world_size=4", "batch.seq_len=64", "batch.rows=4",
@@ -32,7 +34,7 @@ def test_owners_are_sent_the_bytes_that_the_plan_counts(world):
     cases = [(cfg, architecture(cfg)[0]) for cfg in cfgs]
     sent = zip(*world.call(4, messages_of_owners, cases), strict=True)
     for layout, (cfg, config), by_rank in zip(LAYOUTS, cases, sent, strict=True):
-        way = wire(cfg, config, 4, DEVICES["h100"])["owners"]
+        way = wire(PlannedRun.of(cfg, config, 4), DEVICES["h100"])["owners"]
         counted = way.gathered + way.reduced
         ranks = len(by_rank) // cfg.sharding.pipeline
         mean = max(sum(stage) / ranks for stage in (by_rank[:ranks], by_rank[-ranks:]))
@@ -66,6 +68,6 @@ def test_a_pretraining_that_does_not_fit_is_told_of_muon():
              "plan.world_size=8", "activation_checkpoint=full", "batch.micro_rows=1",
              "plan.memory_gib=24"]  # fmt: skip
     cfg = compose("plan", words, inputs=False)
-    options = suggest(cfg, architecture(cfg)[0], 8, target(cfg, 8))
+    options = suggest(Candidate(cfg, architecture(cfg)[0], 8, target(cfg, 8)))
     [muon] = [option for option in options if option.override == "optim=muon"]
     assert planned(*words, "optim=muon").memory.peak.total == pytest.approx(muon.peak_bytes)

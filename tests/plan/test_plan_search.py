@@ -7,6 +7,7 @@ import pytest
 from fsdp_trainer.apps.plan.search import Search
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan_inputs import architecture, target
 
 CLUSTER = ("model=llama3_8b", "batch.seq_len=4096", "batch.rows=64", "plan.world_size=16")
@@ -56,7 +57,7 @@ def test_layouts_of_131072_tokens_share_rows_and_matrices(capsys):
 def test_405b_on_512_gpus_has_layouts():
     words = ["model=llama3_1_405b", "batch.seq_len=8192", "batch.rows=512"]
     cfg = compose("plan", [*words, "plan.gpu=h100", "plan.world_size=512"], inputs=False)
-    layouts = Search(cfg, architecture(cfg)[0], 512, target(cfg, 512)).layouts
+    layouts = Search(Candidate(cfg, architecture(cfg)[0], 512, target(cfg, 512))).layouts
     assert layouts
     assert "sharding.tensor=" in layouts[0].overrides[0]
 
@@ -119,7 +120,7 @@ def test_what_was_typed_is_searched_all_the_same(capsys):
 def test_70b_on_512_gpus_takes_few_tries():
     words = ["+recipe=llama70b_sft", "plan.gpu=h100", "plan.world_size=512", "batch.rows=4096"]
     cfg = compose("plan", words, inputs=False)
-    search = Search(cfg, architecture(cfg)[0], 512, target(cfg, 512))
+    search = Search(Candidate(cfg, architecture(cfg)[0], 512, target(cfg, 512)))
     assert len(search.layouts) >= 20
     assert search.tried < 450
     typed = [" ".join(layout.overrides) for layout in search.layouts]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.apps.doctor import speed
 from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport, counted
-from fsdp_trainer.apps.doctor.layout_checks import dimension_groups, layout
+from fsdp_trainer.apps.doctor.layout_checks import check_layout, dimension_groups
 from fsdp_trainer.apps.doctor.machines import (
     HostFacts,
     configuration,
@@ -25,6 +25,7 @@ from fsdp_trainer.apps.doctor.machines import (
 from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch.facts import (
@@ -94,7 +95,9 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
     if world.main:
         report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
         report.add("software", *software(everyone), *configuration(everyone))
-        report.add("software", *layout(cfg.sharding, everyone))
+        report.add(
+            "software", *check_layout(Layout(cfg.sharding, len(everyone), cfg.batch), everyone)
+        )
         report.add("environment", *environment(everyone))
     alike = world.from_main(
         "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout
@@ -173,7 +176,7 @@ def network(
     if len(ranks_of) > 1 and max(map(len, ranks_of.values())) > 1:
         by_node = list(ranks_of.values())
         findings += within(cfg, world, everyone, by_node, "in a node", timeout)
-    for name, groups in dimension_groups(cfg.sharding, world.size).items():
+    for name, groups in dimension_groups(Layout(cfg.sharding, world.size, cfg.batch)).items():
         findings += within(cfg, world, everyone, groups, f"along {name}", timeout)
     where = f"{counted(world.size, 'rank')} on {counted(len(ranks_of), 'node')}"
     for rate in speed.collectives(world.device):

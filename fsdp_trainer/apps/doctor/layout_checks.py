@@ -2,20 +2,18 @@
 
 from collections.abc import Sequence
 
-from fsdp_trainer.config.dimensions import dimension_sizes, expert_sizes, layout_problem
-from fsdp_trainer.config.schema import Sharding
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.launch.facts import Check, RankFacts, parted_tensor_groups
 from fsdp_trainer.parallel.dims import groups_along
 
 
-def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
+def check_layout(layout: Layout, everyone: Sequence[RankFacts]) -> list[Check]:
     """Report the sizes of the dimensions, or a problem if the ranks do not fit the layout."""
-    ranks = len(everyone)
-    problem = layout_problem(sharding, ranks)
+    sharding, problem = layout.sharding, layout.problem
     if problem is not None:
         reason, _, advice = problem.reason.partition("\n")
         return [Check("problem", problem.what, reason, advice.strip())]
-    sizes = {name: size for name, size in dimension_sizes(sharding, ranks).items() if size > 1}
+    sizes = {name: size for name, size in layout.sizes.items() if size > 1}
     if sharding.expert > 1:
         sizes["expert"] = sharding.expert
     if set(sizes) <= {"shard"}:
@@ -24,16 +22,16 @@ def layout(sharding: Sharding, everyone: Sequence[RankFacts]) -> list[Check]:
     return [Check("ok", "layout", named), *parted_tensor_groups(sharding, everyone)]
 
 
-def dimension_groups(sharding: Sharding, ranks: int) -> dict[str, list[list[int]]]:
+def dimension_groups(layout: Layout) -> dict[str, list[list[int]]]:
     """Return, by name of each dimension, the groups of ranks that differ only in this dimension.
 
     Dimensions of size 1 and those of all ranks are left out. Returns {} if the ranks do not fit
     the layout.
     """
-    if layout_problem(sharding, ranks) is not None:
+    if layout.problem is not None:
         return {}
-    sizes = dimension_sizes(sharding, ranks)
+    sizes, ranks = layout.sizes, layout.ranks
     groups = {name: groups_along(name, sizes) for name, n in sizes.items() if 1 < n < ranks}
-    if 1 < sharding.expert < ranks:
-        groups["expert"] = groups_along("expert", expert_sizes(sharding, ranks))
+    if 1 < layout.sharding.expert < ranks:
+        groups["expert"] = groups_along("expert", layout.expert_sizes)
     return groups

@@ -9,6 +9,7 @@ from fsdp_trainer.checkpoint.frozen_weights import model_config
 from fsdp_trainer.checkpoint.load import load_model, read_into
 from fsdp_trainer.checkpoint.store import damage_anywhere
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import Precision, TrainConfig
 from fsdp_trainer.config.verbs import EvaluateConfig
@@ -55,7 +56,8 @@ def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     if checkpoint and (problems := damage_anywhere(checkpoint)):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
     training = TrainConfig(precision=Precision(cfg.dtype, cfg.dtype, cfg.dtype))
-    dims = Dims(training.sharding, device.type, parse_duration(cfg.launch.timeout))
+    layout = Layout(training.sharding, dist.get_world_size(), training.batch)
+    dims = Dims(layout, device.type, parse_duration(cfg.launch.timeout))
     model = parallelize(meta_decoder(model_config(source)), dims, training)
     allocate(model, device)
     model.eval().requires_grad_(False)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan import RunPlan, make_plan
+from fsdp_trainer.plan.fsdp_units import KnownModels
+from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.plan.plan_inputs import target, world_sizes
 from fsdp_trainer.plan.suggest import Suggestion, least_memory, suggest
 
@@ -35,9 +36,14 @@ class Answer:
         return next((i for i, plan in enumerate(self.plans) if plan.fits), len(self.plans) - 1)
 
 
-def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answer:
-    """Return the answer for the device that `cfg` names. Raises UserError if it names none."""
-    runs = [Candidate(cfg, config, world, target(cfg, world)) for world in world_sizes(cfg)]
+def answer_for(
+    cfg: PlanConfig, config: ModelConfig, assumed: list[str], known: KnownModels
+) -> Answer:
+    """Return the answer for the device that `cfg` names. Raises UserError if it names none.
+
+    known: models of earlier plans.
+    """
+    runs = [Candidate(cfg, config, world, target(cfg, world), known) for world in world_sizes(cfg)]
     plans = [run.plan() for run in runs]
     remarks = sorted({run.device.remark for run in runs if run.device.remark})
     if cfg.plan.efficiency and not LIKELY[0] <= cfg.plan.efficiency <= LIKELY[1]:
@@ -48,7 +54,7 @@ def answer_for(cfg: PlanConfig, config: ModelConfig, assumed: list[str]) -> Answ
     return Answer(
         plans=plans,
         uneven=[uneven(cfg, run) for run in runs],
-        suggestions=[suggest(*run) for run in runs],
+        suggestions=[suggest(run) for run in runs],
         least_memory=[
             None if plan.fits else least_memory(run, plan)
             for run, plan in zip(runs, plans, strict=True)
@@ -61,4 +67,4 @@ def uneven(cfg: PlanConfig, run: Candidate) -> RunPlan | None:
     """Return the plan with plan.expert_load; None if experts are not divided among ranks."""
     if cfg.sharding.expert == 1 or cfg.plan.expert_load == 1:
         return None
-    return make_plan(*run, load=cfg.plan.expert_load)
+    return run.plan(cfg.plan.expert_load)

@@ -8,11 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context_methods import context_problems
-from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.dimensions import layout_problem
-from fsdp_trainer.config.pipeline_schedules import pipeline_problem
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.changes import Candidate, expert_counts
 from fsdp_trainer.plan.plan import RunPlan
 
@@ -128,7 +123,8 @@ def context_groups(run: Candidate) -> Iterator[Choice]:
     auto = () if run.cfg.sharding.context_method == "auto" else ("sharding.context_method=auto",)
     for overrides, keys in _groups("context", run, run.world):
         keys = keys | {"sharding.context_method": "auto"}
-        if not any(context_problems(run.changed(keys).cfg, run.config)):
+        cfg = run.changed(keys).cfg
+        if not any(context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, run.config)):
             shares_rows = keys["sharding.context"] > 1
             yield Choice((*overrides, *auto) if shares_rows else overrides, keys)
 
@@ -167,14 +163,14 @@ def meshes(run: Candidate) -> Iterator[Choice]:
     Meshes that do not fit the expert groups are left out: a replica holds all experts.
     """
     for choice in _meshes(run):
-        if layout_problem(run.changed(choice.keys).cfg.sharding, run.world) is None:
+        if run.changed(choice.keys).layout.problem is None:
             yield choice
 
 
 def _meshes(run: Candidate) -> Iterator[Choice]:
     cfg = run.cfg
     # the other dimensions have been chosen: shards and replicas share the remaining ranks
-    ranks = run.changed(_sharding("fsdp", 1)).readers
+    ranks = run.changed(_sharding("fsdp", 1)).layout.batch_ranks
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
     yield Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
     for replicas in range(2, ranks):
@@ -199,14 +195,14 @@ ANY_SIZE = _sharding("fsdp", 1) | {
 
 def micro_rows(run: Candidate) -> Iterator[Choice]:
     """Yield 1 row, and powers of two with which no row is empty; the rest is accumulated."""
-    batch = run.cfg.batch
-    largest = max(1, batch.rows // run.readers)
+    batch, readers = run.cfg.batch, run.layout.batch_ranks
+    largest = max(1, batch.rows // readers)
     if run.cfg.sharding.context > 1:
         largest = 1  # half the context size with half the rows has the same tokens, and sends less
     for rows in (2**i for i in range(largest.bit_length())):
         choice = Choice((f"batch.micro_rows={rows}",), {"batch.micro_rows": rows})
-        fills = rows == 1 or batch.rows % (rows * run.readers) == 0
-        if fills and pipeline_problem(run.changed(choice.keys).cfg, run.world) is None:
+        fills = rows == 1 or batch.rows % (rows * readers) == 0
+        if fills and run.changed(choice.keys).layout.pipeline_problem is None:
             yield choice
 
 
@@ -241,14 +237,15 @@ class Search:
     number of layouts planned.
     """
 
-    def __init__(self, cfg: TrainConfig, config: ModelConfig, world: int, device: Device):
-        self.world = world
-        self.device = device
+    def __init__(self, run: Candidate):
+        """Try the layouts of a run."""
+        self.world = run.world
+        self.device = run.device
         self.layouts: list[PlannedLayout] = []
         self.nearest: PlannedLayout | None = None
         self.tried = 0
-        self.states_typed = cfg.sharding.cpu_offload
-        self._choose(Candidate(cfg, config, world, device), (), DIMENSIONS)
+        self.states_typed = run.cfg.sharding.cpu_offload
+        self._choose(run, (), DIMENSIONS)
         self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.peak_bytes))
 
     def _choose(

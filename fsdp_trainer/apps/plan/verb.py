@@ -24,6 +24,7 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.apps.plan.device_plans import answer_for
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
+    from fsdp_trainer.plan.fsdp_units import KnownModels
     from fsdp_trainer.plan.plan_inputs import architecture, each_gpu
     from fsdp_trainer.plan.second_model import assumed_of
 
@@ -31,7 +32,8 @@ def plan(cfg: PlanConfig) -> int:
     assumed += assumed_of(cfg)
     if cfg.plan.search:
         return search(cfg, config, assumed)
-    answers = [answer_for(one, config, assumed) for one in each_gpu(cfg)]
+    known = KnownModels()
+    answers = [answer_for(one, config, assumed, known) for one in each_gpu(cfg)]
     if cfg.plan.format == "json":
         objects = [as_json(cfg, answer) for answer in answers]
         is_list = len(answers) > 1 or isinstance(cfg.plan.gpu, list)
@@ -51,10 +53,11 @@ def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:
     """
     from fsdp_trainer.apps.plan.search import Search
     from fsdp_trainer.apps.plan.show_layouts import layouts_as_json, show_layouts
+    from fsdp_trainer.plan.changes import Candidate
     from fsdp_trainer.plan.plan_inputs import only_target
 
     world, device = only_target(cfg)
-    layouts = Search(cfg, config, world, device)
+    layouts = Search(Candidate(cfg, config, world, device))
     assumed = [*assumed, *filter(None, [device.remark])]
     if cfg.plan.format == "json":
         print(json.dumps(layouts_as_json(cfg, layouts, assumed), allow_nan=False))

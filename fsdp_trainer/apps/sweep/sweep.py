@@ -468,6 +468,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
     if limit is None:
         return None
     # imported here because they import torch, which a sweep without a memory limit does not need
+    from fsdp_trainer.plan.changes import Candidate
     from fsdp_trainer.plan.plan import GIB, make_plan
     from fsdp_trainer.plan.plan_inputs import architecture
     from fsdp_trainer.plan.suggest import suggest
@@ -478,7 +479,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
         plan = make_plan(cfg, config, world, device)
         if plan.fits:
             return None
-        suggestions = suggest(cfg, config, world, device)[:1]
+        suggestions = suggest(Candidate(cfg, config, world, device))[:1]
     except UserError:  # the job itself reports it
         return None
     needed = f"needs {plan.peak_bytes / GIB:.2f} of {limit:.2f} GiB on each of {world} ranks"

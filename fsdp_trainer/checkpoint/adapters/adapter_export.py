@@ -40,7 +40,7 @@ from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, AdapterSpec,
 from fsdp_trainer.models.adapters.adapters import model_layout
 from fsdp_trainer.models.adapters.peft_config import FUSED_RANKS, PREFIX, WEIGHTS_FILE
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS
-from fsdp_trainer.models.adapters.peft_names import EMBEDDING, HEAD, Layout, Part
+from fsdp_trainer.models.adapters.peft_names import EMBEDDING, HEAD, ModelNames, Part
 from fsdp_trainer.models.config import ModelConfig
 
 STACKED_MATRICES = {matrix for parts in STACKED_PARTS.values() for matrix in parts}
@@ -198,7 +198,7 @@ def saved_tensors(
 
 
 def saved_parameters(
-    spec: AdapterSpec, layout: Layout
+    spec: AdapterSpec, layout: ModelNames
 ) -> dict[str, tuple[tuple[int, ...], list[Part]]]:
     """Return shape and parts of the parameters in the base's folder that `adapter.also` replaces.
 
@@ -275,7 +275,7 @@ def adapter_config(
     ranks: dict[str, tuple[int, float]],
     of_experts: PeftExperts,
     tensors: dict[str, TensorOnDisk],
-    layout: Layout,
+    layout: ModelNames,
     base: Base,
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json.
@@ -320,7 +320,7 @@ def adapter_config(
 
 
 def names_for_peft(
-    spec: AdapterSpec, ranks: dict[str, Any], layout: Layout, separate: bool
+    spec: AdapterSpec, ranks: dict[str, Any], layout: ModelNames, separate: bool
 ) -> dict[str, Any]:
     """Return rank and alpha of each adapted matrix, by the name under which PEFT finds it.
 
@@ -338,7 +338,7 @@ def names_for_peft(
 
 
 def target_names(
-    names: list[str], of_experts: PeftExperts, layout: Layout
+    names: list[str], of_experts: PeftExperts, layout: ModelNames
 ) -> tuple[list[str], list[str]]:
     """Return target_modules and target_parameters.
 

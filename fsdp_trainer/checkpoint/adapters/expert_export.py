@@ -15,7 +15,7 @@ from fsdp_trainer.models.adapters.peft_experts import (
     stacked_parameters,
     whole_parameters,
 )
-from fsdp_trainer.models.adapters.peft_names import Layout
+from fsdp_trainer.models.adapters.peft_names import ModelNames
 
 Weights = dict[str, TensorOnDisk]
 SEPARATE = "experts=separate"
@@ -36,7 +36,7 @@ class PeftExperts:
     all_names: list[str] = field(default_factory=list)
 
 
-def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
+def separate_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) -> PeftExperts:
     """Return an adapter for each expert's matrix. weights: all weights, by parameter name.
 
     Raises UserError for a family whose folders hold all experts in one tensor.
@@ -57,7 +57,7 @@ def separate_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Pef
     return experts
 
 
-def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> PeftExperts:
+def stacked_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) -> PeftExperts:
     """Return an adapter for each parameter that transformers stacks experts in.
 
     weights: all weights, by parameter name.
@@ -71,7 +71,7 @@ def stacked_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Peft
     return experts
 
 
-def trained_experts(spec: AdapterSpec, layout: Layout, weights: Weights) -> Weights:
+def trained_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) -> Weights:
     """Return transformers' parameters of the experts that are trained in full, by name.
 
     weights: merged weights, by parameter name. Parameters that transformers names as we do are left
@@ -126,7 +126,7 @@ def _add_stacked(
     experts.ranks[parameter.name] = (whole, alpha)
 
 
-EXPERT_FORMS: dict[str, Callable[[AdapterSpec, Layout, Weights], PeftExperts]] = {
+EXPERT_FORMS: dict[str, Callable[[AdapterSpec, ModelNames, Weights], PeftExperts]] = {
     "stacked": stacked_experts,
     "separate": separate_experts,
 }

@@ -41,7 +41,7 @@ from fsdp_trainer.models.adapters.expert_adapters import (
 )
 from fsdp_trainer.models.adapters.peft_config import read_folder
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS, Stack
-from fsdp_trainer.models.adapters.peft_names import Layout, Part, resolve
+from fsdp_trainer.models.adapters.peft_names import ModelNames, Part, resolve
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.families import is_stacked
@@ -152,7 +152,7 @@ def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterS
     return replace(spec, base=base)
 
 
-def model_layout(config: ModelConfig) -> Layout:
+def model_layout(config: ModelConfig) -> ModelNames:
     """Return the matrices of a model under their names in its Hugging Face folder."""
     model = meta_decoder(config)
     stored_name = config.family_spec.stored_name
@@ -171,7 +171,7 @@ def model_layout(config: ModelConfig) -> Layout:
         name: Stack(name, shape, tuple(expert_modules(name, shape[0], config)))
         for name, shape in expert_matrices(model).items()
     }
-    return Layout(matrices, parameters, config.tie_word_embeddings, stacks)
+    return ModelNames(matrices, parameters, config.tie_word_embeddings, stacks)
 
 
 def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:

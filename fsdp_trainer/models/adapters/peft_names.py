@@ -46,7 +46,7 @@ class Part:
 
 
 @dataclass
-class Layout:
+class ModelNames:
     """The matrices and other parameters of a model, by their names in a Hugging Face folder.
 
     linears: modules of the blocks' linear layers, with shape and parts. parameters: all parameters,
@@ -93,7 +93,7 @@ HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def resolve(peft: PeftFolder, layout: Layout, base: str) -> Resolved:
+def resolve(peft: PeftFolder, layout: ModelNames, base: str) -> Resolved:
     """Return the adapters in a PEFT folder, matched to a model. base: as in AdapterSpec.
 
     Raises UserError that lists everything that does not fit the model.
@@ -151,7 +151,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def misfits_of(
-    peft: PeftFolder, module: str, tensors: dict[str, Shape], layout: Layout
+    peft: PeftFolder, module: str, tensors: dict[str, Shape], layout: ModelNames
 ) -> list[Problem]:
     """Return the problems of a module's adapter that does not fit this model."""
     if module not in layout.linears:
@@ -308,7 +308,7 @@ def adopt_stacked(
     return problems
 
 
-def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Problem]:
+def missing(peft: PeftFolder, modules: Iterable[str], layout: ModelNames) -> list[Problem]:
     """Return the problems of layers that the configuration targets but the file lacks."""
     there = set(modules)
     text = f"is missing, though target_modules in {ADAPTER_CONFIG} includes it"
@@ -316,7 +316,7 @@ def missing(peft: PeftFolder, modules: Iterable[str], layout: Layout) -> list[Pr
     return [Problem(name, text) for name in lacking] + unknown_parameters(peft, layout)
 
 
-def unknown_parameters(peft: PeftFolder, layout: Layout) -> list[Problem]:
+def unknown_parameters(peft: PeftFolder, layout: ModelNames) -> list[Problem]:
     """Return a problem for each name in target_parameters that matches nothing in this model."""
     names = [f"{name}.weight" for name in layout.linears]
     names += [f"{s.experts}.{name}" for s in layout.stacks.values() for name in STACKED_PARTS]
@@ -328,7 +328,7 @@ def unknown_parameters(peft: PeftFolder, layout: Layout) -> list[Problem]:
 
 def fully_trained(
     tensors: dict[str, Shape],
-    layout: Layout,
+    layout: ModelNames,
     sources: dict[str, Source],
     problems: list[Problem],
 ) -> tuple[list[str], list[tuple[str, str]]]:

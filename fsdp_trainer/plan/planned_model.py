@@ -1,0 +1,77 @@
+"""A model in a layout, from which a plan computes memory, time and messages."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import ActivationCheckpoint, Model, Optim, Precision, TrainConfig
+from fsdp_trainer.models.adapters.adapters import fitted_adapter
+from fsdp_trainer.models.config import ModelConfig, RankConfig
+from fsdp_trainer.plan.fsdp_units import Formats, KnownModels, ModelParts
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model in a layout, and the settings that its memory, time and messages depend on.
+
+    config: the complete model; part: what one rank of a tensor group computes; whole, own: the
+    parameters of both. adapter: adapter.name; options: the settings of its attention; compiled:
+    True if blocks are; chunk_mib: limit of the head's logits.
+    """
+
+    layout: Layout
+    config: ModelConfig
+    part: RankConfig
+    whole: ModelParts
+    own: ModelParts
+    precision: Precision
+    optim: Optim
+    formats: Formats
+    checkpointing: ActivationCheckpoint
+    adapter: str
+    options: Model
+    compiled: bool
+    chunk_mib: int | None
+
+    @classmethod
+    def of(
+        cls, cfg: TrainConfig, config: ModelConfig, world: int, known: KnownModels
+    ) -> "PlannedModel":
+        """Return the model of a run on `world` ranks.
+
+        Raises UserError if the adapters do not fit the model, as `model_to_train` does.
+        """
+        part, adapter = config.on_tensor_rank(cfg.sharding.tensor), cfg.adapter
+        if cfg.sharding.tensor > 1:  # the part of a matrix may be too narrow for adapter.rank
+            adapter = fitted_adapter(adapter, config)
+        return cls(
+            layout=Layout(cfg.sharding, world, cfg.batch),
+            config=config,
+            part=part,
+            whole=known.parts(config, adapter, cfg.train.freeze),
+            own=known.parts(part.shape, adapter, cfg.train.freeze),
+            precision=cfg.precision,
+            optim=cfg.optim,
+            formats=Formats.of(cfg.precision, cfg.optim, cfg.adapter),
+            checkpointing=cfg.activation_checkpoint,
+            adapter=cfg.adapter.name,
+            options=cfg.model,
+            compiled=cfg.compile.enabled,
+            chunk_mib=cfg.loss.chunk_mib,
+        )
+
+    @property
+    def number(self) -> int:
+        """Bytes of a number in computation."""
+        return self.formats.sizes.compute
+
+    @property
+    def reduced_number(self) -> int:
+        """Bytes of a number in the messages of gradients."""
+        return getattr(torch, self.precision.reduce_dtype).itemsize
+
+    @property
+    def stored_number(self) -> int:
+        """Bytes of a number in a trained weight."""
+        return self.formats.sizes.master

@@ -1,0 +1,53 @@
+"""A run as a plan sees it: the model that is trained, and what its objective adds."""
+
+from dataclasses import dataclass
+
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.rules.rules_objective import further_forwards
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.plan.fsdp_units import KnownModels
+from fsdp_trainer.plan.pipeline_stages import StageShare, stage_shares
+from fsdp_trainer.plan.planned_model import PlannedModel
+from fsdp_trainer.plan.second_model import PlannedTeacher, named_teacher
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The models of a run in its layout.
+
+    teacher: its teacher or reference model, None without; further_forwards: additional forwards of
+    a step's rows without gradients.
+    """
+
+    model: PlannedModel
+    teacher: PlannedTeacher | None
+    further_forwards: int
+
+    @classmethod
+    def of(
+        cls, cfg: TrainConfig, config: ModelConfig, world: int, known: KnownModels | None = None
+    ) -> "PlannedRun":
+        """Return the run of a model on `world` ranks.
+
+        known: models of earlier plans. Raises UserError for adapters that do not fit the model, and
+        for a teacher whose architecture is not known.
+        """
+        known = known or KnownModels()
+        model = PlannedModel.of(cfg, config, world, known)
+        return cls(model, named_teacher(cfg, config, world, known), further_forwards(cfg))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the ranks."""
+        return self.model.layout
+
+    @property
+    def teacher_in_memory(self) -> PlannedTeacher | None:
+        """The teacher or reference model, None also if its lists are stored."""
+        return None if self.teacher is None or self.teacher.is_stored else self.teacher
+
+    @property
+    def stage_shares(self) -> list[StageShare]:
+        """The distinct stages of a pipeline's ranks; without a pipeline, the whole model."""
+        return stage_shares(self.model.whole, self.layout)

@@ -44,7 +44,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 
 GIB, MIB = 2**30, 2**20
 RANKS = (1, 2)
@@ -104,7 +104,8 @@ def import_rank(folder: Path) -> None:
     gc.freeze()  # as a run does after its imports: 0.17 s for each search of all that they created
     with torch.device("meta"):
         model = Decoder(ModelConfig.from_hf(folder))
-    parallelize(model, Dims(Layout(cfg.sharding, 1, cfg.batch), "cpu", timeout=60), cfg)
+    dims = Dims(Layout(cfg.sharding, 1, cfg.batch), "cpu", timeout=60)
+    parallelize(model, dims, Computation.of(cfg))
     allocate(model, world.device)
     torch.distributed.barrier()
     seconds = []

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
@@ -25,7 +25,7 @@ from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
@@ -96,7 +96,7 @@ def peak(cfg, config, ranks, by):
         dims = Dims(layout_of(cfg), "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
-        parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config))
+        parallelize(model, dims, Computation.of(cfg), resolve_adapters(cfg.adapter, config))
         with FakeTensorMode(allow_non_fake_inputs=True), cpu:
             model.to_empty(device="cpu")
             optimizer, probe = build_optimizer(model, cfg.optim), EmbeddingGradProbe(model)
@@ -162,7 +162,7 @@ def peak_of_stages(cfg, config):
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
     dims = Dims(layout_of(cfg), "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
     allocate(model, cpu)
     initialize_weights(model, 0)
     optimizer = build_optimizer(model, cfg.optim)

@@ -11,14 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.objective import CrossEntropy
@@ -67,7 +67,7 @@ def messages(cfg, config, ranks):
         dims = Dims(layout_of(cfg), "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
-        parallelize(model, dims, cfg)
+        parallelize(model, dims, Computation.of(cfg))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             model.to_empty(device="cpu")
             sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
@@ -102,7 +102,7 @@ def messages_of_stages(cfg, config):
     dist.init_process_group("gloo")
     cpu = torch.device("cpu")
     dims = Dims(layout_of(cfg), "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
     allocate(model, cpu)
     initialize_weights(model, 0)
     pipeline = Pipeline(model, dims, getattr(torch, cfg.precision.param_dtype), cpu)
@@ -168,7 +168,9 @@ def steps_of_experts(cases):
 def _steps_of_experts(cfg, config):
     cpu = torch.device("cpu")
     dims = Dims(layout_of(cfg), "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg, resolve_adapters(cfg.adapter, config))
+    model = parallelize(
+        meta_decoder(config), dims, Computation.of(cfg), resolve_adapters(cfg.adapter, config)
+    )
     allocate(model, cpu)
     draw_weights(model, 0)
     route_evenly(model)
@@ -200,7 +202,7 @@ def rows_of_512_ranks(cfg, config):
     real, ExpertRanks.row_numbers = ExpertRanks.row_numbers, lambda *_: [[even] * ranks] * 2
     try:
         dims = Dims(layout_of(cfg), "cpu", timeout=60)
-        model = parallelize(meta_decoder(config), dims, cfg)
+        model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
             model.to_empty(device="cpu")
             return _sent_in_a_step(model, dims, cfg)
@@ -217,7 +219,7 @@ def messages_of_owners(cases):
 
 def _messages_of_owners(cfg, config):
     dims = Dims(layout_of(cfg), "cpu", timeout=60)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
     allocate(model, torch.device("cpu"))
     initialize_weights(model, 0)
     optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)

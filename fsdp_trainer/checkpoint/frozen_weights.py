@@ -38,13 +38,14 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters.adapters import NF4, frozen_dtype, is_adapted
+from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec, frozen_dtype
+from fsdp_trainer.models.adapters.adapters import is_adapted
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_part
+from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.pipeline import stages_of
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -106,34 +107,29 @@ def read_base(checkpoint: Path) -> Base:
 
 
 def base_of_new_run(
-    model: Decoder,
-    adapters: AdapterSpec | None,
-    precision: Precision,
-    seed: int,
-    *,
-    named: str | None,
-    init_from: Path | None,
-    adapter_from: str | None,
+    model: Decoder, source: WeightSource, precision: Precision, adapters: AdapterSpec | None
 ) -> Base | None:
     """Return the origin of the frozen weights, just read or drawn; None if none is frozen.
 
-    Collective. named: model.init_from. init_from: its local path. adapter_from: adapter.init_from.
+    Collective. source: what they were read or drawn from.
     """
     frozen = list(frozen_parameters(model.whole))
     dtype = frozen_dtype(precision, adapters)
     if not frozen:
         return None
-    source = ""
-    if init_from is not None:
-        source = str((find_checkpoint(init_from) or init_from).resolve())
-    hub_id = named if named and is_hub_id(named) else ""
-    base = Base(source, hub_id, seed, dtype, digests(model, frozen, dtype), adapters)
-    if adapter_from:
-        adapter = Path(adapter_from)
-        require_base_of_adapter(base, adapter)
+    folder = folder_of(source.folder) if source.folder else ""
+    known = digests(model, frozen, dtype)
+    base = Base(folder, source.hub_id, source.seed, dtype, known, adapters)
+    if source.adapter:
+        require_base_of_adapter(base, source.adapter)
         if any(is_of_adapter(name, adapters) for name in frozen):
-            base.adapter_source = str((find_checkpoint(adapter) or adapter).resolve())
+            base.adapter_source = folder_of(source.adapter)
     return base
+
+
+def folder_of(source: Path) -> str:
+    """Return the absolute path of a Hugging Face folder, or of the checkpoint of a run."""
+    return str((find_checkpoint(source) or source).resolve())
 
 
 def require_base_of_adapter(base: Base, adapter: Path) -> None:

@@ -103,7 +103,11 @@ class RankFacts:
 
 
 def facts_of(
-    cfg: TrainConfig, world: World, data: str = "", unshared: str = "", alone: bool = False
+    settings: dict[str, str],
+    world: World,
+    data: str = "",
+    unshared: str = "",
+    alone: bool = False,
 ) -> RankFacts:
     """Return the facts of this rank.
 
@@ -120,7 +124,7 @@ def facts_of(
         facts.environment = {
             name: value for name, value in sorted(os.environ.items()) if SETTINGS.match(name)
         }
-        facts.settings = settings(cfg)
+        facts.settings = settings
     return facts
 
 
@@ -154,7 +158,7 @@ def source_digest(package: Path) -> str:
     return f"sources {digest.hexdigest()}"
 
 
-def settings(cfg: TrainConfig) -> dict[str, str]:
+def changed_keys(cfg: TrainConfig) -> dict[str, str]:
     """Return every key that is not at its default, with its value as written in an override."""
     return {
         f"{group}.{name}": as_text(value)
@@ -183,7 +187,7 @@ def preflight(
     """
     began = world.from_main("facts/began", time.time, timeout)
     unshared = "" if shared else f"{run.absolute()} is not the folder that rank 0 claimed"
-    everyone = world.to_main("facts", facts_of(cfg, world, data, unshared), timeout)
+    everyone = world.to_main("facts", facts_of(changed_keys(cfg), world, data, unshared), timeout)
     problems: list[Problem] = []
     findings: list[Check] = []
     if world.main:
@@ -191,7 +195,7 @@ def preflight(
             *compare(everyone, began, time.time()),
             *limits(everyone, world.device.type),
             *parted_tensor_groups(cfg.sharding, everyone),
-            *room(cfg, run, checkpoint),
+            *room(run, checkpoint, cfg.checkpoint.keep),
         ]
         problems = [
             Problem(f.what, "\n".join(filter(None, [f.text, f.advice])))
@@ -317,24 +321,24 @@ def parted_tensor_groups(sharding: Sharding, everyone: Sequence[RankFacts]) -> l
     return [Check("warning", f"sharding.tensor={size}", text, f"sharding.tensor={within}")]
 
 
-def room(cfg: TrainConfig, run: Path, checkpoint: float) -> list[Check]:
+def room(run: Path, checkpoint: float, keep: int) -> list[Check]:
     """Check that the disk of the run's folder has room for its checkpoints.
 
-    checkpoint: size of one checkpoint in bytes.
+    checkpoint: size of one checkpoint in bytes; keep: checkpoint.keep.
     """
     place = next((path for path in (run, *run.absolute().parents) if path.is_dir()), Path("/"))
     free = shutil.disk_usage(place).free
     there = len(list((run / "checkpoints").glob("step-*")))
-    more = max(1, cfg.checkpoint.keep + 1 - there)
+    more = max(1, keep + 1 - there)
     text = f"{gib(free)} free for a checkpoint of {gib(checkpoint)}"
     if free >= more * checkpoint:
         return [Check("ok", "room", text)]
     text += (
-        f"; {more} more must fit there at the same time: checkpoint.keep={cfg.checkpoint.keep},"
+        f"; {more} more must fit there at the same time: checkpoint.keep={keep},"
         " and the one that is being written"
     )
     advice = "Make room, or  run.root=FOLDER"
-    if cfg.checkpoint.keep > 1:
+    if keep > 1:
         advice += "  or  checkpoint.keep=1"
     return [Check("problem" if free < checkpoint else "warning", "room", text, advice)]
 

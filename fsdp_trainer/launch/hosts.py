@@ -24,6 +24,7 @@ from typing import IO, Any
 from fsdp_trainer.base.process import HOST, PARENT, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.host_list import Host, hosts_of, ranks_of
+from fsdp_trainer.config.paths import run_folder
 from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.errors import Problem, Stopped, UserError
 from fsdp_trainer.extensions import IMPORTS
@@ -95,10 +96,12 @@ def start_on_hosts(cfg: TrainConfig, overrides: list[str], verb: str = "train") 
             nodes.append(node_on(host, number))
         with signs_of_life(nodes):
             wait_until_ready(nodes)
-            common = common_overrides(cfg, overrides, nodes)
+            common = common_overrides(cfg.launch, str(cfg.run.name), overrides, nodes)
             for node in nodes:
                 node.start([verb, *common, *host_overrides(cfg.launch, node.host)])
-            processes = NodeProcesses(nodes, partial(advice_after_kill, cfg, verb))
+            resume = cfg.checkpoint.resume
+            advice = partial(advice_after_kill, run_folder(cfg), resume, verb)
+            processes = NodeProcesses(nodes, advice)
             with passing_on_signals(processes):
                 return processes.wait()
     except Stopped as stopped:
@@ -140,14 +143,14 @@ def node_on(host: Host, number: int) -> "NodeOfHost":
 
 
 def common_overrides(
-    cfg: TrainConfig, overrides: list[str], nodes: Sequence["NodeOfHost"]
+    launch: Launch, run: str, overrides: list[str], nodes: Sequence["NodeOfHost"]
 ) -> list[str]:
-    """Return the overrides that are the same for all nodes."""
+    """Return the overrides that are the same for all nodes. run: the run's name."""
     words = [word for word in overrides if word.lstrip("+~").partition("=")[0] not in SET_HERE]
-    where = meeting_point(cfg.launch, nodes) if len(nodes) > 1 else "null"
+    where = meeting_point(launch, nodes) if len(nodes) > 1 else "null"
     return [
         *words,
-        f"run.name={quoted(str(cfg.run.name))}",
+        f"run.name={quoted(run)}",
         "launch.hosts=null",
         f"launch.nodes={len(nodes)}",
         f"launch.rendezvous={where}",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp_trainer.base.process import (
@@ -74,9 +75,12 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     try:
         if HOST in os.environ:
             obey_starter()
-        node = meet_nodes(cfg, count)
-        processes = start_processes(cfg, [verb, *overrides], count, node)
-        ranks = RankProcesses(processes, node, partial(advice_after_kill, cfg, verb))
+        node = meet_nodes(cfg.launch, str(cfg.run.name), count)
+        with configuration_file(cfg) as file:
+            words = [verb, *overrides]
+            processes = start_processes(words, cfg.launch.env, file.fileno(), count, node)
+        advice = partial(advice_after_kill, run_folder(cfg), cfg.checkpoint.resume, verb)
+        ranks = RankProcesses(processes, node, advice)
         with passing_on_signals(ranks) as received:
             code = ranks.wait()
             if node:
@@ -95,50 +99,65 @@ def start_ranks(cfg: TrainConfig, overrides: list[str], verb: str = "train") -> 
     return code
 
 
-def how_to_go_on(cfg: TrainConfig, step: int | None = None) -> str:
-    """Return advice on how to resume the run. step: of its newest checkpoint, to be mentioned."""
+def how_to_go_on(resume: str, step: int | None = None) -> str:
+    """Return advice on how to resume a run.
+
+    resume: checkpoint.resume; step: of its newest checkpoint, to be mentioned.
+    """
     after = "" if step is None else f" after step {step:,}"
-    if cfg.checkpoint.resume == "auto":
+    if resume == "auto":
         return f"the same command resumes{after}"
     return f"resume{after} with  checkpoint.resume=auto"
 
 
-def advice_after_kill(cfg: TrainConfig, verb: str) -> str:
-    """Return advice on what to type after ranks of `train` were killed; "" for other commands."""
+def advice_after_kill(run: Path, resume: str, verb: str) -> str:
+    """Return advice on what to type after ranks of `train` were killed; "" for other commands.
+
+    run: the run's folder; resume: checkpoint.resume.
+    """
     if verb != "train":
         return ""
-    committed = committed_checkpoints(run_folder(cfg))
+    committed = committed_checkpoints(run)
     if not committed:
         return "No checkpoint was committed: the same command starts from the beginning"
-    line = how_to_go_on(cfg, step_of(committed[-1]))
+    line = how_to_go_on(resume, step_of(committed[-1]))
     return line[0].upper() + line[1:]
 
 
-def meet_nodes(cfg: TrainConfig, ranks: int) -> Node | None:
-    """Meet the other nodes; return None if there are none. Raises Stopped at a signal."""
-    if cfg.launch.nodes == 1 and not nodes_of_step(os.environ):
+def meet_nodes(cfg: Launch, run: str, ranks: int) -> Node | None:
+    """Meet the other nodes; return None if there are none. Raises Stopped at a signal.
+
+    run: the run's name; ranks: number of ranks of this node.
+    """
+    if cfg.nodes == 1 and not nodes_of_step(os.environ):
         return None
     devices = ""
-    if has_gpus(cfg.launch):
+    if has_gpus(cfg):
         devices = f"{socket.gethostname()}:{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"
-    return Node(cfg.launch, str(cfg.run.name), ranks, devices, os.environ)
+    return Node(cfg, run, ranks, devices, os.environ)
 
 
 def start_processes(
-    cfg: TrainConfig, words: list[str], count: int, node: Node | None
+    words: list[str],
+    configured: Mapping[str, str],
+    configuration: int,
+    count: int,
+    node: Node | None,
 ) -> list[subprocess.Popen]:
-    """Start `count` ranks with the variables that torchrun would set, and pass `cfg` to them."""
-    env = {**cfg.launch.env, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
+    """Start `count` ranks with the variables that torchrun would set.
+
+    words, configuration: see `start_process`; configured: launch.env.
+    """
+    env = {**configured, **os.environ, "LOCAL_WORLD_SIZE": str(count), PARENT: str(os.getpid())}
     env |= {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= node.environment() if node else {}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // count)))
     # a node of launch.hosts receives its signals through its standard input
     streams = {"stdin": subprocess.DEVNULL} if env.pop(HOST, None) else {}
     first = node.first if node else 0
-    with configuration_file(cfg) as file:
-        env[DESCRIPTOR] = str(file.fileno())
-        numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]
-        return [start_process(words, env | number, file.fileno(), **streams) for number in numbers]
+    env[DESCRIPTOR] = str(configuration)
+    numbers = [{"RANK": str(first + i), "LOCAL_RANK": str(i)} for i in range(count)]
+    return [start_process(words, env | number, configuration, **streams) for number in numbers]
 
 
 def start_process(

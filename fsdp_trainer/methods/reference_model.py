@@ -11,12 +11,11 @@ from torch import Tensor
 
 from fsdp_trainer.config.rules.rules_objective import loads_reference
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.methods.teacher import FrozenModel, frozen, share_frozen, with_teacher
-from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.methods.teacher import FrozenModel, share_frozen, with_teacher
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
+from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.parallelize import reshard
+from fsdp_trainer.parallel.parallelize import Computation, reshard
 
 
 @dataclass
@@ -39,28 +38,25 @@ class ReferenceModel(FrozenModel):
 
 def build_reference(
     cfg: TrainConfig,
-    source: Path | None,
-    init_from: Path | None,
-    trained: ModelConfig,
-    adapters: AdapterSpec | None,
+    folder: Path | None,
+    trained: ModelSetup,
     dims: Dims,
     compiled: bool,
 ) -> ReferenceModel | None:
     """Return a reference without weights, on the meta device; None: the run loads none. Collective.
 
-    source: folder of the reference; None: the weights that the run begins with, which are those of
-    init_from with their adapters. trained: architecture of the model in training. Must be called
-    before `parallelize` of that model, whose budget for activations must stay in force.
+    folder: folder of the reference; None: the weights that the run begins with, with their
+    adapters. trained: the model in training. Must be called before `parallelize` of that model,
+    whose budget for activations must stay in force.
     """
     if not loads_reference(cfg):
         return None
-    if source is None:
-        own, config, source = frozen(cfg, cfg.adapter), trained, init_from
-    else:
-        own, adapters = frozen(cfg), None
-        _, config = with_teacher(trained, source, cfg.sharding.tensor)
-    model = meta_decoder(config)
+    setup = trained
+    if folder is not None:
+        _, config = with_teacher(trained.config, folder, cfg.sharding.tensor)
+        setup = ModelSetup(config, source=WeightSource(cfg.run.seed, folder))
+    model = meta_decoder(setup.config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = cfg.objective.temperature
-    model = share_frozen(model, own, dims, compiled, adapters)
-    return ReferenceModel(model, source, own, dims.layout.keeps_gathered)
+    model = share_frozen(model, Computation.of(cfg, compiled), dims, setup.adapters)
+    return ReferenceModel(model, setup.source, dims.layout.keeps_gathered)

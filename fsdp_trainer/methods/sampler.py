@@ -89,7 +89,7 @@ class OwnSampler:
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
         continuations = [self._begin(request, i) for i, request in enumerate(requests)]
-        gathered = stay_gathered(self.model, self.cfg, self.device)
+        gathered = stay_gathered(self.model, self.cfg.sharding, self.cfg.precision, self.device)
         try:
             with without_compiling(self.cfg.compile.enabled), gathered:
                 generation = Generation(self.model, self.sampling, self.device)

@@ -28,6 +28,7 @@ from fsdp_trainer.data.stored_values import REFERENCE, SampleColumns, read_sums,
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.preferences import sums_by_document
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
@@ -135,17 +136,18 @@ class ReferenceColumn(StoredColumn):
     name, suffix = REFERENCE, ".npy"
     read = staticmethod(read_sums)
 
-    def of_run(self, init_from: Path | None, checkpoint: Path | None) -> tuple[RunRows, str]:
+    def of_run(self, start: WeightSource, checkpoint: Path | None) -> tuple[RunRows, str]:
         """Return the rows with the column, and the digest of the reference's weights.
 
-        init_from: see `fill`. checkpoint: the one that the run resumes from, None for a new run.
-        The model may be left with the weights of the reference. Collective. Raises UserError.
+        start: the run's first weights. checkpoint: the one that the run resumes from, None for a
+        new run. The model may be left with the weights of the reference. Collective. Raises
+        UserError.
         """
         known = read_progress(checkpoint).get(self.name) if checkpoint else None
         stored = self.stored(known) if known else None
         if known and stored is not None:
             return self.rows.with_columns(stored), known
-        self._fill(init_from)
+        self._fill(start)
         digest = digest_of_weights(self.model)
         if known and digest != known:
             text = (
@@ -156,13 +158,12 @@ class ReferenceColumn(StoredColumn):
             raise UserError("the reference is another one", [Problem(what, text)])
         return self.prepare(digest), digest
 
-    def _fill(self, init_from: Path | None) -> None:
+    def _fill(self, start: WeightSource) -> None:
         """Load the reference's weights into the model. Collective."""
-        cfg, source = self.cfg, init_from
+        cfg, source = self.cfg, start
         if cfg.objective.reference != "start":
-            cfg = replace(cfg, adapter=replace(cfg.adapter, init_from=None))
-            source = Path(cfg.objective.reference)
-        fill(self.model, cfg, source)
+            source = WeightSource(start.seed, Path(cfg.objective.reference))
+        fill(self.model, source, cfg.precision.param_dtype)
         if cfg.sharding.tensor > 1:
             precompute_float8_scales(self.model, cfg.precision)
 

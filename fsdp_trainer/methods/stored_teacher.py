@@ -167,7 +167,7 @@ class TeacherColumn(StoredColumn):
         device = self.world.device
         kept_on = torch.device("cpu") if self.cfg.sharding.cpu_offload else device
         allocate(teacher.model, kept_on, device)
-        fill(teacher.model, teacher.cfg, self.source)
+        fill(teacher.model, teacher.source, self.cfg.precision.param_dtype)
         try:
             for order, _ in self.rows.stored:
                 self._store(order, digest, teacher)

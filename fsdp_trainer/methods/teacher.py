@@ -18,17 +18,18 @@ from fsdp_trainer.config.context_methods import context_method, context_problems
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
 from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
-from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Train, TrainConfig
+from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch, meta_decoder
 from fsdp_trainer.models.resolve import tensor_problems
+from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.models.soft_targets import TeacherLogits
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize, reshard
+from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
 
@@ -36,8 +37,8 @@ from fsdp_trainer.training.weights import digest_of_weights, fill
 class FrozenModel:
     """A second model that only runs forward.
 
-    source: its folder; None: random weights. cfg: its configuration, see `frozen`. stays_gathered:
-    True if each rank keeps all weights, as for the model in training.
+    source: where its weights are read. stays_gathered: True if each rank keeps all weights, as for
+    the model in training.
     """
 
     name: ClassVar[str]
@@ -46,8 +47,7 @@ class FrozenModel:
     """Advice for the user if it is not the model that was used before."""
 
     model: Decoder
-    source: Path | None
-    cfg: TrainConfig
+    source: WeightSource
     stays_gathered: bool
 
 
@@ -55,12 +55,13 @@ class FrozenModel:
 class Teacher(FrozenModel):
     """A frozen model whose probabilities a student is trained on.
 
-    vocabulary: number of tokens that both models know.
+    vocabulary: number of tokens that both models know. choice: how they are compared.
     """
 
     name = "teacher"
     advice = "Give that one"
     vocabulary: int
+    choice: ObjectiveChoice
 
     @contextmanager
     def reading(self, batch: MicroBatch) -> Iterator[MicroBatch]:
@@ -75,8 +76,7 @@ class Teacher(FrozenModel):
     def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
         """Run the teacher; return its hidden states at the targets and its gathered head."""
         hidden: Tensor = self.model(replace(batch, token_share=None)).scores
-        choice = self.cfg.objective
-        heat, kl = choice.temperature, choice.divergence
+        heat, kl = self.choice.temperature, self.choice.divergence
         return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)
 
 
@@ -105,22 +105,21 @@ def share_teacher(
     """Return a teacher with this architecture. See build_teacher."""
     model = meta_decoder(config)
     model.lm_head.forward = lambda hidden, *_: (None, hidden)  # the student's head makes the logits
-    own = frozen(cfg)
-    model = share_frozen(model, own, dims, compiled)
+    model = share_frozen(model, Computation.of(cfg, compiled), dims)
     known = min(config.vocab_size, student.vocab_size)
-    return Teacher(model, source, own, dims.layout.keeps_gathered, known)
+    weights = WeightSource(cfg.run.seed, source)
+    return Teacher(model, weights, dims.layout.keeps_gathered, known, cfg.objective)
 
 
 def share_frozen(
-    model: Decoder,
-    cfg: TrainConfig,
-    dims: Dims,
-    compiled: bool,
-    adapters: AdapterSpec | None = None,
+    model: Decoder, computation: Computation, dims: Dims, adapters: AdapterSpec | None = None
 ) -> Decoder:
-    """Shard a model on the meta device for forward only, and freeze it. cfg: see `frozen`."""
+    """Shard a model on the meta device for forward only, and freeze it.
+
+    computation: that of the model in training.
+    """
     give_own_graphs(model)
-    model = parallelize(model, dims, cfg, adapters, compiled)
+    model = parallelize(model, dims, computation.forward_only(), adapters)
     model.requires_grad_(False)
     return model
 
@@ -144,7 +143,7 @@ def fill_frozen(
     if frozen_model is None:
         return {Teacher.name: record_of_lists(files)} if files else {}
     allocate(frozen_model.model, device, computing)
-    fill(frozen_model.model, frozen_model.cfg, frozen_model.source)
+    fill(frozen_model.model, frozen_model.source, cfg.precision.param_dtype)
     digest = f"{cfg.precision.param_dtype}:{digest_of_weights(frozen_model.model)}"
     require_same(type(frozen_model), cfg, checkpoint, digest)
     return {frozen_model.name: digest}
@@ -189,22 +188,6 @@ def give_own_graphs(model: Decoder) -> None:
     own = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__)
     for block in model.blocks().values():
         block.forward = MethodType(own, block)
-
-
-def frozen(cfg: TrainConfig, adapter: Adapter | None = None) -> TrainConfig:
-    """Return the configuration, with the same layout, for a model that only runs forward.
-
-    Its weights are stored in the number format used for computing. adapter: None if it has none.
-    """
-    dtype = cfg.precision.param_dtype
-    return replace(
-        cfg,
-        adapter=adapter or Adapter(),
-        train=Train(),
-        activation_checkpoint=ActivationCheckpoint(mode="none"),
-        precision=replace(cfg.precision, master_dtype=dtype, float8=None),
-        sharding=replace(cfg.sharding, separate_reduce_scatter=False, reduce_scatter_buffers=1),
-    )
 
 
 # --- origin of the frozen model, and checks -------------------------------------------------------
@@ -253,7 +236,10 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, teacher)
     problems = [
         Problem(what, f"{problem.what} {problem.reason}")
-        for problem in (*tensor_problems(cfg, teacher), *shared)
+        for problem in (
+            *tensor_problems(teacher, cfg.sharding.tensor, cfg.batch.seq_len),
+            *shared,
+        )
     ]
     length, positions = cfg.batch.seq_len, teacher.max_position_embeddings
     if length > positions:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Loss
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 
 LOAD = "expert_load"
@@ -54,11 +54,10 @@ def auxiliary_values(
     return figures
 
 
-def new_balance(config: ModelConfig, cfg: TrainConfig, device: torch.device) -> "Balance | None":
+def new_balance(config: ModelConfig, loss: Loss, device: torch.device) -> "Balance | None":
     """Return the initial Balance of a run; None for a model without experts."""
     if EXPERTS not in config.feed_forwards:
         return None
-    loss = cfg.loss
     balance = Balance(config, loss.load_balancing, loss.router_z_loss, loss.bias_update_speed)
     balance.load = balance.load.to(device)
     return balance

@@ -244,6 +244,9 @@ class Decoder(nn.Module):
         self.ropes: dict[bool, Rope] = {}
         self.balance: Balance | None = None
         """Set by the trainer for a model with experts; None: their load is not measured."""
+        self.cut_from: tuple[Decoder, ...] = ()
+        """The complete model, if this is a part of its blocks; in a tuple, since a module that is
+        an attribute would be a part of this one. `parallel.pipeline` sets it."""
 
     def tie_weights(self) -> None:
         """Make a tied head and the embedding one parameter.
@@ -259,7 +262,7 @@ class Decoder(nn.Module):
 
         In the second case its parameters have no storage, and the shapes from before sharding.
         """
-        return self.__dict__.get("uncut", self)
+        return self.cut_from[0] if self.cut_from else self
 
     def blocks(self) -> dict[str, nn.Module]:
         """Return the blocks of this model or stage by name: "0", "1", ..."""

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters.adapters import add_adapters, four_bit_weights, resolve_adapters
-from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
-from fsdp_trainer.models.four_bit_experts import quantize_weights
+from fsdp_trainer.models.adapters.adapters import add_adapters
+from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 MAX_NAMED = 3  # parameter names that a message lists
 
@@ -59,34 +56,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are not trained by name, each once."""
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def model_to_train(config: ModelConfig, cfg: TrainConfig) -> Decoder:
-    """Return the model on the meta device, with adapters and requires_grad set.
-
-    Frozen matrices are in 4 bits if the configuration requests it, all else is in float32.
-    Cached by configuration, since `plan` calls this hundreds of times.
-    Raises UserError as `resolve_adapters` and `freeze` do.
-    """
-    key = f"{config} {cfg.adapter} {cfg.train.freeze}"
-    if key not in _models:
-        model = meta_decoder(config)
-        adapters = resolve_adapters(cfg.adapter, config)
-        quantize_weights(model, four_bit_weights(model, adapters), torch.bfloat16)
-        choose_trained(model, adapters, cfg.train.freeze)
-        _models[key] = model
-    return _models[key]
-
-
-_models: dict[str, Decoder] = {}
-
-
-def trained_numbers(config: ModelConfig, cfg: TrainConfig) -> int:
-    """Return the number of trained weights, without the padding of the vocabulary.
-
-    Raises UserError as `model_to_train` does.
-    """
-    return count_trained(model_to_train(config, cfg))
 
 
 def count_trained(model: Decoder) -> int:

@@ -58,7 +58,7 @@ def initialize_part(
     elif f".{B}." in name:
         local.zero_()
     elif name.endswith(MAGNITUDE):
-        pass  # `adapters.initialize_magnitudes` computes them from the weights
+        pass  # `parallel.materialize.initialize_magnitudes` computes them from the weights
     elif name.endswith("norm.weight"):
         local.fill_(1.0 - config.family_spec.norm_offset)
     elif name.endswith("bias"):

@@ -1,7 +1,7 @@
 """The architecture that the `model` group defines, and its problems. Does not import torch."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
@@ -11,9 +11,9 @@ from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline_schedules import Stages
-from fsdp_trainer.config.schema import Model, TrainConfig
+from fsdp_trainer.config.schema import Adapter, Loss, Model, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, A, adapter_name
+from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, NF4, A, adapter_name
 from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
@@ -118,13 +118,15 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     except UserError as error:
         return error.problems
     return [
-        *_size_problems(cfg, config),
+        *_size_problems(config),
+        *sharding_problems(cfg, config),
+        *_length_problems(config, cfg.batch.seq_len),
         *_family_problems(cfg.model, config),
         *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
     ]
 
 
-def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def _size_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield a problem for each size that contradicts another."""
     kv_heads = config.num_key_value_heads
     if config.num_attention_heads % kv_heads:
@@ -136,8 +138,10 @@ def _size_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.{name}={getattr(config, name)}", reason)
     if config.is_latent:
         yield from _latent_problems(config)
-    yield from sharding_problems(cfg, config)
-    length = cfg.batch.seq_len
+
+
+def _length_problems(config: ModelConfig, length: int) -> Iterator[Problem]:
+    """Yield a problem if rows of `length` tokens are longer than the model's context."""
     positions = config.max_position_embeddings
     if length > positions:
         reason = (
@@ -164,15 +168,25 @@ def _latent_problems(config: ModelConfig) -> Iterator[Problem]:
 
 def sharding_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of sharding this model in the configured way."""
-    yield from expert_problems(cfg, config)
-    yield from tensor_problems(cfg, config)
-    yield from _stage_problems(cfg, config)
+    sharding, adapter = cfg.sharding, cfg.adapter
+    has_adapter = adapter.name != "none"
+    yield from expert_problems(config, sharding, cfg.loss, has_adapter)
+    in_eight_bits = moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
+    yield from tensor_problems(config, sharding.tensor, cfg.batch.seq_len) or block_problems(
+        config,
+        sharding.tensor,
+        has_adapter and adapter.base == NF4,
+        lambda rows: in_eight_bits and _trains_rows(adapter, cfg.train.freeze, config, rows),
+    )
+    yield from _stage_problems(config, sharding)
 
 
-def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def expert_problems(
+    config: ModelConfig, sharding: Sharding, loss: Loss, has_adapter: bool
+) -> Iterator[Problem]:
     """Yield the problems of a model's experts and of their sharding."""
-    size = cfg.sharding.expert
-    yield from _balance_problems(cfg, config)
+    size = sharding.expert
+    yield from _balance_problems(config, loss, has_adapter)
     if EXPERTS not in config.feed_forwards:
         if size > 1:
             reason = f"{config.family} has no experts.\nUse  sharding.expert=1"
@@ -188,8 +202,8 @@ def expert_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
         reason = f"must divide num_experts={config.num_experts}.\nUse  sharding.expert={nearest}"
         yield Problem(f"sharding.expert={size}", reason)
     for key in ("expert", "tensor"):
-        if getattr(cfg.sharding, key) > 1:
-            yield from _separate_expert_problems(cfg, key)
+        if getattr(sharding, key) > 1:
+            yield from _separate_expert_problems(f"sharding.{key}", getattr(sharding, key))
             return
 
 
@@ -211,67 +225,64 @@ def _group_problems(config: ModelConfig) -> Iterator[Problem]:
         yield Problem(f"model.topk_group={chosen}", reason)
 
 
-def _balance_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def _balance_problems(config: ModelConfig, loss: Loss, has_adapter: bool) -> Iterator[Problem]:
     """Yield a problem for each auxiliary loss of experts that this model cannot have."""
     reason = None
     if EXPERTS not in config.feed_forwards:
         having = ", ".join(n for n, s in FAMILIES.items() if s.feed_forward == EXPERTS)
         reason = f"this model has no experts; {having} have: drop it"
     for key in ("load_balancing", "router_z_loss", "bias_update_speed"):
-        value = getattr(cfg.loss, key)
+        value = getattr(loss, key)
         if reason and value:
             yield Problem(f"loss.{key}={value}", reason)
-    if reason is None and cfg.loss.bias_update_speed:
-        yield from _bias_problems(cfg, config)
+    if reason is None and loss.bias_update_speed:
+        yield from _bias_problems(config, loss.bias_update_speed, has_adapter)
 
 
-def _bias_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def _bias_problems(config: ModelConfig, speed: float, has_adapter: bool) -> Iterator[Problem]:
     """Yield a problem if the routers' biases cannot be updated."""
-    speed = cfg.loss.bias_update_speed
     if config.family_spec.router != BIASED:
         having = ", ".join(n for n, s in FAMILIES.items() if s.router == BIASED)
         reason = (
             f"{config.family}'s routers have no bias; {having} has.\nUse  loss.load_balancing=0.001"
         )
         yield Problem(f"loss.bias_update_speed={speed}", reason)
-    elif cfg.adapter.name != "none":
+    elif has_adapter:
         reason = "an adapter's folder does not hold the routers' biases: drop it"
         yield Problem(f"loss.bias_update_speed={speed}", reason)
 
 
-def _separate_expert_problems(cfg: TrainConfig, key: str) -> Iterator[Problem]:
-    """Yield the problems of experts on a separate mesh, which sharding.`key` makes necessary."""
-    because = f"sharding.{key}={getattr(cfg.sharding, key)}"
+def _separate_expert_problems(key: str, size: int) -> Iterator[Problem]:
+    """Yield the problems of experts on a separate mesh, which `size` of a key makes necessary."""
     torch = installed_version("torch")
     if tuple(map(int, torch.split(".")[:2])) < TWO_MESHES:
         needed = ".".join(map(str, TWO_MESHES))
         yield Problem(
-            because,
-            f"with experts needs torch {needed}; installed is {torch}.\nUse  sharding.{key}=1",
+            f"{key}={size}",
+            f"with experts needs torch {needed}; installed is {torch}.\nUse  {key}=1",
         )
 
 
-def tensor_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of sharding this model over a tensor group."""
-    ranks = cfg.sharding.tensor
-    length = cfg.batch.seq_len
+def tensor_problems(config: ModelConfig, ranks: int, length: int) -> list[Problem]:
+    """Return the problem of sharding this model and rows of `length` tokens over a tensor group."""
     misfits = tensor_misfits(config, length, ranks)
-    if misfits:
-        nearest = max(n for n in range(1, ranks) if not tensor_misfits(config, length, n))
-        reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
-        yield Problem(f"sharding.tensor={ranks}", reason)
-        return
-    yield from _cut_blocks(cfg, config)
+    if not misfits:
+        return []
+    nearest = max(n for n in range(1, ranks) if not tensor_misfits(config, length, n))
+    reason = f"{'; '.join(misfits)}.\nUse  sharding.tensor={nearest}"
+    return [Problem(f"sharding.tensor={ranks}", reason)]
 
 
-def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
-    """Yield a problem for each format whose blocks would be cut by sharding rows of o and down."""
-    ranks, adapter = cfg.sharding.tensor, cfg.adapter
-    if ranks == 1:
-        return
-    in_four_bits = adapter.name != "none" and adapter.base == "nf4"
-    in_eight_bits = moments_format(cfg.optim, cfg.precision.master_dtype) == "8bit"
-    for module, (what, width) in _row_widths(config).items():
+def block_problems(
+    config: ModelConfig, ranks: int, in_four_bits: bool, in_eight_bits: Callable[[str], bool]
+) -> list[Problem]:
+    """Return a problem for each format whose blocks would be cut by sharding rows of o and down.
+
+    in_four_bits: True if frozen matrices are. in_eight_bits: returns True if the optimizer's state
+    of a module of blocks is, for the name of the module within a block.
+    """
+    problems: list[Problem] = []
+    for module, (what, width) in _row_widths(config).items() if ranks > 1 else ():
         part = width // ranks
         start = f"{what}={width:,} leaves each of {ranks} ranks {part:,} numbers of a row"
         if in_four_bits and part % FOUR_BIT_BLOCK:
@@ -279,11 +290,12 @@ def _cut_blocks(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
                 f"{start}, which cuts blocks of {FOUR_BIT_BLOCK}.\n"
                 "Use  adapter.base=bf16  or fewer ranks"
             )
-            yield Problem("adapter.base=nf4", reason)
+            problems.append(Problem("adapter.base=nf4", reason))
         block = block_size((1, width))
-        if in_eight_bits and part % block and _trains_rows(cfg, config, module):
+        if part % block and in_eight_bits(module):
             reason = f"{start}, which cuts blocks of {block}.\nUse  optim.state_dtype=bfloat16"
-            yield Problem("optim.state_dtype=8bit", reason)
+            problems.append(Problem("optim.state_dtype=8bit", reason))
+    return problems
 
 
 def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -298,14 +310,13 @@ def _row_widths(config: ModelConfig) -> dict[str, tuple[str, int]]:
     return widths
 
 
-def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
+def _trains_rows(adapter: Adapter, freeze: Sequence[str], config: ModelConfig, module: str) -> bool:
     """Return True if the module's matrix or its adapter's A is trained in any block.
 
     module: name of the module within a block.
     """
-    adapter = cfg.adapter
     if adapter.init_from:
-        return False  # the layers are defined by its folder, which is read later
+        return False  # the layers are defined by its folder; `ModelSetup` sees them
     layers = [f"model.layers.{block}.{module}" for block in range(config.num_hidden_layers)]
     trained = [f"{layer}.weight" for layer in layers]
     if adapter.name != "none":
@@ -313,7 +324,7 @@ def _trains_rows(cfg: TrainConfig, config: ModelConfig, module: str) -> bool:
         targets = ["*" if target in ALL_TARGETS else target for target in targets]
         trained = [adapter_name(layer, A) for layer in layers if _fits(layer, targets)]
         trained += [f"{layer}.weight" for layer in layers if _fits(layer, adapter.also)]
-    return not all(any(fnmatchcase(name, p) for p in cfg.train.freeze) for name in trained)
+    return not all(any(fnmatchcase(name, p) for p in freeze) for name in trained)
 
 
 def _fits(layer: str, patterns: list[str]) -> bool:
@@ -322,14 +333,14 @@ def _fits(layer: str, patterns: list[str]) -> bool:
     return any(fnmatchcase(layer, form) for form in forms)
 
 
-def _stage_problems(cfg: TrainConfig, config: ModelConfig) -> Iterator[Problem]:
+def _stage_problems(config: ModelConfig, sharding: Sharding) -> Iterator[Problem]:
     """Yield a problem if a pipeline stage would have no block."""
-    blocks, stages = config.num_hidden_layers, Stages.of(cfg.sharding).count
+    blocks, stages = config.num_hidden_layers, Stages.of(sharding).count
     if blocks < stages:
-        ranks = cfg.sharding.pipeline
+        ranks = sharding.pipeline
         nearest = max(1, blocks * ranks // stages)
         reason = (
-            f"with sharding.pipeline_schedule={cfg.sharding.pipeline_schedule} makes {stages} "
+            f"with sharding.pipeline_schedule={sharding.pipeline_schedule} makes {stages} "
             f"stages, each of at least one of {blocks} blocks.\nUse  sharding.pipeline={nearest}"
         )
         yield Problem(f"sharding.pipeline={ranks}", reason)

@@ -18,8 +18,7 @@ from fsdp_trainer.base.torch_private import (
     missing_compiler,
     on_compilation,
 )
-from fsdp_trainer.config.paths import compile_cache
-from fsdp_trainer.config.schema import Compile, TrainConfig
+from fsdp_trainer.config.schema import ActivationCheckpoint, Compile
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.experts import divides_experts
@@ -27,15 +26,16 @@ from fsdp_trainer.parallel.experts import divides_experts
 BACKEND = "inductor"  # tests of gradients use one that generates no kernels
 
 
-def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | None]:
+def can_compile(
+    cfg: Compile, cache: Path, recompute: ActivationCheckpoint, device: torch.device
+) -> tuple[bool, str | None]:
     """Return True if blocks are compiled, and a note if that is requested but impossible.
 
-    All ranks return the same decision. Raises UserError for a cache that is not writable.
-    Collective.
+    All ranks return the same decision. cache: folder of compiled code. Raises UserError if it is
+    not writable, or if recomputation needs the compiler. Collective.
     """
-    if not cfg.compile.enabled:
+    if not cfg.enabled:
         return False, None
-    cache = compile_cache(cfg)
     answers = gather((cache_problem(cache), missing_compiler(device.type)))
     for problem, _ in answers:
         if problem:
@@ -44,7 +44,7 @@ def can_compile(cfg: TrainConfig, device: torch.device) -> tuple[bool, str | Non
     missing = [f"on rank {rank} there is {what}" for rank, (_, what) in enumerate(answers) if what]
     if not missing:
         return True, None
-    if cfg.activation_checkpoint.mode == "budget":
+    if recompute.mode == "budget":
         reason = (
             f"the compiler decides what is computed again, and {missing[0]}.\n"
             "Use  activation_checkpoint=selective"

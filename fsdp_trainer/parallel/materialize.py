@@ -1,10 +1,13 @@
-"""Storage for a sharded model, and initial rows for new tokens."""
+"""Storage for a sharded model, and initial values that are computed from its weights."""
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base.distributed import local_part, local_slice
+from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
+from fsdp_trainer.models.adapters.adapters import adapted_layers, dense_rows
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder
 
 
@@ -33,15 +36,35 @@ def grow_vocabulary(model: Decoder, known: int) -> None:
             end_known = max(0, known - first)
             end = max(0, model.config.vocab_size - first)
             total = local[:end_known].sum(0, dtype=torch.float64)
-            sum_over_rows(total, parameter)
+            for group in groups_dividing(parameter, 0):
+                dist.all_reduce(total, group=group)
             local[end_known:end] = (total / known).to(local.dtype)
             local[end:] = 0
 
 
-def sum_over_rows(total: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Sum in place over the ranks that hold different rows of the same columns. Collective."""
-    if not isinstance(parameter, DTensor):
-        return
-    for dimension, placement in enumerate(parameter.placements):
-        if getattr(placement, "dim", None) == 0:  # a shard of the rows, strided or not
-            dist.all_reduce(total, group=parameter.device_mesh.get_group(dimension))
+@torch.no_grad()
+def initialize_magnitudes(model: nn.Module) -> None:
+    """Set DoRA's magnitudes to the row lengths of W, so that the adapted layer starts equal to W.
+
+    Each rank sets those of its rows. The weights must be loaded. Collective.
+    """
+    for linear in adapted_layers(model).values():
+        if hasattr(linear, MAGNITUDE):
+            rows = dense_rows(linear, local_part(linear.weight)).float()
+            # in float64, so that the float32 result does not depend on the sharding
+            lengths = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+            for group in groups_dividing(linear.weight, 1):
+                squares = lengths.square()
+                dist.all_reduce(squares, group=group)
+                lengths = squares.sqrt()
+            local_part(linear.lora_magnitude_vector).copy_(lengths)
+
+
+def groups_dividing(tensor: Tensor, dimension: int) -> list[dist.ProcessGroup]:
+    """Return the process groups over which a dimension of a tensor is sharded."""
+    if not isinstance(tensor, DTensor):
+        return []
+    # the dimension of a shard, strided or not; a replica has none
+    divided = [getattr(placement, "dim", None) for placement in tensor.placements]
+    mesh = tensor.device_mesh
+    return [mesh.get_group(i) for i, dim in enumerate(divided) if dim == dimension]

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters.adapters import AdapterSpec, frozen_dtype
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import count_trained

@@ -1,7 +1,38 @@
-"""Conversion of a decoder on the meta device into this rank's part of it, one step per line."""
+"""Conversion of a decoder on the meta device into this rank's part of it, one step per line.
 
-from collections.abc import Iterator
+What a call of a block runs afterwards, from the outside to the inside. Each line wraps or replaces
+what stands below it; most are absent in most runs.
+
+    set by                   is                         does
+    shard (fully_shard)      hooks of the block         gathers its parameters before, frees them
+                                                        after; in backward also reduces gradients
+    offload_activations      forward of the block       moves what is saved for backward to the host
+    compile_blocks           the block's call; with     runs a graph of all below
+                             offloading its forward
+    checkpoint_activations   forward of the block       keeps less, backward runs all below again
+    a second, frozen model   forward of the block       Block.forward under another name
+    Block.forward
+      shard_tensors          hooks before attention,    gather the tokens of all ranks
+                             feed-forward, shared
+                             expert
+                             hooks after k and v        gather the parts of a key head
+                             classes of norms, router,  compute this rank's part, and sum, gather
+                             gate, linear layers and    or scatter tokens
+                             their adapters; of
+                             attention with sinks
+                             forward of an adapted      that of models.adapters, in parts
+                             linear layer
+      shard_experts          class of experts           sends rows to the ranks of their experts
+      choose_trained         forward of an adapted      adds the adapter to its class's forward
+                             linear layer; experts
+                             add theirs in their own
+      quantize_weights       class of linear layers     decodes 4-bit matrices
+      convert_linears        class of linear layers     computes float8 products
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,10 +49,17 @@ from torch.distributed.fsdp import (
 
 from fsdp_trainer.base.torch_private import reduce_scatter_groups, set_timeout
 from fsdp_trainer.config.layout import keeps_gathered
-from fsdp_trainer.config.schema import NEEDS_NCCL, Precision, Sharding, TrainConfig
+from fsdp_trainer.config.schema import (
+    NEEDS_NCCL,
+    ActivationCheckpoint,
+    Compile,
+    Precision,
+    Sharding,
+    TrainConfig,
+)
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters.adapters import four_bit_weights, frozen_dtype
+from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
+from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import keep_levels
 from fsdp_trainer.models.four_bit_experts import quantize_weights
@@ -49,50 +87,85 @@ COMM_BUFFERS = {
 """Functions that set where FSDP2 allocates communication buffers, by sharding.messages."""
 
 
+@dataclass(frozen=True)
+class Computation:
+    """The groups of the configuration that decide how ranks compute a model.
+
+    compile: None if blocks are not compiled.
+    """
+
+    sharding: Sharding
+    precision: Precision
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile | None = None
+
+    @classmethod
+    def of(cls, cfg: TrainConfig, compiled: bool = False) -> "Computation":
+        """Return the computation of the model in training. compiled: see `can_compile`."""
+        checkpointing, compiling = cfg.activation_checkpoint, cfg.compile if compiled else None
+        return cls(cfg.sharding, cfg.precision, checkpointing, compiling)
+
+    def forward_only(self) -> "Computation":
+        """Return the computation, with the same layout, of a model that only runs forward.
+
+        Its weights are stored in the number format used for computing.
+        """
+        sharding, precision = self.sharding, self.precision
+        return replace(
+            self,
+            sharding=replace(sharding, separate_reduce_scatter=False, reduce_scatter_buffers=1),
+            precision=replace(precision, master_dtype=precision.param_dtype, float8=None),
+            activation_checkpoint=ActivationCheckpoint(mode="none"),
+        )
+
+
 def parallelize(
     model: Decoder,
     dims: Dims,
-    cfg: TrainConfig,
+    computation: Computation,
     adapters: AdapterSpec | None = None,
-    compiled: bool = False,
+    freeze: Sequence[str] = (),
 ) -> Decoder:
     """Turn a meta-device model into this rank's part of it; its parameters become DTensors.
 
     Each kind of parallelism is a file in this folder and a line here. The order matters: the
     pipeline cuts a model with final adapters and number formats, then blocks are sharded over
-    tensor groups, and experts over expert groups.
-
-    What the call of a block runs, from the outside inwards: the hooks of fully_shard, then the
-    block's own `forward`, which offload_activations, compile_blocks and checkpoint_activations wrap
-    in this order, in it `Block.forward`. The forwards of the block's modules are those of their
-    classes, which shard_tensors and shard_experts replace; linear layers with an adapter have
-    their own `forward` (models/adapters/adapters.py) unless they are sharded.
+    tensor groups, and experts over expert groups. freeze: patterns of train.freeze.
     """
-    prepare(model, dims, cfg, adapters)
+    recompute = computation.activation_checkpoint
+    prepare(model, dims, computation, adapters, freeze)
     cut_into_stages(model, dims)
     shard_tensors(model, dims)
     shard_experts(model, dims)
-    offloader = Offloader() if cfg.activation_checkpoint.offload else None
-    checkpoint_activations(model, cfg.activation_checkpoint, None if compiled else offloader)
-    if compiled:
+    offloader = Offloader() if recompute.offload else None
+    checkpoint_activations(model, recompute, None if computation.compile else offloader)
+    if computation.compile:
         # before fully_shard and offloading, whose hooks must not be part of the graph
-        compile_blocks(model, cfg.compile, forward_alone=offloader is not None)
+        compile_blocks(model, computation.compile, forward_alone=offloader is not None)
     if offloader is not None:
         offload_activations(model, offloader)
-    shard(model, dims, cfg.sharding, cfg.precision)
+    shard(model, dims, computation.sharding, computation.precision)
     return model
 
 
-def prepare(model: Decoder, dims: Dims, cfg: TrainConfig, adapters: AdapterSpec | None) -> None:
+def prepare(
+    model: Decoder,
+    dims: Dims,
+    computation: Computation,
+    adapters: AdapterSpec | None,
+    freeze: Sequence[str],
+) -> None:
     """Set number formats, adapters and requires_grad of a complete model."""
-    master_dtype = getattr(torch, cfg.precision.master_dtype)
+    precision = computation.precision
+    master_dtype = getattr(torch, precision.master_dtype)
     model.to(master_dtype)
-    convert_linears(model, cfg.precision, partial(matrix_parts, ranks=cfg.sharding.tensor))
-    param_dtype = getattr(torch, cfg.precision.param_dtype)
+    parts = partial(matrix_parts, ranks=computation.sharding.tensor)
+    convert_linears(model, precision, parts)
+    param_dtype = getattr(torch, precision.param_dtype)
     quantize_weights(model, four_bit_weights(model, adapters), param_dtype)
     keep_levels(param_dtype, dims.mesh.device_type)
-    choose_trained(model, adapters, cfg.train.freeze, master_dtype)
-    dtype = getattr(torch, frozen_dtype(cfg.precision, adapters))
+    choose_trained(model, adapters, freeze, master_dtype)
+    dtype = getattr(torch, frozen_dtype(precision, adapters))
     for parameter in frozen_parameters(model).values():  # not updated, so no master copy is needed
         if parameter.is_floating_point():  # not the codes of 4-bit weights
             parameter.data = parameter.data.to(dtype)
@@ -251,16 +324,18 @@ def reshard(model: nn.Module) -> None:
 
 
 @contextmanager
-def stay_gathered(model: Decoder, cfg: TrainConfig, device: torch.device) -> Iterator[None]:
+def stay_gathered(
+    model: Decoder, sharding: Sharding, precision: Precision, device: torch.device
+) -> Iterator[None]:
     """Gather a model once for many forwards without a backward, if every rank has the memory.
 
     The gathered model may use at most half of the free memory. The caller reshards it. Collective.
     """
-    computed = getattr(torch, cfg.precision.param_dtype).itemsize
-    needed = gathered_on_rank([model], cfg.sharding, computed)
+    computed = getattr(torch, precision.param_dtype).itemsize
+    needed = gathered_on_rank([model], sharding, computed)
     fits = torch.tensor(needed <= free_bytes(device) / 2, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
-    modules = resharded_modules(model, cfg.sharding) if fits else []
+    modules = resharded_modules(model, sharding) if fits else []
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
     try:

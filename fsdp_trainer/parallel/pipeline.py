@@ -217,7 +217,7 @@ def cut_into_stages(model: Any, dims: Dims) -> None:
         model.model.embed_tokens = None
     if last not in numbers:
         model.model.norm = model.lm_head = None
-    model.__dict__["uncut"] = whole
+    model.cut_from = (whole,)
     model.__dict__["stages"] = [Stage(model, n, len(parts), names[n]) for n in numbers]
     require_training(whole, stages, parts)
 

@@ -5,7 +5,7 @@ Computed from the model to train, with its adapters and 4-bit matrices, on the m
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,21 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.schema import (
-    Adapter,
-    Optim,
-    Precision,
-    Sharding,
-    Train,
-    TrainConfig,
-)
-from fsdp_trainer.models.adapters.adapters import adapted_layers, frozen_dtype
+from fsdp_trainer.config.schema import Adapter, Optim, Precision, Sharding
+from fsdp_trainer.models.adapters.adapter_spec import frozen_dtype
+from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import Linear4, is_encoded
-from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.moe import Experts
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
 from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
 from fsdp_trainer.optim.muon_owners import stack_shape
@@ -362,18 +356,25 @@ def signature_of(block: nn.Module) -> str:
 
 
 class KnownModels:
-    """Parts of the models of some plans, each found once: a search plans hundreds of layouts."""
+    """The models of some plans, each found once: a search plans hundreds of layouts."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, ModelParts] = {}
+        self._setups: dict[str, ModelSetup] = {}
+        self._parts: dict[tuple[str, int], ModelParts] = {}
 
-    def parts(self, config: ModelConfig, adapter: Adapter, freeze: Sequence[str]) -> ModelParts:
+    def parts(
+        self, config: ModelConfig, adapter: Adapter, freeze: Sequence[str], ranks: int = 1
+    ) -> ModelParts:
         """Return the parts of a model with these adapters, and weights frozen by train.freeze.
 
-        Raises UserError as `model_to_train` does.
+        ranks: return those of one of `ranks` ranks of a tensor group. Adapters are resolved for the
+        whole model, since a rank's part of a matrix may be too narrow for adapter.rank. Raises
+        UserError as `ModelSetup.resolve` and `ModelSetup.model` do.
         """
         key = f"{config} {adapter} {freeze}"
-        if key not in self._parts:
-            cfg = TrainConfig(adapter=adapter, train=Train(freeze=list(freeze)))
-            self._parts[key] = ModelParts(model_to_train(config, cfg))
-        return self._parts[key]
+        if key not in self._setups:
+            self._setups[key] = ModelSetup.resolve(config, adapter, freeze)
+        if (key, ranks) not in self._parts:
+            part = replace(self._setups[key], config=config.on_tensor_rank(ranks).shape)
+            self._parts[key, ranks] = ModelParts(part.model)
+        return self._parts[key, ranks]

@@ -6,7 +6,6 @@ import torch
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint, Model, Optim, Precision, TrainConfig
-from fsdp_trainer.models.adapters.adapters import fitted_adapter
 from fsdp_trainer.models.config import ModelConfig, RankConfig
 from fsdp_trainer.plan.fsdp_units import Formats, KnownModels, ModelParts
 
@@ -40,17 +39,15 @@ class PlannedModel:
     ) -> "PlannedModel":
         """Return the model of a run on `world` ranks.
 
-        Raises UserError if the adapters do not fit the model, as `model_to_train` does.
+        Raises UserError if the adapters do not fit the model.
         """
-        part, adapter = config.on_tensor_rank(cfg.sharding.tensor), cfg.adapter
-        if cfg.sharding.tensor > 1:  # the part of a matrix may be too narrow for adapter.rank
-            adapter = fitted_adapter(adapter, config)
+        ranks, frozen = cfg.sharding.tensor, cfg.train.freeze
         return cls(
             layout=Layout(cfg.sharding, world, cfg.batch),
             config=config,
-            part=part,
-            whole=known.parts(config, adapter, cfg.train.freeze),
-            own=known.parts(part.shape, adapter, cfg.train.freeze),
+            part=config.on_tensor_rank(ranks),
+            whole=known.parts(config, cfg.adapter, frozen),
+            own=known.parts(config, cfg.adapter, frozen, ranks),
             precision=cfg.precision,
             optim=cfg.optim,
             formats=Formats.of(cfg.precision, cfg.optim, cfg.adapter),

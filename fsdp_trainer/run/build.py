@@ -16,8 +16,9 @@ from fsdp_trainer.checkpoint.frozen_weights import Base, base_of_new_run, base_o
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context_methods import context_method, context_problems
 from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.paths import model_folder, step_of
+from fsdp_trainer.config.paths import compile_cache, model_folder, step_of
 from fsdp_trainer.config.rules.rules_objective import (
     base_is_reference,
     frozen_source,
@@ -75,18 +76,15 @@ from fsdp_trainer.methods.teacher import (
     with_teacher,
 )
 from fsdp_trainer.methods.unpaired import UnpairedFigures, UnpairedForwardBackward
-from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters.adapters import as_configured, resolve_adapters
 from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.resolve import (
     expert_problems,
     resolve_model,
     resolve_with_tokenizer,
-    tensor_problems,
 )
+from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
@@ -102,7 +100,7 @@ from fsdp_trainer.parallel.convert import (
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.run.describe import describe
@@ -162,6 +160,7 @@ class Start:
 
 def build(
     cfg: TrainConfig,
+    setup: ModelSetup,
     inputs: RunInputs,
     world: World,
     run: Path,
@@ -172,19 +171,20 @@ def build(
 
     Raises the same UserError on every rank.
     """
-    config, device = observer.config, world.device
+    config, adapters, device = setup.config, setup.adapters, world.device
     model_device = torch.device("cpu") if cfg.sharding.cpu_offload else device
     timeout = parse_duration(cfg.launch.timeout)
     layout = Layout(cfg.sharding, world.size, cfg.batch)
     dims = Dims(layout, device.type, timeout)
-    compiled, why_uncompiled = can_compile(cfg, device)
-    adapters = resolve_adapters(cfg.adapter, config)
-    frozen_model = build_frozen_model(cfg, inputs, config, adapters, dims, compiled)
+    compiled, why_uncompiled = can_compile(
+        cfg.compile, compile_cache(cfg), cfg.activation_checkpoint, device
+    )
+    frozen_model = build_frozen_model(cfg, inputs, setup, dims, compiled)
     with torch.device("meta"):
         model = Decoder(config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = temperature(cfg)
-    model = parallelize(model, dims, cfg, adapters, compiled)
+    model = parallelize(model, dims, Computation.of(cfg, compiled), adapters, setup.freeze)
     slots.show_coordinates(dims.place)
     slots.count_collectives(dims.collective_counter())  # in all groups that exist at this point
     whole = model.whole
@@ -240,7 +240,7 @@ def build(
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
         data = data_source(cfg, rows.training, start.progress, context_of_rows)
         lines = describe(
-            cfg, whole, data, start.progress, inputs, world, dims, attention, context, run
+            cfg, setup, whole, data, start.progress, inputs, world, dims, attention, context, run
         )
         lines += [why_uncompiled] if why_uncompiled else []
         observer.introduce([*lines, *start.notes])
@@ -249,28 +249,20 @@ def build(
         frozen_model, cfg, start.checkpoint, model_device, device, inputs.teacher_files
     )
     allocate(model, model_device, device)
-    model.balance = balance = new_balance(config, cfg, device)
+    model.balance = balance = new_balance(config, cfg.loss, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, model_device)
     batches = partial(Batches, **context_of_rows.assembler)
     column = ReferenceColumn(cfg, rows, dims, observer.say, model, batches)
-    rows, reference = with_reference(column, inputs.init_from, start.checkpoint)
+    rows, reference = with_reference(column, setup.source, start.checkpoint)
     if start.checkpoint:
         restore(model, optimizer, start.checkpoint, loss_scale)
         dtypes = read_progress(start.checkpoint)["dtypes"]
         base = base_of_resumed_run(model, cfg.precision, start.checkpoint, adapters)
     else:
-        dtypes = fill(model, cfg, inputs.init_from)
-        base = base_of_new_run(
-            model,
-            adapters,
-            cfg.precision,
-            cfg.run.seed,
-            named=cfg.model.init_from,
-            init_from=inputs.init_from,
-            adapter_from=cfg.adapter.init_from,
-        )
+        dtypes = fill(model, setup.source, cfg.precision.param_dtype)
+        base = base_of_new_run(model, setup.source, cfg.precision, adapters)
     describe_weights(answers, base, dtypes)
     if cfg.sharding.tensor > 1:
         # otherwise each rank would scale its part of a matrix separately in the first step
@@ -410,7 +402,7 @@ def listed_teacher(
 
 
 def with_reference(
-    column: ReferenceColumn, init_from: Path | None, checkpoint: Path | None
+    column: ReferenceColumn, start: WeightSource, checkpoint: Path | None
 ) -> tuple[RunRows, str | None]:
     """Return the rows with a stored reference, if the run has one, and its digest.
 
@@ -418,7 +410,7 @@ def with_reference(
     """
     if not stores_reference(column.cfg):
         return column.rows, None
-    return column.of_run(init_from, checkpoint)
+    return column.of_run(start, checkpoint)
 
 
 def build_step(
@@ -545,8 +537,7 @@ def reference_of_tokens(
 def build_frozen_model(
     cfg: TrainConfig,
     inputs: RunInputs,
-    config: ModelConfig,
-    adapters: AdapterSpec | None,
+    setup: ModelSetup,
     dims: Dims,
     compiled: bool,
 ) -> FrozenModel | None:
@@ -554,10 +545,8 @@ def build_frozen_model(
 
     Collective.
     """
-    reference = build_reference(
-        cfg, inputs.frozen_model, inputs.init_from, config, adapters, dims, compiled
-    )
-    return reference or build_teacher(cfg, inputs.frozen_model, config, dims, compiled)
+    reference = build_reference(cfg, inputs.frozen_model, setup, dims, compiled)
+    return reference or build_teacher(cfg, inputs.frozen_model, setup.config, dims, compiled)
 
 
 def check_room(
@@ -576,32 +565,44 @@ def check_room(
         raise UserError("a step is too small for the pipeline", [layout.pipeline_problem])
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg, init_from))
-    adapters = resolve_adapters(cfg.adapter, config)
-    written_out = replace(cfg, adapter=as_configured(adapters, cfg.adapter))
+    source = WeightSource.of(cfg.model, cfg.adapter, init_from, cfg.run.seed)
+    setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
+    ranks, adapters = cfg.sharding.tensor, setup.adapters
+    moments = moments_format(cfg.optim, cfg.precision.master_dtype)
+    problems = setup.tensor_problems(ranks, cfg.batch.seq_len, moments)
     shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config)
-    if problems := [*tensor_problems(written_out, config), *shared]:
+    if problems := [*problems, *shared]:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
-    if problems := list(expert_problems(cfg, config)):
+    if problems := list(expert_problems(config, cfg.sharding, cfg.loss, adapters is not None)):
         raise UserError("the ranks cannot divide experts like this", problems)
     if frozen_source(cfg) and not has_stored_teacher(cfg):
         require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
-    setup = Setup(layout, cfg.precision, cfg.optim, adapters)
-    model = model_to_train(config, cfg)
-    require_kept(model, cfg)
-    check_memory(model, setup, world.device, lambda: adapted_models(cfg, config))
+    states = Setup(layout, cfg.precision, cfg.optim, adapters)
+    require_kept(setup)
+    check_memory(setup.model, states, world.device, lambda: adapted_models(setup))
 
 
-def adapted_models(cfg: TrainConfig, config: ModelConfig) -> list[Alternative]:
+def adapted_models(setup: ModelSetup) -> list[Alternative]:
     """Return adapters to suggest in place of fine-tuning all weights; empty if none apply."""
-    if cfg.model.init_from is None or cfg.adapter.name != "none":
+    if setup.source.folder is None or setup.adapters is not None:
         return []
     models = []
     for option, base in (("lora", "auto"), ("qlora", "nf4")):
-        adapted = replace(cfg, adapter=Adapter(name="lora", base=base))
         with suppress(UserError):  # a rank that is too high for the model
-            spec = resolve_adapters(adapted.adapter, config)
-            models.append(Alternative(f"adapter={option}", model_to_train(config, adapted), spec))
+            adapter = Adapter(name="lora", base=base)
+            adapted = ModelSetup.resolve(setup.config, adapter, setup.freeze)
+            models.append(Alternative(f"adapter={option}", adapted.model, adapted.adapters))
     return models
+
+
+def resolve_setup(cfg: TrainConfig, inputs: RunInputs) -> ModelSetup:
+    """Return the model to train, its adapters and what is frozen. Raises UserError.
+
+    The process hands it on to all that need to know.
+    """
+    config = resolve_architecture(cfg, inputs)
+    source = WeightSource.of(cfg.model, cfg.adapter, inputs.init_from, cfg.run.seed)
+    return ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
 
 
 def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
@@ -701,7 +702,7 @@ def find_where_to_start(
 
     Collective. Raises UserError.
     """
-    checkpoint = find_start(cfg, store, observer)
+    checkpoint = find_start(cfg.checkpoint.resume, store, observer)
     if checkpoint is None:
         return Start(None, Progress(), -1, {}, []), order
     changes = check_unchanged(cfg, order, checkpoint)

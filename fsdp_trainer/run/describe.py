@@ -7,16 +7,18 @@ from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
 from fsdp_trainer.config.rules.rules_objective import frozen_source, loads_reference
-from fsdp_trainer.config.schema import Optim, TrainConfig
+from fsdp_trainer.config.schema import Optim, Precision, TrainConfig
 from fsdp_trainer.data.prepared_data import lossy, renumbered
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.models.adapters.adapters import MAGNITUDE, adapted_layers
+from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
+from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
 from fsdp_trainer.models.adapters.peft_config import read_config, without_effect
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.models.freeze import frozen_parameters, trained_numbers
+from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -29,6 +31,7 @@ from fsdp_trainer.training.run_inputs import RunInputs
 
 def describe(
     cfg: TrainConfig,
+    setup: ModelSetup,
     model: Decoder,
     data: DataSource,
     progress: Progress,
@@ -40,13 +43,12 @@ def describe(
     run: Path,
 ) -> list[str]:
     """Return lines on the run, model, ranks, data, attention, head, step and number of steps."""
-    config = model.config
+    config, trained = setup.config, setup.trained_numbers
     origin = cfg.model.init_from or "random weights"
     token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
     token_notes += lossy(inputs.tokenizer)
     at_once = model.lm_head.rows_at_once(dims.layout.tokens, world.device.type)
     epochs = data.epochs(progress)
-    trained = trained_numbers(config, cfg)
     stored = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
@@ -62,7 +64,7 @@ def describe(
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
         f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
-        *number_formats(cfg, model, world.device.type),
+        *number_formats(cfg.precision, cfg.compile.enabled, model, world.device.type),
         *(f"data   {line}" for line in data.about(inputs.data, progress)),
         f"attend {attention}",
         *row_parts(dims.layout, context),
@@ -166,21 +168,23 @@ def one_or_range(values: list[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
 
 
-def number_formats(cfg: TrainConfig, model: Decoder, device_type: str) -> list[str]:
+def number_formats(
+    precision: Precision, compiles: bool, model: Decoder, device_type: str
+) -> list[str]:
     """Return notes on 16-bit formats on a CPU and on float8."""
     lines = []
-    if device_type == "cpu" and cfg.precision.param_dtype != "float32":
+    if device_type == "cpu" and precision.param_dtype != "float32":
         lines.append(
-            f"few CPUs have instructions for {cfg.precision.param_dtype}; without them  "
+            f"few CPUs have instructions for {precision.param_dtype}; without them  "
             "precision=fp32  is ten times faster"
         )
     layers = float8_layers(model)
     if layers:
         lines.append(
-            f"float8 products ({cfg.precision.float8}) in {layers} linear layers; "
+            f"float8 products ({precision.float8}) in {layers} linear layers; "
             "MFU counts against the bfloat16 peak"
         )
-    if layers and not cfg.compile.enabled:
+    if layers and not compiles:
         lines.append("float8 without  compile=enabled  is slower than bfloat16")
     return [f"       {line}" for line in lines]
 

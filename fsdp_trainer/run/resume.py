@@ -55,17 +55,17 @@ OTHER_CONTENT, NEW, LEFT_OUT = "has other content", "is new", "is left out"
 REORDERED = "the same sources are in another order, or mixed otherwise"
 
 
-def find_start(cfg: TrainConfig, store: CheckpointStore, observer: Observer) -> Path | None:
+def find_start(resume: str, store: CheckpointStore, observer: Observer) -> Path | None:
     """Return the checkpoint to resume from; None: start at the beginning. Collective.
 
-    It is the one that checkpoint.resume names, else the newest undamaged one of the run. A path
-    outside the run's folder is only used for the start: once the run has checkpoints of its own, it
-    resumes from those.
+    It is the one that `resume` (checkpoint.resume) names, else the newest undamaged one of the run.
+    A path outside the run's folder is only used for the start: once the run has checkpoints of its
+    own, it resumes from those.
     """
-    if cfg.checkpoint.resume == "never":
+    if resume == "never":
         return None
-    if cfg.checkpoint.resume != "auto":
-        named = named_checkpoint(cfg.checkpoint.resume)
+    if resume != "auto":
+        named = named_checkpoint(resume)
         if named.resolve().is_relative_to(store.run.resolve()) or not store.listed():
             require_whole(named)
             return named

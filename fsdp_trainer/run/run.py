@@ -44,15 +44,14 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_teacher import digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
-from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.freeze import model_to_train
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
-from fsdp_trainer.run.build import Start, build, check_room, resolve_architecture
+from fsdp_trainer.run.build import Start, build, check_room, resolve_setup
 from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
@@ -76,9 +75,8 @@ def run_rank(cfg: TrainConfig, new_folders: NewFolders) -> int:
         reason, code = rank.run()
     except Stopped as stopped:
         reason, code = stopped.args[0], stopped.exit_code
-        rank.console.say(
-            f"stopped by {reason}, with nothing more to save: {how_to_go_on(rank.cfg)}"
-        )
+        advice = how_to_go_on(rank.cfg.checkpoint.resume)
+        rank.console.say(f"stopped by {reason}, with nothing more to save: {advice}")
     except (UserError, RunFailed) as error:
         reason, code = error.args[0], error.exit_code
         rank.report(error)
@@ -133,18 +131,18 @@ class Rank:
             lambda: self.signals.stoppable(lambda: self.prepare(world)),
             self.patience,
         )
-        config = resolve_architecture(self.cfg, inputs)
-        self.preflight(world, inputs, config, claim)
+        setup = resolve_setup(self.cfg, inputs)
+        self.preflight(world, inputs, setup, claim)
         connect(world, self.timeout)
         self.signals.watch_ranks(pids_of_node(world))
         self.signals.sync()
         self.signals.raise_if_agreed()
         records = self.records if world.main else None
         seq_len = self.cfg.batch.seq_len
-        observer = Observer(self.console, records, world.device, config, seq_len)
+        observer = Observer(self.console, records, world.device, setup.config, seq_len)
         self.open.enter_context(deterministic_kernels(self.cfg.train.deterministic))
         self.trainer, start = build(
-            self.cfg, inputs, world, self.run_folder, self.signals, observer
+            self.cfg, setup, inputs, world, self.run_folder, self.signals, observer
         )
         return train_and_export(self.trainer, start, world, attempt)
 
@@ -168,7 +166,7 @@ class Rank:
             # unlike `stoppable`, this claims the folder even if a signal has arrived already, so
             # that the stop is recorded in it
             with self.signals.waiting():
-                return claim.acquire(self.cfg, self.run_folder)
+                return claim.acquire(self.cfg.run, self.cfg.checkpoint.resume, self.run_folder)
 
         self.lock = world.rank0_then_nodes_then_all(
             "claiming the run's folder", claim_on_main, self.patience
@@ -207,12 +205,10 @@ class Rank:
         require_most_tokens(cfg.data, data)
         return RunInputs(tokenizer, template, data, init_from, frozen_model, teacher_files)
 
-    def preflight(
-        self, world: World, inputs: RunInputs, config: ModelConfig, claim: RunLock
-    ) -> None:
+    def preflight(self, world: World, inputs: RunInputs, setup: ModelSetup, claim: RunLock) -> None:
         """Check that the ranks agree and the disk has room, before building. Raises UserError."""
         cfg = self.cfg
-        checkpoint = checkpoint_bytes(model_to_train(config, cfg), cfg.precision, cfg.optim)
+        checkpoint = checkpoint_bytes(setup.model, cfg.precision, cfg.optim)
         claim_of_main = world.from_main("claim", lambda: claim, self.patience)
         shared = claim_of_main.is_visible_in(self.run_folder, self.timeout / 2)
         fingerprint = inputs.data.fingerprint
@@ -345,7 +341,8 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     else:
         step = trainer.progress.step
         saved = "checkpoint committed" if step else "nothing to save yet"
-        end = f"stopped by {reason} after step {step:,}, {saved}: {how_to_go_on(trainer.cfg)}"
+        advice = how_to_go_on(trainer.cfg.checkpoint.resume)
+        end = f"stopped by {reason} after step {step:,}, {saved}: {advice}"
     say(time_line(phases.seconds()))
     say(end)
     return reason, code

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.checkpoint.atomic_files import put_back, replaced
 from fsdp_trainer.config.paths import LAG_SECONDS
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Run
 from fsdp_trainer.errors import Problem, UserError
 
 LOCK = ".lock"
@@ -49,27 +49,27 @@ class RunLock:
         """
         return wait_until(lambda: RunLock.read(run) == self, min(LAG_SECONDS, timeout))
 
-    def acquire(self, cfg: TrainConfig, run: Path) -> TextIO:
+    def acquire(self, cfg: Run, resume: str, folder: Path) -> TextIO:
         """Create the run's folder and return its lock file, locked.
 
         Rank 0 calls it before any rank writes into the folder. The system releases the lock when
         the file is closed or the process ends in any way. Raises UserError if another process holds
         it, or, with checkpoint.resume=never, if the folder holds a run that run.overwrite does not
-        allow to delete.
+        allow to delete. resume: checkpoint.resume.
         """
         try:
-            file = lock_folder(run, LOCK_SECONDS if self.attempt else 0)
+            file = lock_folder(folder, LOCK_SECONDS if self.attempt else 0)
             try:
-                if cfg.checkpoint.resume == "never":
-                    empty_folder(cfg, run)
-                restore_replaced_checkpoints(run)
+                if resume == "never":
+                    empty_folder(folder, cfg.overwrite)
+                restore_replaced_checkpoints(folder)
                 self._write(file)
             except BaseException:
                 file.close()  # the process of a notebook continues, and may try again
                 raise
             return file
         except OSError as error:
-            problem = Problem(f"run.root={cfg.run.root}", f"{error}. Use  run.root=FOLDER")
+            problem = Problem(f"run.root={cfg.root}", f"{error}. Use  run.root=FOLDER")
             raise UserError("the run's folder cannot be used", [problem]) from None
 
     def _write(self, file: TextIO) -> None:
@@ -149,10 +149,10 @@ def describe_holder(run: Path) -> str:
     return f"process {holder['pid']} on {holder['host']} trains in it, since {holder['since']}"
 
 
-def empty_folder(cfg: TrainConfig, run: Path) -> None:
+def empty_folder(run: Path, overwrite: bool) -> None:
     """Delete an earlier run in the folder. Raises UserError unless run.overwrite allows it."""
     used = [path for path in run.iterdir() if path.name not in NOT_OF_A_RUN]
-    if used and not cfg.run.overwrite:
+    if used and not overwrite:
         reason = (
             "holds an earlier run. Use  run.name=NEW,  run.overwrite=true  to delete it,  "
             "or  checkpoint.resume=auto  to resume"

@@ -98,30 +98,38 @@ class StoredRows:
 
     def __init__(
         self,
-        cfg: TrainConfig,
         batches: Batches,
+        rows: int,
+        steps: int | None,
         last_row: int | None,
+        prefetch: int | None,
         signals: StopSignals,
     ):
-        """last_row: the row at which train.epochs end; None: the run has train.steps."""
-        self.order, self.batches, self.rows = batches.order, batches, cfg.batch.rows
-        self.steps, self.last_row = cfg.train.steps or 0, last_row
-        self.prefetch, self.signals = cfg.data.prefetch, signals
+        """rows: of a step; steps: train.steps; last_row: the row at which train.epochs end."""
+        self.order, self.batches, self.rows = batches.order, batches, rows
+        self.steps, self.last_row = steps or 0, last_row
+        self.prefetch, self.signals = prefetch, signals
         self.source_names = self.order.source_names
         self.fingerprint, self.first_row = self.order.fingerprint, self.order.start
 
     @classmethod
     def build(cls, order: Mixture, progress: Progress, context: SourceContext) -> "StoredRows":
         """Return the source of the rows of a mixture."""
-        cfg, end = context.cfg, None
-        if cfg.train.steps is None:
-            end = last_row(cfg.train.epochs or 1, order.rows_per_epoch, progress.segments)
-        return cls(cfg, Batches(order, **context.assembler), end, context.signals)
+        train, end = context.cfg.train, None
+        if train.steps is None:
+            end = last_row(train.epochs or 1, order.rows_per_epoch, progress.segments)
+        return cls._of(order, end, context)
 
     @classmethod
     def validation(cls, order: Mixture, context: SourceContext) -> "StoredRows":
         """Return a source of validation rows, which `open_all` reads from beginning to end."""
-        return cls(context.cfg, Batches(order, **context.assembler), None, context.signals)
+        return cls._of(order, None, context)
+
+    @classmethod
+    def _of(cls, order: Mixture, end: int | None, context: SourceContext) -> "StoredRows":
+        cfg, batches = context.cfg, Batches(order, **context.assembler)
+        rows, prefetch = cfg.batch.rows, cfg.data.prefetch
+        return cls(batches, rows, cfg.train.steps, end, prefetch, context.signals)
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps, or the number of steps that end at last_row."""

@@ -34,8 +34,8 @@ class Samples(StoppableWork[list[tuple[str, str]]]):
 
     def compute(self, check: Callable[[], None]) -> list[tuple[str, str]]:
         """Return each prompt with its answer."""
-        forward_backward = self.forward_backward
-        gathered = stay_gathered(forward_backward.model, self.cfg, self.device)
+        forward_backward, cfg = self.forward_backward, self.cfg
+        gathered = stay_gathered(forward_backward.model, cfg.sharding, cfg.precision, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
             answers = generate_tokens(
                 forward_backward.decoder,

@@ -29,9 +29,10 @@ class TrainingTasks(StoppableWork[Metrics]):
 
     def compute(self, check: Callable[[], None]) -> Metrics:
         """Return {task: {metric: value}}; it may be empty except on each node's first rank."""
-        decoder, rows = self.forward_backward.decoder, self.cfg.evaluation.rows
+        model, cfg = self.forward_backward.model, self.cfg
+        decoder, rows = self.forward_backward.decoder, cfg.evaluation.rows
         scorer = Scorer(decoder, rows, self.device, self.shares, check)
-        gathered = stay_gathered(self.forward_backward.model, self.cfg, self.device)
+        gathered = stay_gathered(model, cfg.sharding, cfg.precision, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
             return self.tasks.run(scorer)
 

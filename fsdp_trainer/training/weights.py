@@ -32,42 +32,39 @@ from fsdp_trainer.checkpoint.state import (
 from fsdp_trainer.checkpoint.store import read_progress, require_whole
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder
-from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
-from fsdp_trainer.models.adapters.adapters import (
-    adapter_parameters,
-    initialize_magnitudes,
-    is_adapted,
-)
+from fsdp_trainer.models.adapters.adapters import adapter_parameters, is_adapted
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
-from fsdp_trainer.parallel.materialize import grow_vocabulary
+from fsdp_trainer.parallel.materialize import grow_vocabulary, initialize_magnitudes
 from fsdp_trainer.training.loss_scale import LossScale
 
 MAX_SHOWN_PARAMETERS = 5
 
 
-def fill(model: Decoder, cfg: TrainConfig, init_from: Path | None) -> dict[str, str]:
+def fill(model: Decoder, source: WeightSource, drawn_dtype: str) -> dict[str, str]:
     """Initialise or read the model's weights for the start of a run. Collective.
 
     Returns the number formats for an export, by parameter; `default` is that of all others.
+    drawn_dtype: the default if all weights are drawn.
     """
-    if init_from is None:
-        draw_weights(model, cfg.run.seed)
+    if source.folder is None:
+        draw_weights(model, source.seed)
         buffers = dict.fromkeys(dict(model.whole.named_buffers()), "float32")
-        formats = {"default": cfg.precision.param_dtype} | buffers
+        formats = {"default": drawn_dtype} | buffers
     else:
         drawn = {name: p for name, p in model.named_parameters() if name == SCORE}
-        initialize_weights(model, cfg.run.seed, adapter_parameters(model) | drawn)
-        formats = read_weights(model, init_from)
-    if cfg.adapter.init_from:
-        read_adapter(model, Path(cfg.adapter.init_from), cfg.adapter.base)
+        initialize_weights(model, source.seed, adapter_parameters(model) | drawn)
+        formats = read_weights(model, source.folder)
+    if source.adapter:
+        read_adapter(model, source.adapter)
     else:
         initialize_magnitudes(model)
     return formats
@@ -80,18 +77,18 @@ def digest_of_weights(model: Decoder) -> str:
     return hashlib.blake2b(json.dumps(each).encode(), digest_size=10).hexdigest()
 
 
-def require_kept(model: Decoder, cfg: TrainConfig) -> None:
+def require_kept(setup: ModelSetup) -> None:
     """Raise UserError for frozen magnitudes of DoRA that no file holds.
 
     A resume reads frozen parameters where the run began, not from its checkpoints.
     """
-    if cfg.adapter.init_from:
+    if setup.source.adapter:
         return
     reason = (
         "is made when the run starts, and frozen parameters are not stored in checkpoints: "
         "a resume would not find it.\nLeave it out of  train.freeze"
     )
-    frozen = [name for name in frozen_parameters(model) if name.endswith(MAGNITUDE)]
+    frozen = [name for name in frozen_parameters(setup.model) if name.endswith(MAGNITUDE)]
     problems = [Problem(name, reason) for name in frozen]
     if problems:
         raise UserError("new parameters cannot be frozen", problems[:MAX_SHOWN_PARAMETERS])
@@ -107,14 +104,14 @@ def draw_weights(model: Decoder, seed: int) -> None:
     initialize_weights(model, seed, others)
 
 
-def read_adapter(model: Decoder, source: Path, base: str) -> None:
+def read_adapter(model: Decoder, source: Path) -> None:
     """Read an adapter's matrices, and the parameters trained in full along with it. Collective."""
     checkpoint = find_checkpoint(source)
     if checkpoint:
         require_whole(checkpoint)
 
     def read() -> None:
-        _, tensors = adapter_on_disk(model.config, source, base)
+        _, tensors = adapter_on_disk(model.config, source, "auto")
         read_parameters(model, tensors)
 
     run_on_all_ranks("read the adapter", read)

@@ -40,7 +40,7 @@ def cluster(tmp_path, enter, monkeypatch):
 @pytest.fixture
 def place(cluster):
     """A Slurm that takes jobs."""
-    return OnSlurm(Slurm(gpus_per_node=0, jobs=2), compose("train", DEMO[:-1]))
+    return OnSlurm(Slurm(gpus_per_node=0, jobs=2), compose("train", DEMO[:-1]).launch)
 
 
 def ended(job):

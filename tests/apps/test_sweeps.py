@@ -479,23 +479,23 @@ def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep_backends, "cores", lambda: 32)
     monkeypatch.setattr(sweep_backends.subprocess, "Popen", popen)
     cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
-    place = sweep_backends.OnThisNode(Local(), cfg)
+    place = sweep_backends.OnThisNode(Local(), cfg.launch)
     assert place.at_once == 2
     assert place.world(cfg) == 2
     for number in (1, 2):
-        assert place.has_room(cfg)
+        assert place.has_room(cfg.launch)
         place.start(cfg, [], tmp_path / f"{number}/output.log")
     assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["GPU-a,GPU-b", "3,5"]
     assert started[0]["OMP_NUM_THREADS"] == "8"
     assert (tmp_path / "2/output.log").exists()
-    assert not place.has_room(cfg)
+    assert not place.has_room(cfg.launch)
     codes[1] = 1
-    assert place.has_room(cfg)
+    assert place.has_room(cfg.launch)
     place.start(cfg, [], tmp_path / "3/output.log")
     assert started[2]["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
     cfg.launch.nproc_per_node = "auto"
-    assert sweep_backends.OnThisNode(Local(), compose("train", DEMO)).at_once == 1
-    assert sweep_backends.OnThisNode(Local(jobs=4), cfg).world(cfg) == 1
+    assert sweep_backends.OnThisNode(Local(), compose("train", DEMO).launch).at_once == 1
+    assert sweep_backends.OnThisNode(Local(jobs=4), cfg.launch).world(cfg.launch) == 1
 
 
 @pytest.mark.slow

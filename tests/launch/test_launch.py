@@ -134,19 +134,17 @@ def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
     assert capsys.readouterr().err == "fsdp-trainer: rank 1 was killed by SIGKILL\n"
 
 
-def test_after_a_killed_rank_the_launcher_says_how_to_go_on(inputs, tmp_path):
-    words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), "run.name=run"]
-    cfg = compose("train", [*words, f"run.root={tmp_path}"])
-    assert advice_after_kill(cfg, "doctor") == ""
-    assert "starts from the beginning" in advice_after_kill(cfg, "train")
+def test_after_a_killed_rank_the_launcher_says_how_to_go_on(tmp_path):
+    assert advice_after_kill(tmp_path, "auto", "doctor") == ""
+    assert "starts from the beginning" in advice_after_kill(tmp_path, "auto", "train")
     for step in (4, 10):
-        folder = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        folder = tmp_path / "checkpoints" / f"step-{step:08}"
         folder.mkdir(parents=True)
         (folder / "MANIFEST.json").touch()
-    assert advice_after_kill(cfg, "train") == "The same command resumes after step 10"
-    cfg.checkpoint.resume = "never"
+    advice = "The same command resumes after step 10"
+    assert advice_after_kill(tmp_path, "auto", "train") == advice
     advice = "Resume after step 10 with  checkpoint.resume=auto"
-    assert advice_after_kill(cfg, "train") == advice
+    assert advice_after_kill(tmp_path, "never", "train") == advice
 
 
 @pytest.mark.slow
@@ -285,7 +283,7 @@ def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
 
 def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
     cfg = compose("train", ["data.path=demo:backwards", "tokenizer.path=demo:bytes"])
-    with RunLock(["a"]).acquire(cfg, tmp_path / "run"):
+    with RunLock(["a"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run"):
         assert RunLock.read(tmp_path / "run") == RunLock(["a"])
         with pytest.raises(
             UserError,
@@ -293,8 +291,8 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
                 f"process {os.getpid()} on {re.escape(socket.gethostname())} trains in it, since 20"
             ),
         ):
-            RunLock(["b"]).acquire(cfg, tmp_path / "run")
-    RunLock(["b"]).acquire(cfg, tmp_path / "run").close()
+            RunLock(["b"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run")
+    RunLock(["b"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run").close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -34,7 +34,7 @@ from fsdp_trainer.config.schema import (
 from fsdp_trainer.methods.distil_step import DistilForwardBackward
 from fsdp_trainer.methods.distillation import Distillation
 from fsdp_trainer.methods.teacher import share_teacher
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.freeze import choose_trained
@@ -45,7 +45,7 @@ from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.plan.memory import memory
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.second_model import list_bytes
@@ -320,7 +320,7 @@ def distil_once(kind, settings):
         model.lm_head.chunk_mib = 1 / 128
         adapters = resolve_adapters(cfg.adapter, config)
         cfg.train.freeze = settings.get("freeze", [])
-        model = parallelize(model, dims, cfg, adapters, compiled)
+        model = parallelize(model, dims, Computation.of(cfg, compiled), adapters, cfg.train.freeze)
     for one, seed in ((teacher.model, 2), (model, 1)):
         allocate(one, CPU)
         start(one, seed)
@@ -591,7 +591,7 @@ def held(cfg, config, teacher_config):
         dist.init_process_group("gloo")
     dims = Dims(layout_of(cfg), "cpu", 60)
     teacher = share_teacher(cfg, Path(), teacher_config, config, dims, False)
-    model = parallelize(meta_decoder(config), dims, cfg)
+    model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
     optimizer = build_optimizer(model, cfg.optim)
     for one in (teacher.model, model):
         allocate(one, CPU)

@@ -32,6 +32,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.training.batches import Assembler
 
 TURNS = [
@@ -209,7 +210,7 @@ def test_every_gradient_is_that_of_whole_logits(options):
         one.lm_head.chunk_mib = 1 / 64
     rows = Assembler(24, 1, len(answers), 0, 1, torch.device("cpu"))
     batch = rows.assemble(answers.read_rows(range(len(answers))))
-    reference = ReferenceModel(other, None, None, stays_gathered=True) if cfg.kl else None
+    reference = ReferenceModel(other, WeightSource(), stays_gathered=True) if cfg.kl else None
     parts = (model, *[None] * 6)
     step = RolloutForwardBackward(*parts, choice=cfg, reference=reference)
     result = step.compute(answers.plan(1, 0, 2, {}), batch)

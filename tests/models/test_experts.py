@@ -22,7 +22,7 @@ from fsdp_trainer.config.schema import (
     TrainConfig,
 )
 from fsdp_trainer.models import moe
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
@@ -33,7 +33,7 @@ from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.moe import Experts, MixtureOfExperts, SigmoidRouter
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.training.metrics import ExpertLoad
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -201,7 +201,13 @@ def shared(sizes, settings):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
     with compiled_quickly():
-        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+        model = parallelize(
+            model,
+            dims,
+            Computation.of(cfg, settings.get("compiled", False)),
+            adapters,
+            cfg.train.freeze,
+        )
     allocate(model, CPU)
     start(model)
     first = whole(dict(model.named_parameters()))

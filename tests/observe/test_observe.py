@@ -29,7 +29,7 @@ from world import read_lines, write_chats
 
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.schema import Adapter
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch

@@ -23,7 +23,7 @@ from fsdp_trainer.config.context_methods import choose_context_method, context_m
 from fsdp_trainer.config.schema import (
     Sharding,
 )
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import choose_trained
@@ -32,7 +32,7 @@ from fsdp_trainer.parallel.balance_tokens import deal_tokens, token_costs
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.training.batches import Assembler
 
 CPU = torch.device("cpu")
@@ -71,7 +71,13 @@ def shared(sizes, settings):
         model = Decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
     with compiled_quickly():
-        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+        model = parallelize(
+            model,
+            dims,
+            Computation.of(cfg, settings.get("compiled", False)),
+            adapters,
+            cfg.train.freeze,
+        )
     allocate(model, CPU)
     start(model)
     first = whole(dict(model.named_parameters()))

@@ -20,7 +20,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import grow_vocabulary
-from fsdp_trainer.parallel.parallelize import fsdp_modules, parallelize
+from fsdp_trainer.parallel.parallelize import Computation, fsdp_modules, parallelize
 from fsdp_trainer.training.gradients import clip_gradients
 
 INNER = {"context": 1, "tensor": 1}
@@ -232,7 +232,7 @@ def decoder():
 def separate_timeouts():
     dims = dims_of(Sharding())
     cfg = TrainConfig(sharding=Sharding(separate_reduce_scatter=True))
-    model = parallelize(decoder(), dims, cfg)
+    model = parallelize(decoder(), dims, Computation.of(cfg))
     groups = {g for module in fsdp_modules(model) for g in reduce_scatter_groups(module)}
     return [timeout_of(group) for group in groups]
 

@@ -19,7 +19,7 @@ from stored import checkpoint, newest, stored, tensors
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.config.context_methods import context_method
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
+from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.freeze import choose_trained
@@ -27,7 +27,7 @@ from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.training.batches import Assembler
 
 CPU = torch.device("cpu")
@@ -72,7 +72,13 @@ def built(cfg, config, compiled=False):
     dims = Dims(layout_of(cfg), "cpu", 60)
     model = meta_decoder(config)
     with compiled_quickly():
-        model = parallelize(model, dims, cfg, resolve_adapters(cfg.adapter, config), compiled)
+        model = parallelize(
+            model,
+            dims,
+            Computation.of(cfg, compiled),
+            resolve_adapters(cfg.adapter, config),
+            cfg.train.freeze,
+        )
     allocate(model, CPU)
     return model, dims
 

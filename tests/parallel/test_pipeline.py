@@ -29,11 +29,7 @@ from fsdp_trainer.config.schema import (
     Batch,
     Sharding,
 )
-from fsdp_trainer.models.adapters.adapters import (
-    four_bit_weights,
-    initialize_magnitudes,
-    resolve_adapters,
-)
+from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
 from fsdp_trainer.models.four_bit import quantize_linears
@@ -41,8 +37,8 @@ from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.materialize import allocate, initialize_magnitudes
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.batches import Assembler
 
@@ -96,7 +92,9 @@ def staged(sizes, settings, rows):
     adapters = resolve_adapters(cfg.adapter, config)
     compiled = settings.get("compiled", False)
     with compiled_quickly():
-        model = parallelize(meta_decoder(config), dims, cfg, adapters, compiled)
+        model = parallelize(
+            meta_decoder(config), dims, Computation.of(cfg, compiled), adapters, cfg.train.freeze
+        )
     allocate(model, CPU)
     start(model)
     first = of_all_stages(dict(model.named_parameters()))
@@ -310,7 +308,7 @@ def imported(folder):
     dist.init_process_group("gloo")
     cfg = pipelined(layout(), 8)
     dims = Dims(layout_of(cfg), "cpu", 60)
-    model = parallelize(meta_decoder(ModelConfig.from_hf(folder)), dims, cfg)
+    model = parallelize(meta_decoder(ModelConfig.from_hf(folder)), dims, Computation.of(cfg))
     allocate(model, CPU)
     import_weights(model, folder)
     return of_all_stages(dict(model.named_parameters()))

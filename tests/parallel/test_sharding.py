@@ -23,18 +23,17 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.models.adapters.adapters import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
-from fsdp_trainer.models.freeze import model_to_train
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.parallel import memory_check
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import Alternative, Setup
-from fsdp_trainer.parallel.parallelize import parallelize, stay_gathered
+from fsdp_trainer.parallel.parallelize import Computation, parallelize, stay_gathered
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
 
@@ -254,9 +253,9 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
 def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
     cfg, config = TrainConfig(), meta().config
     cfg.adapter = Adapter(name="lora", base="nf4", rank=4)
-    spec = resolve_adapters(cfg.adapter, config)
-    model = model_to_train(config, cfg)
-    setup = Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim(), spec)
+    resolved = ModelSetup.resolve(config, cfg.adapter, [])
+    model = resolved.model
+    setup = Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim(), resolved.adapters)
     sizes = {item.name: item.size for item in memory_check.least_memory(model, setup)}
     blocks = [p for name, p in meta().named_parameters() if "proj" in name]
     four_bits = sum(4.25 / 8 * p.numel() for p in blocks) / 2
@@ -280,13 +279,13 @@ def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
     dist.init_process_group("gloo")
     cfg, cpu = TrainConfig(sharding=sharding), torch.device("cpu")
     dims = Dims(Layout(sharding, dist.get_world_size(), Batch()), "cpu", 60)
-    model = parallelize(meta(**sizes), dims, cfg)
+    model = parallelize(meta(**sizes), dims, Computation.of(cfg))
     allocate(model, cpu)
     draw_weights(model, 0)
     block = model.model.layers["0"]
     sharded = set(block.parameters())  # FSDP2 replaces them by others while they are gathered
     free_memory = inject.around("free_memory", lambda *_: free)
-    with free_memory, torch.no_grad(), stay_gathered(model, cfg, cpu):
+    with free_memory, torch.no_grad(), stay_gathered(model, sharding, cfg.precision, cpu):
         model(two_documents(), CrossEntropy(torch.ones(LENGTH)))
         return sharded.isdisjoint(block.parameters())
 
@@ -317,7 +316,7 @@ def test_adapters_are_suggested_where_they_would_fit():
     config, cpu = meta().config, torch.device("cpu")
     cfg = TrainConfig()
     cfg.adapter = Adapter(name="lora", rank=1)
-    lora = Alternative("adapter=lora", model_to_train(config, cfg), None)
+    lora = Alternative("adapter=lora", ModelSetup.resolve(config, cfg.adapter, []).model, None)
     setup = Setup(Layout(Sharding(), 1, Batch()), Precision(), Optim())
     full, smallest = (
         sum(item.size for item in memory_check.least_memory(model, setup))

@@ -23,11 +23,7 @@ from torch.distributed.tensor import DTensor
 from world import read_lines
 
 from fsdp_trainer.checkpoint.formats.huggingface import import_weights
-from fsdp_trainer.models.adapters.adapters import (
-    four_bit_weights,
-    initialize_magnitudes,
-    resolve_adapters,
-)
+from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.attention import LAYOUTS as LAYOUTS_OF_ROWS
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
@@ -36,8 +32,8 @@ from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.parallel import activation_offload, convert
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.materialize import allocate, initialize_magnitudes
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.tensor import sharded_form
 from fsdp_trainer.training.weights import draw_weights
 
@@ -107,7 +103,13 @@ def built(config, settings):
     model = meta_decoder(config)
     adapters = resolve_adapters(cfg.adapter, config)
     with compiled_quickly():
-        model = parallelize(model, dims, cfg, adapters, settings.get("compiled", False))
+        model = parallelize(
+            model,
+            dims,
+            Computation.of(cfg, settings.get("compiled", False)),
+            adapters,
+            cfg.train.freeze,
+        )
     allocate(model, torch.device("cpu"))
     return model, dims
 

@@ -292,9 +292,9 @@ def test_a_process_that_was_refused_a_folder_does_not_keep_it_locked(tmp_path):
         checkpoint=SimpleNamespace(resume="never"), run=SimpleNamespace(overwrite=False)
     )
     with pytest.raises(UserError) as refused:
-        RunLock([]).acquire(cfg, tmp_path)
+        RunLock([]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path)
     cfg.run.overwrite = True
-    RunLock([]).acquire(cfg, tmp_path).close()
+    RunLock([]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path).close()
     assert "holds an earlier run" in str(refused.value)
 
 

@@ -31,6 +31,7 @@ from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.launch.facts import (
     CLOCK_SECONDS,
     Check,
+    changed_keys,
     clocks,
     facts_of,
     flops,
@@ -129,7 +130,7 @@ def host_facts(cfg: DoctorConfig, world: World) -> HostFacts:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     facts = HostFacts(
-        **vars(facts_of(cfg, world, alone=True)),
+        **vars(facts_of(changed_keys(cfg), world, alone=True)),
         memory=host_bytes({}),
         cores=cores,
         threads=torch.get_num_threads(),

@@ -177,7 +177,7 @@ def space(cfg: DoctorConfig, run: Path) -> Iterator[Check]:
     text = f"\n{short(parameters)} parameters × {size / parameters:.3g} B"
     if not config.vocab_size:
         text += ", without the embedding: no tokenizer is configured"
-    for check in room(cfg, run, size):
+    for check in room(run, size, cfg.checkpoint.keep):
         check.text += text
         yield check
 

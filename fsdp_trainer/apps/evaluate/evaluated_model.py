@@ -11,7 +11,7 @@ from fsdp_trainer.checkpoint.store import damage_anywhere
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import find_checkpoint
-from fsdp_trainer.config.schema import Precision, TrainConfig
+from fsdp_trainer.config.schema import Batch, Precision, Sharding
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Scorer, sharded_shares
@@ -19,7 +19,7 @@ from fsdp_trainer.models.decoder import meta_decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import free_bytes
-from fsdp_trainer.parallel.parallelize import parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize
 
 ROOM = 0.8
 """Share of the free memory that a complete model may take."""
@@ -55,10 +55,10 @@ def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     checkpoint = find_checkpoint(source)
     if checkpoint and (problems := damage_anywhere(checkpoint)):
         raise UserError(f"the checkpoint {checkpoint} is damaged", problems)
-    training = TrainConfig(precision=Precision(cfg.dtype, cfg.dtype, cfg.dtype))
-    layout = Layout(training.sharding, dist.get_world_size(), training.batch)
+    computation = Computation(Sharding(), Precision(cfg.dtype, cfg.dtype, cfg.dtype))
+    layout = Layout(computation.sharding, dist.get_world_size(), Batch())
     dims = Dims(layout, device.type, parse_duration(cfg.launch.timeout))
-    model = parallelize(meta_decoder(model_config(source)), dims, training)
+    model = parallelize(meta_decoder(model_config(source)), dims, computation)
     allocate(model, device)
     model.eval().requires_grad_(False)
     read_into(model, source)

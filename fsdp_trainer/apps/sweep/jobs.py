@@ -61,11 +61,11 @@ class JobProgress:
         self.last = lines[-1] if lines else self.last
         return lines
 
-    def summary(self, cfg: TrainConfig) -> str:
+    def summary(self, steps: int | None) -> str:
         """Return step and loss, and the time to the last step if the number of steps is known."""
         if not self.last:
             return "starts"
-        step, steps, seconds = self.last["step"], cfg.train.steps, self.last.get("step_seconds")
+        step, seconds = self.last["step"], self.last.get("step_seconds")
         eta = f"  eta {duration((steps - step) * seconds)}" if steps and seconds else ""
         loss = "not finite" if self.last["loss"] is None else f"{self.last['loss']:.4f}"
         return f"step {step:,}{f'/{steps:,}' if steps else ''}  loss {loss}{eta}"
@@ -81,11 +81,9 @@ class Board:
         self._live: Any = None
         self._printed_at, self._shown = time.monotonic(), ""
 
-    def show(self, jobs: dict[str, tuple[TrainConfig, JobProgress]]) -> None:
-        """Show the progress of the jobs. jobs: configuration and progress by title."""
-        text = "\n".join(
-            f"{name}  {progress.summary(cfg)}" for name, (cfg, progress) in jobs.items()
-        )
+    def show(self, jobs: dict[str, str]) -> None:
+        """Show the progress of the jobs. jobs: a summary of each by title."""
+        text = "\n".join(f"{title}  {summary}" for title, summary in jobs.items())
         if text == self._shown:
             return
         if sys.stdout.isatty():

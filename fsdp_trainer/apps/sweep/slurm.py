@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base.process import PARENT, SIGNALS, STOPPED
-from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.schema import Launch, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU, Slurm
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.observe.records import replace
@@ -36,7 +36,7 @@ class OnSlurm:
     Jobs that an earlier command of the same sweep submitted are found again.
     """
 
-    def __init__(self, settings: Slurm, cfg: TrainConfig):
+    def __init__(self, settings: Slurm, cfg: Launch):
         """Prepare to submit jobs. Raises UserError if Slurm is not installed."""
         if not settings.dry_run and not (shutil.which("sbatch") and shutil.which("srun")):
             reason = (
@@ -59,14 +59,14 @@ class OnSlurm:
         """Return the configured memory in GiB; None if it is not set."""
         return self.settings.memory_gib
 
-    def world(self, cfg: TrainConfig) -> int:
+    def world(self, cfg: Launch) -> int:
         """Return the number of ranks of a job."""
-        each = cfg.launch.nproc_per_node
+        each = cfg.nproc_per_node
         return self.settings.nodes * (
             max(1, self.settings.gpus_per_node) if each == "auto" else each
         )
 
-    def has_room(self, cfg: TrainConfig) -> bool:
+    def has_room(self, cfg: Launch) -> bool:
         """Return True if fewer jobs than allowed are queued or running."""
         self.running = [job for job in self.running if job.poll() is None]
         return len(self.running) < self.at_once

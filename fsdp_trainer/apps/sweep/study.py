@@ -20,7 +20,6 @@ from optuna.trial import Trial, TrialState
 
 from fsdp_trainer.apps.sweep.jobs import Job, job_id
 from fsdp_trainer.config.composing.sweep_overrides import Space
-from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.sweep_keys import Optuna
 from fsdp_trainer.errors import Problem, UserError
 
@@ -121,14 +120,14 @@ class Study:
                 trial.set_user_attr("reason", job.reason)
                 self.study.tell(trial, state=ended[job.state])
 
-    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
+    def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
         """Report the metrics in `lines` to the pruner. Returns True if the job must end early."""
         trial, reported = self._open[job.job][0], False
         if job.job not in self._last_step:
             self._last_step[job.job] = max(
                 self.study._storage.get_trial(trial._trial_id).intermediate_values, default=0
             )
-        for step, value in self._values(job.job, cfg, lines):
+        for step, value in self._values(job.job, validates, lines):
             trial.report(value, step)
             reported = True
         return reported and trial.should_prune()
@@ -148,13 +147,12 @@ class Study:
         ]
 
     def _values(
-        self, job: str, cfg: TrainConfig, lines: list[dict[str, Any]]
+        self, job: str, validates: bool, lines: list[dict[str, Any]]
     ) -> Iterator[tuple[int, float]]:
         """Yield (step, value) at the same steps in every job.
 
         The values are validation losses, or means of another metric over `prune_every` steps.
         """
-        validates = cfg.data.validation is not None and cfg.train.validate_every is not None
         name = self.settings.metric or ("validation_loss" if validates else "loss")
         for line in lines:
             value = line.get(name)

@@ -107,8 +107,11 @@ class JobSearch(Protocol):
     def tell(self, job: Job) -> None:
         """Record how a job ended."""
 
-    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
-        """Return True if a job must end early. lines: the new lines of its metrics."""
+    def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
+        """Return True if a job must end early.
+
+        validates: True if it computes a validation loss; lines: the new lines of its metrics.
+        """
 
 
 class FixedJobs:
@@ -125,7 +128,7 @@ class FixedJobs:
     def tell(self, job: Job) -> None:
         """Do nothing: no job depends on another."""
 
-    def prunes(self, job: Job, cfg: TrainConfig, lines: list[dict[str, Any]]) -> bool:
+    def prunes(self, job: Job, validates: bool, lines: list[dict[str, Any]]) -> bool:
         """Return False: no job ends early."""
         return False
 
@@ -144,6 +147,15 @@ class RunningJob:
     began: float
     last_read: float = 0.0
     pruned: bool = False
+
+    @property
+    def validates(self) -> bool:
+        """True if the job computes a validation loss."""
+        return self.cfg.data.validation is not None and self.cfg.train.validate_every is not None
+
+    def summary(self) -> str:
+        """Return step and loss, and the time to the last step if the number of steps is known."""
+        return self.progress.summary(self.cfg.train.steps)
 
 
 class Jobs:
@@ -249,7 +261,7 @@ class Jobs:
         if self._place and self._place.at_once > 1:
             titles = self._titles()
             running = self._running.items()
-            self._board.show({titles[id]: (job.cfg, job.progress) for id, job in running})
+            self._board.show({titles[id]: job.summary() for id, job in running})
 
     def _read_metrics(self, job: Job, started: RunningJob, search: JobSearch, ended: bool) -> None:
         """Read new lines of a job's metrics each second and at its end, and stop it if pruned."""
@@ -257,7 +269,7 @@ class Jobs:
         if now - started.last_read <= READ_SECONDS and not ended:
             return
         started.last_read = now
-        prune = search.prunes(job, started.cfg, started.progress.lines())
+        prune = search.prunes(job, started.validates, started.progress.lines())
         if prune and not ended and not started.pruned:
             started.pruned = True
             started.handle.signal(signal.SIGTERM)
@@ -343,7 +355,9 @@ class Jobs:
                 "Leave it out; over several nodes each:  hydra/launcher=slurm"
             )
             raise UserError("the sweep cannot be started", [Problem("launch.hosts", reason)])
-        self._place = self._place or PLACES[self.line.launcher](self.line.launcher_settings, cfg)
+        self._place = self._place or PLACES[self.line.launcher](
+            self.line.launcher_settings, cfg.launch
+        )
         self._words[job.job], self._configurations[job.job] = words, cfg
         problem = does_not_fit(cfg, self._place)
         if problem:
@@ -378,7 +392,7 @@ class Jobs:
         cfg = self._configurations.get(id)
         if cfg is None or not self._place or self._nothing_to_do(id):
             return True
-        return self._place.has_room(cfg) and not self.received
+        return self._place.has_room(cfg.launch) and not self.received
 
     def _nothing_to_do(self, id: str) -> str:
         """Return the reason why a job need not be started; "" if it must be."""
@@ -464,7 +478,7 @@ def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
 
     Uses the estimate of `plan`. Returns None also if the available memory is unknown.
     """
-    limit, world = place.memory_gib(), place.world(cfg)
+    limit, world = place.memory_gib(), place.world(cfg.launch)
     if limit is None:
         return None
     # imported here because they import torch, which a sweep without a memory limit does not need

@@ -34,14 +34,14 @@ class Place(Protocol):
     at_once: int
     """Maximum number of jobs at the same time. If it is 1, a job prints to the sweep's output."""
 
-    def world(self, cfg: TrainConfig) -> int:
-        """Return the number of ranks of a job with this configuration."""
+    def world(self, cfg: Launch) -> int:
+        """Return the number of ranks of a job that is started like this."""
 
     def memory_gib(self) -> float | None:
         """Return the memory in GiB that a rank may use on its device; None if it is unknown."""
 
-    def has_room(self, cfg: TrainConfig) -> bool:
-        """Return True if another job with this configuration can be started now."""
+    def has_room(self, cfg: Launch) -> bool:
+        """Return True if another job like this can be started now."""
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> JobHandle:
         """Start a training.
@@ -54,21 +54,21 @@ class Place(Protocol):
 class OnThisNode:
     """hydra/launcher=local: each job is a process on this node with its own devices."""
 
-    def __init__(self, settings: Local, cfg: TrainConfig):
+    def __init__(self, settings: Local, cfg: Launch):
         """Find the devices. Raises UserError for jobs of several nodes.
 
-        cfg: configuration of a job. It determines the devices, and how many jobs share them unless
+        cfg: of a job. It determines the devices, and how many jobs share them unless
         `settings.jobs` is set.
         """
-        if cfg.launch.nodes > 1:
+        if cfg.nodes > 1:
             reason = (
                 "jobs run on this node. Over several nodes each:"
-                f"  hydra/launcher=slurm hydra.launcher.nodes={cfg.launch.nodes}"
+                f"  hydra/launcher=slurm hydra.launcher.nodes={cfg.nodes}"
             )
-            problem = Problem(f"launch.nodes={cfg.launch.nodes}", reason)
+            problem = Problem(f"launch.nodes={cfg.nodes}", reason)
             raise UserError("the sweep cannot be started", [problem])
-        self.devices = devices(cfg.launch)
-        possible = len(self.devices) // ranks_to_start(cfg.launch) if self.devices else 1
+        self.devices = devices(cfg)
+        possible = len(self.devices) // ranks_to_start(cfg) if self.devices else 1
         self.at_once = settings.jobs or max(1, possible)
         self.settings, self.running = settings, list[LocalJob]()
 
@@ -80,11 +80,11 @@ class OnThisNode:
 
         return torch.cuda.get_device_properties(0).total_memory / 2**30
 
-    def world(self, cfg: TrainConfig) -> int:
-        """Return the number of ranks of a job; with `auto` its share of the devices."""
-        if cfg.launch.nproc_per_node == "auto":
+    def world(self, cfg: Launch) -> int:
+        """Return the number of ranks of a job; with `auto` its part of the devices."""
+        if cfg.nproc_per_node == "auto":
             return max(1, len(self.devices) // self.at_once)
-        return cfg.launch.nproc_per_node
+        return cfg.nproc_per_node
 
     def free(self) -> list[str]:
         """Return the devices that no job uses."""
@@ -92,7 +92,7 @@ class OnThisNode:
         used = {device for process in self.running for device in process.devices}
         return [device for device in self.devices if device not in used]
 
-    def has_room(self, cfg: TrainConfig) -> bool:
+    def has_room(self, cfg: Launch) -> bool:
         """Return True if a job can start.
 
         True while no other job runs, even with too few devices: the job itself then reports that.
@@ -104,7 +104,7 @@ class OnThisNode:
 
     def start(self, cfg: TrainConfig, words: list[str], output: Path) -> "LocalJob":
         """Start a process that trains, or that starts ranks."""
-        ranks = self.world(cfg)
+        ranks = self.world(cfg.launch)
         own_devices = self.free()[:ranks]
         env = os.environ | {PARENT: str(os.getpid())}
         for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -157,4 +157,4 @@ def devices(cfg: Launch) -> list[str]:
     )
 
 
-PLACES: dict[str, Callable[[Any, TrainConfig], Place]] = {"local": OnThisNode, "slurm": OnSlurm}
+PLACES: dict[str, Callable[[Any, Launch], Place]] = {"local": OnThisNode, "slurm": OnSlurm}

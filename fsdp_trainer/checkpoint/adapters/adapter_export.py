@@ -37,7 +37,7 @@ from fsdp_trainer.checkpoint.origin import ORIGIN, origin, read_origin
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, MANIFEST
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, AdapterSpec, B
-from fsdp_trainer.models.adapters.adapters import model_layout
+from fsdp_trainer.models.adapters.adapter_targets import model_layout
 from fsdp_trainer.models.adapters.peft_config import FUSED_RANKS, PREFIX, WEIGHTS_FILE
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS
 from fsdp_trainer.models.adapters.peft_names import EMBEDDING, HEAD, ModelNames, Part

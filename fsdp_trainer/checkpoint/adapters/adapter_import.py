@@ -10,7 +10,8 @@ from fsdp_trainer.checkpoint.formats.huggingface import DTYPES, read_header, sta
 from fsdp_trainer.checkpoint.formats.tensor_files import HuggingFaceTensor, TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
-from fsdp_trainer.models.adapters.adapters import add_adapters, model_layout
+from fsdp_trainer.models.adapters.adapter_targets import model_layout
+from fsdp_trainer.models.adapters.adapters import add_adapters
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE, plain_name, read_folder
 from fsdp_trainer.models.adapters.peft_experts import SeparateTensors, StackedRows, StackedTensor
 from fsdp_trainer.models.adapters.peft_names import Source, resolve

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.config.schema import Adapter, Precision
 from fsdp_trainer.models.families import is_stacked
 
 ALL_TARGETS = ("all", "all-linear")
@@ -11,6 +12,9 @@ A = "lora_A"
 B = "lora_B"
 MAGNITUDE = "lora_magnitude_vector"
 """PEFT's names: matrices A [rank, in] and B [out, rank], DoRA's magnitude of each row [out]."""
+NF4 = "nf4"
+BASE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""Number format of frozen weights by adapter.base; precision.param_dtype for other values."""
 
 
 @dataclass(frozen=True)
@@ -70,3 +74,9 @@ def adapter_name(layer: str, tensor: str) -> str:
         experts, _, matrix = layer.rpartition(".")
         return f"{experts}.{tensor}.{matrix}"
     return f"{layer}.{tensor}" if tensor == MAGNITUDE else f"{layer}.{tensor}.weight"
+
+
+def frozen_dtype(precision: Precision, adapters: AdapterSpec | Adapter | None) -> str:
+    """Return the torch name of the number format of frozen weights that are not in 4 bits."""
+    base = adapters.base if adapters else "auto"
+    return BASE_DTYPES.get(base, precision.param_dtype)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.errors import Problem, UserError
 
 IMPORTS = "FSDP_TRAINER_IMPORT"
@@ -70,8 +71,8 @@ METRICS: dict[str, Callable[[], Any]] = {}
 OBJECTIVES: dict[str, Callable[..., Any]] = {}
 REWARDS: dict[str, Callable[..., list[float]]] = {}
 BUILT_IN = {
-    "objective": ("sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "grpo", "distil"),
-    "metric": ("loss", "objective", "loss_by_source", "pairs", "rollouts"),
+    "objective": tuple(METHODS),
+    "metric": ("loss", "objective", "loss_by_source", "method"),
     "reward": ("exact", "number", "regex", "length", "code", "http", "model"),
 }
 """Names of the program's own extensions, which a user's cannot have."""
@@ -133,6 +134,11 @@ def import_modules(names: Sequence[str]) -> None:
             )
             problem = Problem(f"--import {name}", text)
             raise UserError("a module cannot be imported", [problem]) from error
+
+
+def registered_by_user(choice: ObjectiveChoice) -> Callable[..., Any] | None:
+    """Return the user's own objective; None if the chosen one is built in."""
+    return OBJECTIVES.get(choice.name)
 
 
 def objective_names() -> list[str]:

@@ -11,8 +11,8 @@ from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import absent, choice_meant
-from fsdp_trainer.config.schema import default_of
 from fsdp_trainer.errors import Problem, UserError
 
 KINDS = {
@@ -58,20 +58,6 @@ class Report:
         if self.problems:
             count = "a problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
             raise UserError(f"{count} in the configuration", self.problems)
-
-
-def unused_keys(
-    report: Report, group: str, chosen: str, users: Mapping[str, tuple[str, ...]]
-) -> Violations:
-    """Yield the typed keys of a group that its chosen option does not use.
-
-    users: for keys that only some options use, by name, these options.
-    """
-    for name, options in users.items():
-        key = f"{group}.{name}"
-        if key in report.typed and chosen not in options:
-            ways = "  or  ".join(f"{group}={option}" for option in options)
-            yield key, f"only counts with  {ways}"
 
 
 def value_of(cfg: Any, key: str) -> Any:

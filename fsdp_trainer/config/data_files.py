@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from fsdp_trainer.config.schema import FORMATS, key
+from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.schema import FORMATS
 
 JSON, TEXT, CSV, ARROW = (
     (".json", ".jsonl", ".ndjson"),

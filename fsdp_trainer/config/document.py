@@ -19,8 +19,9 @@ from omegaconf import OmegaConf
 from fsdp_trainer.config.check import as_text, describe, flatten, limits
 from fsdp_trainer.config.composing.compose import CONF, compose_with_report, find_file, options
 from fsdp_trainer.config.composing.overrides import why_unknown
+from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.names import KnownName, known_elsewhere, synonyms_of
-from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig, default_of
+from fsdp_trainer.config.schema import GROUPS, SELECTORS, TrainConfig
 from fsdp_trainer.config.verbs import (
     PRIMARY,
     ConfigConfig,

@@ -24,7 +24,6 @@ from fsdp_trainer.config.paths import (
     run_folder,
     tokenizer_folder,
 )
-from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
     ChainConfig,
@@ -209,9 +208,10 @@ def _check_frozen_model(cfg: TrainConfig, report: Report) -> None:
 
     A resume needs it too, because checkpoints do not hold its weights.
     """
-    named = frozen_source(cfg)
-    if named and named[1] not in REFERENCES and not is_hub_id(named[1]):
-        _check_weights(*named, report)
+    second = cfg.second_model
+    if not second or not second.is_separate or second.is_start or is_hub_id(second.source):
+        return
+    _check_weights(second.key, second.source, report)
 
 
 def _check_weights(key: str, path: str, report: Report) -> None:

@@ -6,37 +6,11 @@ in `docs/configuration.md` too. This file imports nothing heavy, so that mistake
 before torch is imported.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# fmt: off  (a key is a line)
-
-
-def key(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple = (),
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-) -> Any:
-    """Return the dataclass field of a documented key.
-
-    `minimum` and `maximum` are inclusive, `above` is not. For a list, bounds and choices hold for
-    each element.
-    """
-    metadata = {
-        "text": text,
-        "choices": choices,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-    }
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
+from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel, second_model
 
 FORMATS = (
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "tokens",
@@ -46,11 +20,6 @@ FORMATS = (
 CORE_FILES = ("core.yaml", "eval_data", "eval_meta_data.csv")
 """Files that the folder of core_data must contain."""
 NEEDS_NCCL = "is memory of NCCL's, which GPUs communicate by; gloo on a CPU has none"
-
-
-def default_of(f: Any) -> Any:
-    """Return the default of a dataclass field, whether it is a value or a factory."""
-    return f.default if f.default is not MISSING else f.default_factory()
 
 
 @dataclass
@@ -613,6 +582,15 @@ class Adapter:
         " alpha, scaling and targets",
     )
 
+    @property
+    def has_base(self) -> bool:
+        """True if the model without its adapters is the one that the run begins with.
+
+        It is another one with DoRA's magnitudes, with modules in `also`, and with adapters that the
+        run begins with: switching the adapters off does not undo them.
+        """
+        return self.name == "lora" and not (self.also or self.init_from)
+
 
 COMPARED_GROUPS = (
     "model",
@@ -626,150 +604,6 @@ COMPARED_GROUPS = (
     "schedule",
 )
 """Groups of keys that define the training; a resume may change only keys in allow_changes."""
-PAIRED = ("dpo", "ipo", "simpo", "orpo", "reward")
-"""Objectives that compare the two answers of a preference pair."""
-SCORED = ("reward",)
-"""Objectives among PAIRED that train a model which scores an answer with one number."""
-UNPAIRED = ("kto",)
-"""Objectives that train on single answers labelled good or bad."""
-REFERENCED = ("dpo", "ipo", "kto")
-"""Objectives that compare the model with a reference."""
-PROMPTED = ("grpo",)
-"""Objectives that train on the model's own answers to prompts."""
-DISTIL = "distil"
-"""The objective that trains a model to imitate a teacher."""
-
-
-@dataclass
-class ObjectiveChoice:
-    """The objective: the loss that is minimised."""
-
-    name: str = key(
-        "sft",
-        "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
-        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `reward`: a reward"
-        " model, of pairs; `grpo`: the model's own answers to prompts, by their rewards; `distil`:"
-        " of a teacher's probabilities; or one that your own code registers (--import)",
-    )
-    beta: float = key(
-        0.1,
-        "of pairs, kto: how much a difference between log-probabilities counts; dpo, ipo and kto"
-        " stay nearer to the reference with a higher one",
-        above=0,
-    )
-    label_smoothing: float = key(
-        0.0,
-        "dpo, simpo: the share of pairs whose answers are taken to be exchanged",
-        minimum=0,
-        maximum=0.5,
-    )
-    sft_weight: float = key(
-        0.0,
-        "of pairs: adds so many times the chosen answer's mean loss of a token",
-        minimum=0,
-    )
-    gamma: float = key(0.0, "simpo: the margin by which the chosen answer must be ahead", minimum=0)
-    center_weight: float = key(
-        0.0,
-        "reward: adds so many times the square of the sum of a pair's scores, which draws scores"
-        " to 0",
-        minimum=0,
-    )
-    desirable_weight: float = key(1.0, "kto: the weight of good answers", minimum=0)
-    undesirable_weight: float = key(1.0, "kto: the weight of bad answers", minimum=0)
-    reference: str = key(
-        "start",
-        "dpo, ipo, kto, grpo with kl: the model to stay near to. `start`: the one that the run"
-        " begins with; a run or a Hugging Face folder, for grpo of any size and family with the"
-        " same vocabulary, else of the same shape; `none`: none",
-    )
-    rewards: list[str | dict[str, Any]] = key(
-        [],
-        "what scores answers: a list of exact, number, regex, length, code, http, model or your"
-        " own (--import), each a name or a mapping with its settings, as"
-        " [number, {name: length, max: 512}]",
-    )
-    samples: int = key(
-        8, "grpo: answers to each prompt, which are compared with each other", minimum=2
-    )
-    max_new_tokens: int = key(256, "grpo: tokens of an answer, at most", minimum=1)
-    temperature: float = key(
-        1.0,
-        "grpo: divides the logits in sampling, and in training too; distil: divides both models'"
-        " logits before they are compared",
-        above=0,
-    )
-    answer_rows: int = key(64, "grpo: answers that a rank generates at the same time", minimum=1)
-    weighting: str = key(
-        "dapo",
-        "grpo: `dapo`: all tokens of a step count equally; `grpo`: all answers, whatever their"
-        " length; `dr_grpo`: tokens equally, divided by the maximum length of an answer, and"
-        " rewards are not divided by their deviation",
-        choices=("dapo", "grpo", "dr_grpo"),
-    )
-    clip_low: float = key(
-        0.2, "grpo: a token stops counting once its probability has fallen by this share", minimum=0
-    )
-    clip_high: float = key(0.2, "grpo: the same where it has risen; DAPO: 0.28", minimum=0)
-    kl: float = key(
-        0.0, "grpo: weight of the divergence from objective.reference; 0: there is none", minimum=0
-    )
-    updates: int = key(
-        1,
-        "grpo: optimizer steps that learn from answers made at the same time, each from prompts of"
-        " its own",
-        minimum=1,
-    )
-    importance_cap: float = key(
-        2.0,
-        "grpo: the most that a token counts for being likelier here than where it was sampled",
-        minimum=1,
-    )
-    mask_truncated: bool = key(
-        False, "grpo: learn nothing from answers that max_new_tokens has cut"
-    )
-    teacher: str | None = key(
-        None,
-        "distil: the model to learn from: a Hugging Face folder or hub id, a run, a checkpoint, or"
-        " an adapter of PEFT's; of any size and family with the same vocabulary",
-    )
-    share: float = key(
-        0.5,
-        "distil: how much of the loss is the divergence from the teacher, times temperature²; the"
-        " rest is the loss of the data's own tokens",
-        minimum=0,
-        maximum=1,
-    )
-    divergence: str = key(
-        "forward",
-        "distil: `forward`: KL(teacher ‖ student), which covers all that the teacher says;"
-        " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
-        choices=("forward", "reverse"),
-    )
-    top_k: int | None = key(
-        None,
-        "distil: how many of the teacher's likeliest tokens are stored next to the token store, for"
-        " each supervised token, before the first step; then no teacher is in memory, and the"
-        " probability of all other tokens is divided as the student does; null: the teacher is in"
-        " memory",
-        minimum=1,
-    )
-    server: str | None = key(
-        None,
-        "grpo: the address of a vLLM server that answers prompts, as http://localhost:8000; null:"
-        " the model answers on the training ranks",
-    )
-    server_folder: str | None = key(
-        None,
-        "the folder that the server reads weights from: with adapter=lora one for adapters, null:"
-        " the run's; else the model's own, that the server was started with",
-    )
-    max_staleness: int = key(
-        0,
-        "optimizer steps that the server's weights may be behind when it answers; more are sent"
-        " less often",
-        minimum=0,
-    )
 
 
 @dataclass
@@ -872,18 +706,25 @@ class ActivationCheckpoint:
         " cheapest",
         choices=("none", "full", "selective", "budget"),
     )
-    every: int = key(1, "full and selective: only every n-th block is computed again", minimum=1)
+    every: int = key(
+        1,
+        "full and selective: only every n-th block is computed again",
+        minimum=1,
+        used_by=("full", "selective"),
+    )
     save: list[str] = key(
         ["attention", "second_matmul"],
         "selective: results that are kept; second_matmul keeps every second matrix product of"
         " a block",
         choices=("attention", "matmul", "second_matmul"),
+        used_by=("selective",),
     )
     budget: float = key(
         0.5,
         "budget: share of the activations that a compiled block keeps; 0 is like full, 1 like none",
         minimum=0,
         maximum=1,
+        used_by=("budget",),
     )
     offload: bool = key(
         False,
@@ -963,6 +804,7 @@ class Optim:
         " parameters and a wait for the device each step; `auto`: fused, or this program's"
         " own where torch lacks the number formats",
         choices=("auto", "fused", "foreach"),
+        used_by=("adamw", "muon"),
     )
     state_dtype: str | None = key(
         None,
@@ -984,34 +826,49 @@ class Optim:
         " stored",
         minimum=0,
         maximum=1,
+        used_by=("adamw", "muon", "lion", "lamb"),
     )
-    eps: float = key(1e-8, "added to the root of the mean square", above=0)
+    eps: float = key(
+        1e-8, "added to the root of the mean square", above=0, used_by=("adamw", "muon", "lamb")
+    )
     momentum: float = key(
-        0.95, "muon, sgd: decay of the running sum of gradients", minimum=0, maximum=1
+        0.95,
+        "muon, sgd: decay of the running sum of gradients",
+        minimum=0,
+        maximum=1,
+        used_by=("muon", "sgd"),
     )
-    nesterov: bool = key(True, "muon, sgd: look ahead by the gradient of this step")
+    nesterov: bool = key(
+        True, "muon, sgd: look ahead by the gradient of this step", used_by=("muon", "sgd")
+    )
     ns_steps: int = key(
-        5, "muon: steps of Newton-Schulz, which makes updates orthogonal", minimum=1
+        5,
+        "muon: steps of Newton-Schulz, which makes updates orthogonal",
+        minimum=1,
+        used_by=("muon",),
     )
     ns_dtype: str = key(
         "bfloat16",
         "muon: number format of Newton-Schulz and of the messages to and from the rank that"
         " computes it; in `float32` weights do not depend on the number of ranks",
         choices=("bfloat16", "float32"),
+        used_by=("muon",),
     )
     normuon: bool = key(
         False,
         "muon: divide each row of an orthogonal update by the root of its running mean square"
         " (NorMuon), so that all neurons move as far",
+        used_by=("muon",),
     )
     normuon_beta: float = key(
-        0.95, "NorMuon: decay of that running mean square", minimum=0, maximum=1
+        0.95, "NorMuon: decay of that running mean square", minimum=0, maximum=1, used_by=("muon",)
     )
     ns_coefficients: str = key(
         "quintic",
         "muon: polynomials of Newton-Schulz; `quintic`: Keller Jordan's, the same in each step;"
         " `polar_express`: one for each step, closer to orthogonal",
         choices=("quintic", "polar_express"),
+        used_by=("muon",),
     )
     scale: str = key(
         "adamw",
@@ -1019,6 +876,7 @@ class Optim:
         " and weight decay of AdamW (Moonlight); `keller`: √max(1, rows / columns), for an lr"
         " of about 0.02",
         choices=("adamw", "keller"),
+        used_by=("muon",),
     )
     lr_scaling: str | None = key(
         None,
@@ -1222,6 +1080,11 @@ class TrainConfig:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     logging: Logging = field(default_factory=Logging)
     launch: Launch = field(default_factory=Launch)
+
+    @property
+    def second_model(self) -> SecondModel | None:
+        """The frozen model beside the one in training; None: there is none."""
+        return second_model(self.objective, self.adapter.has_base)
 
 
 GROUPS = (

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 
 CORES_A_GPU = 12  # requested of Slurm, which may otherwise give all ranks of a node one core
 

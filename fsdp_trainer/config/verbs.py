@@ -5,7 +5,8 @@ The first line of a configuration's docstring is printed by --help.
 
 from dataclasses import dataclass, field
 
-from fsdp_trainer.config.schema import Evaluation, TrainConfig, key
+from fsdp_trainer.config.keys import key
+from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
 
 

@@ -6,16 +6,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.hub import fetch
 from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import (
-    PAIRED,
-    PROMPTED,
-    UNPAIRED,
-    Batch,
-    Data,
-    Run,
-    Tokenizer,
-    TrainConfig,
-)
+from fsdp_trainer.config.schema import Batch, Data, Run, Tokenizer, TrainConfig
 from fsdp_trainer.config.verbs import PreviewConfig
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
@@ -109,15 +100,6 @@ def cache_root(data: Data, run: Run) -> Path:
     return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 
-def kind_of_data(objective: str) -> str:
-    """Return the kind of data that an objective needs, as in `make_reader`."""
-    if objective in PAIRED:
-        return preference_records.PAIRS
-    if objective in PROMPTED:
-        return preference_records.PROMPTS
-    return preference_records.UNPAIRED if objective in UNPAIRED else preference_records.SINGLE
-
-
 def build_data(
     cfg: TrainConfig, reporter: Reporter | None = None
 ) -> tuple[TextTokenizer, Template, Prepared]:
@@ -140,7 +122,7 @@ def _build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
     template = build_template(cfg.data, tokenizer)
-    kind: str | None = kind_of_data(cfg.objective.name)
+    kind: str | None = cfg.objective.method.reads
     if isinstance(cfg, PreviewConfig) and kind != preference_records.PROMPTS:
         kind = None
     if not cfg.data.streaming:

@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import Rows
-from fsdp_trainer.methods.policy_gradient import (
-    ADVANTAGE,
-    SAMPLED,
-    advantages,
-    step_weight,
-    token_weight,
-)
 from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.training.batches import StepPlan
+
+ADVANTAGE, SAMPLED = "advantage", "sampled"
+"""Columns of packed answers: a token's advantage, and its log-probability at sampling."""
+TINY = 1e-4
+"""Added to the standard deviation of rewards before dividing by it, as in trl."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class PackedAnswers:
         """Return the number of packed rows."""
         return len(self.in_row)
 
-    def plan(self, step: int, start: int, stop: int, figures: dict[str, Any]) -> StepPlan:
+    def plan(self, step: int, start: int, stop: int, metrics: dict[str, Any]) -> StepPlan:
         """Return the plan of the step. start, stop: range of the rows of its prompts."""
         answers = [rollout.answer for rollout in self.rollouts]
         counts = [len(answer.tokens) for answer in answers]
@@ -100,7 +98,8 @@ class PackedAnswers:
             supervised=supervised,
             attention_cost=int(self.costs.sum()),
             documents=len(answers),
-            figures=figures,
+            packed=len(self),
+            metrics=metrics,
         )
 
     def attention_costs(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -136,9 +135,37 @@ class PackedAnswers:
         rows.labels[row, supervised] = answer.tokens
         weight = token_weight(self.cfg, len(answer.tokens)) if self.is_supervised[i] else 0.0
         rows.weights[row, supervised] = weight
-        assert rows.columns is not None
         rows.columns[ADVANTAGE][row, supervised] = self.advantages[i]
         rows.columns[SAMPLED][row, supervised] = answer.log_probabilities
+
+
+# --- weights and advantages -----------------------------------------------------------------------
+
+
+def token_weight(cfg: ObjectiveChoice, tokens: int) -> float:
+    """Return the weight of each token of an answer, before division by `step_weight`.
+
+    tokens: length of the answer.
+    """
+    by_answer = {"dapo": 1.0, "grpo": 1.0 / tokens, "dr_grpo": 1.0 / cfg.max_new_tokens}
+    return by_answer[cfg.weighting]
+
+
+def step_weight(cfg: ObjectiveChoice, tokens: int, answers: int) -> float:
+    """Return the divisor of the weights of a step's tokens. tokens: number of supervised tokens."""
+    return float(tokens if cfg.weighting == "dapo" else answers)
+
+
+def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
+    """Return the advantage of each answer over those to the same prompt, [prompts, samples].
+
+    rewards: [prompts, samples] float64. The difference from the mean is divided by the standard
+    deviation, except for Dr. GRPO (Liu et al. 2025).
+    """
+    centred = rewards - rewards.mean(1, keepdims=True)
+    if cfg.weighting == "dr_grpo":
+        return centred
+    return centred / (rewards.std(1, ddof=1, keepdims=True) + TINY)
 
 
 # --- answers in a checkpoint ----------------------------------------------------------------------

@@ -1,10 +1,32 @@
-"""The loss of a student trained on data and on a teacher's probabilities (Hinton et al. 2015)."""
+"""Training on data and on a teacher's probabilities (Hinton et al. 2015)."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from fsdp_trainer.models.head import Scores
+from fsdp_trainer.methods.method import Method, StepParts
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
+from fsdp_trainer.methods.teacher import (
+    Teacher,
+    record_of_lists,
+    share_teacher,
+    with_teacher,
+)
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
+from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.training.batches import BatchOptions
+from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward
 
 
 @dataclass(frozen=True)
@@ -28,3 +50,122 @@ class Distillation:
         of_teacher = self.share * self.temperature**2 * scores.divergence
         losses = of_teacher - (1 - self.share) * scores.log_probability
         return (losses * self.weights[tokens]).sum()
+
+
+class SoftTeacher(Protocol):
+    """A provider of a teacher's probabilities: the teacher in memory, or its stored lists."""
+
+    def reading(self, batch: MicroBatch) -> AbstractContextManager[MicroBatch]:
+        """Return a context manager for the batch with soft targets, valid inside. Collective."""
+
+
+@dataclass(kw_only=True)
+class DistilForwardBackward(ForwardBackward):
+    """Runs micro-batches with a teacher. The reported loss is the cross-entropy on the data."""
+
+    teacher: SoftTeacher
+
+    def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
+        """Run the teacher, then the student, whose head compares the two. See ForwardBackward."""
+        with self.teacher.reading(batch) as with_soft_targets:
+            return self.model(with_soft_targets, objective)
+
+
+class TeacherMetrics:
+    """The divergence between teacher and student, and the teacher's loss on the same targets.
+
+    Sums: Σ weight, Σ weight · divergence, Σ weight · the teacher's negative log-likelihood.
+    """
+
+    keys: tuple[str, ...] = ("kl", "teacher_loss")
+    size = 3
+    of_tokens = True
+
+    def part(self, result: MicroBatchResult) -> Tensor:
+        """Return [3] float64."""
+        scores, weights = result.scores, result.batch.weights.double()
+        assert scores.divergence is not None
+        assert scores.teacher_log_probability is not None
+        values = torch.stack(
+            [torch.ones_like(weights), scores.divergence, -scores.teacher_log_probability]
+        )
+        return (values * weights).sum(1)
+
+    def written(self, sums: list[float]) -> dict[str, Any]:
+        """Return both means, without entries if the step has no weight."""
+        weight, *totals = sums
+        means = [total / weight for total in totals] if weight else []
+        return {key: finite_or_none(mean) for key, mean in zip(self.keys, means, strict=False)}
+
+
+class DistillationMethod(Method):
+    """Training with a teacher, which is in memory or has stored lists of its likeliest tokens."""
+
+    def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
+        files = setup.inputs.teacher_files
+        column = self._column(setup, rows) if files else None
+        if files and column:
+            Teacher.require_same(setup.cfg.second_model, checkpoint, record_of_lists(files))
+            rows = column.prepare(files)
+        super().__init__(setup, rows, checkpoint)
+        self.teacher: Teacher | ListedTeacher = (
+            ListedTeacher(self.choice, column.vocabulary) if column else self._in_memory()
+        )
+
+    def _in_memory(self) -> Teacher:
+        """Return the teacher without weights. Collective."""
+        setup, source = self.setup, self.setup.inputs.frozen_model
+        assert source
+        _, config = with_teacher(setup.config, source, setup.cfg.sharding.tensor)
+        return share_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
+
+    def _column(self, setup: RunSetup, rows: RunRows) -> TeacherColumn:
+        """Return the column of the rows with the teacher's top-k tokens."""
+        assert setup.inputs.frozen_model
+
+        def leave_if_agreed() -> None:
+            setup.signals.sync()
+            setup.signals.raise_if_agreed()
+
+        return TeacherColumn(
+            cfg=setup.cfg,
+            rows=rows,
+            dims=setup.dims,
+            say=setup.observer.say,
+            source=setup.inputs.frozen_model,
+            student=setup.config,
+            world=setup.world,
+            progress=setup.observer.console.paced(),
+            check=leave_if_agreed,
+        )
+
+    @property
+    def architectures(self) -> list[ModelConfig]:
+        """See Method."""
+        own = [self.setup.config]
+        return [*own, self.teacher.model.config] if isinstance(self.teacher, Teacher) else own
+
+    def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
+        """See Method."""
+        if isinstance(self.teacher, Teacher):
+            digest = self.load_frozen(self.teacher)
+        else:
+            digest = record_of_lists(str(self.setup.inputs.teacher_files))
+        return self.rows, {"teacher": digest}
+
+    @property
+    def objective_differs(self) -> bool:
+        """See Method. The reported loss is that of the data alone."""
+        return True
+
+    def objective(self) -> Callable[[Tensor], Objective]:
+        """See Method."""
+        return partial(Distillation, share=self.choice.share, temperature=self.choice.temperature)
+
+    def metric(self) -> MethodMetric:
+        """See Method."""
+        return TeacherMetrics()
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        """See Method."""
+        return DistilForwardBackward(*parts, teacher=self.teacher)

@@ -1,27 +1,50 @@
-"""The policy gradient objective for sampled answers.
+"""Training on the model's own answers, by their rewards: grpo.
 
-It uses the probability of each token, and the advantage of its answer over the other answers to the
-same prompt.
+The loss uses the probability of each token, and the advantage of its answer over the other answers
+to the same prompt.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.schema import PROMPTED, ObjectiveChoice
-from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device_of
+from fsdp_trainer.checkpoint.frozen_weights import Base
+from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
+from fsdp_trainer.config.schema import Checkpoint
+from fsdp_trainer.evaluation.scoring import sharded_shares
+from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
+from fsdp_trainer.methods.method import Method, StepParts
+from fsdp_trainer.methods.policy_server import PolicyServer, ServedModel
+from fsdp_trainer.methods.policy_weights import PolicyWeights
+from fsdp_trainer.methods.reference_model import ReferenceModel, build_reference
+from fsdp_trainer.methods.reward_scores import open_models
+from fsdp_trainer.methods.rollouts import AnswerMaker, RolloutSource
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
+from fsdp_trainer.methods.server_sampler import ServerSampler, find_served
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.models.adapters.adapters import without_adapters
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
-from fsdp_trainer.training.metrics import MicroBatchResult
+from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.training.batches import BatchOptions, StepPlan
+from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
+from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward, shared_out
 
-ADVANTAGE, SAMPLED, REFERENCE = "advantage", "sampled", "reference"
-"""Names in MicroBatch.columns: a token's advantage, its log-probability at sampling, and its
-log-probability under the reference."""
-TINY = 1e-4
-"""Added to the standard deviation of rewards before dividing by it, as in trl."""
+REFERENCE = "reference"
+"""Name in MicroBatch.columns of a token's log-probability under the reference. The others are those
+of packed answers."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +52,7 @@ class PolicyGradient:
     """Σ weight · loss of a micro-batch's tokens (Shao et al. 2024, eq. 3; Yu et al. 2025, §3).
 
     The head calls it. weights: [tokens] float32, already divided by the step's Σ weight. columns:
-    see ADVANTAGE. on_server: True if the sampler is a server, whose numerics differ.
+    see columns_of. on_server: True if the sampler is a server, whose numerics differ.
     """
 
     weights: Tensor
@@ -72,33 +95,48 @@ class PolicyGradient:
         return difference.exp().clamp(max=self.cfg.importance_cap)
 
 
-def token_weight(cfg: ObjectiveChoice, tokens: int) -> float:
-    """Return the weight of each token of an answer, before division by `step_weight`.
+@dataclass(frozen=True)
+class BaseTokens:
+    """The reference of a model with adapters: the same model without them."""
 
-    tokens: length of the answer.
+    model: Decoder
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> Tensor:
+        """Return the log-probability of each target, [supervised]. Collective."""
+        with without_adapters(self.model):
+            return self.model(batch).scores.log_probability
+
+
+@dataclass(kw_only=True)
+class RolloutForwardBackward(ForwardBackward):
+    """Runs micro-batches of answers. The reported loss is the objective's.
+
+    reference: function for the reference's log-probabilities of targets; None without objective.kl.
     """
-    by_answer = {"dapo": 1.0, "grpo": 1.0 / tokens, "dr_grpo": 1.0 / cfg.max_new_tokens}
-    return by_answer[cfg.weighting]
+
+    choice: ObjectiveChoice
+    reference: Callable[[MicroBatch], Tensor] | None = None
+
+    def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
+        """See ForwardBackward."""
+        phases.enter("forward")
+        batch = shared_out(batch, plan)
+        if self.reference is not None:
+            columns = {**batch.columns, REFERENCE: self.reference(batch)}
+            batch = replace(batch, columns=columns)
+        weights = batch.weights / (plan.weight or 1.0)
+        scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else 1.0
+        on_server = self.choice.server is not None
+        objective = PolicyGradient(weights, columns_of(batch), self.choice, on_server)
+        value, scores, auxiliary = self.model(batch, replace(objective, weights=weights * scale))
+        phases.enter("backward")
+        value.backward()
+        loss = objective(scores, slice(0, len(weights)))
+        return MicroBatchResult(batch, scores, loss, value.detach() / scale, auxiliary)
 
 
-def step_weight(cfg: ObjectiveChoice, tokens: int, answers: int) -> float:
-    """Return the divisor of the weights of a step's tokens. tokens: number of supervised tokens."""
-    return float(tokens if cfg.weighting == "dapo" else answers)
-
-
-def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
-    """Return the advantage of each answer over those to the same prompt, [prompts, samples].
-
-    rewards: [prompts, samples] float64. The difference from the mean is divided by the standard
-    deviation, except for Dr. GRPO (Liu et al. 2025).
-    """
-    centred = rewards - rewards.mean(1, keepdims=True)
-    if cfg.weighting == "dr_grpo":
-        return centred
-    return centred / (rewards.std(1, ddof=1, keepdims=True) + TINY)
-
-
-class RolloutFigures:
+class RolloutMetrics:
     """Metrics of a step's answers, as means over their tokens.
 
     Sums: number of tokens, Σ -log-probability (an estimate of the entropy), number of tokens whose
@@ -107,8 +145,9 @@ class RolloutFigures:
     divergence between the model and its reference.
     """
 
-    keys = ("entropy", "clip_share", "sampler_kl", "sampler_difference", "kl")
+    keys: tuple[str, ...] = ("entropy", "clip_share", "sampler_kl", "sampler_difference", "kl")
     size = 1 + len(keys)
+    of_tokens = True
 
     def __init__(self, cfg: ObjectiveChoice):
         self.cfg = cfg
@@ -147,11 +186,117 @@ class RolloutFigures:
 
 def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
     """Return the columns of a micro-batch, zeros if missing (no tokens or no reference)."""
-    given = batch.columns or {}
     zeros = torch.zeros_like(batch.weights)
-    return {name: given.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
+    return {name: batch.columns.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
 
 
-def rollout_figures(cfg: ObjectiveChoice) -> RolloutFigures | None:
-    """Return the metrics of an objective's sampled answers; None if it samples none."""
-    return RolloutFigures(cfg) if cfg.name in PROMPTED else None
+class PolicyGradientMethod(Method):
+    """Training on the model's own answers to prompts, which rewards score."""
+
+    def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
+        super().__init__(setup, rows, checkpoint)
+        is_loaded = self.second is not None and self.second.mode == "loaded"
+        self.loaded = self._reference_in_memory() if is_loaded else None
+        self.served = self._served_model() if self.choice.server else None
+        self.rewards = open_models(make_rewards(self.choice.rewards), setup.device)
+
+    def _reference_in_memory(self) -> ReferenceModel:
+        """Return the reference without weights. Collective."""
+        setup, inputs = self.setup, self.setup.inputs
+        return build_reference(
+            setup.cfg, inputs.frozen_model, setup.model_setup, setup.dims, setup.compiled
+        )
+
+    def _served_model(self) -> ServedModel:
+        """Return the model that a server answers with. Collective. Raises UserError."""
+        cfg, is_adapter = self.setup.cfg, sends_adapter(self.setup.cfg.adapter)
+        wanted = str(server_folder(self.choice, self.setup.folder))
+        if is_adapter and cfg.model.init_from:
+            wanted = cfg.model.init_from
+        return find_served(PolicyServer(str(self.choice.server)), wanted, not is_adapter)
+
+    @property
+    def head_temperature(self) -> float:
+        """See Method. It is the one used for sampling."""
+        return self.choice.temperature
+
+    @property
+    def architectures(self) -> list[ModelConfig]:
+        """See Method."""
+        own = [self.setup.config]
+        return [*own, self.loaded.model.config] if self.loaded else own
+
+    def about(self) -> list[str]:
+        """See Method."""
+        choice, rows = self.choice, self.setup.cfg.batch.rows
+        titles = ", ".join(reward.title for reward in self.rewards)
+        together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
+        return [
+            f"{rows:,} prompts a step × {choice.samples} answers of at most "
+            f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}"
+        ]
+
+    def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
+        """See Method."""
+        digests = {"reference": self.load_frozen(self.loaded)} if self.loaded else {}
+        return self.rows, digests
+
+    def source(
+        self,
+        rows: DataSource,
+        context: SourceContext,
+        model: Decoder,
+        base: Base | None,
+        dtypes: dict[str, str],
+    ) -> DataSource:
+        """See Method. The rows are prompts, and micro-batches are made of answers to them."""
+        assert isinstance(rows, StoredRows)
+        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
+        shares = sharded_shares(setup.dims, setup.device)
+        is_first = setup.dims.coordinates["tensor"] == 0
+        sampler: AnswerSampler
+        if self.served:
+            weights = self._weights_for(self.served, model, base, dtypes)
+            length = model.config.max_position_embeddings
+            sampler = ServerSampler(
+                self.choice,
+                setup.cfg.run.seed,
+                weights,
+                list(tokenizer.stop_ids),
+                min(length, self.served.context or length),
+                is_first,
+            )
+        else:
+            sampler = OwnSampler(setup.cfg, model, tokenizer, shares, setup.device)
+        maker = AnswerMaker(sampler, self.rewards, tokenizer, shares.share, shares.shares, is_first)
+        return RolloutSource(rows, maker, context)
+
+    def _weights_for(
+        self, served: ServedModel, model: Decoder, base: Base | None, dtypes: dict[str, str]
+    ) -> PolicyWeights:
+        """Return what sends the model's weights to the server. Collective."""
+        setup, kind = self.setup, Checkpoint(mode="sync", best=False)
+        return PolicyWeights(
+            adapter=setup.cfg.adapter,
+            run_name=str(setup.cfg.run.name),
+            folder=server_folder(self.choice, setup.folder),
+            model=model,
+            server=PolicyServer(str(self.choice.server)),
+            store=CheckpointStore(
+                setup.folder / "server", kind, setup.timeout, setup.write_assets, lambda _: None
+            ),
+            served=served.name,
+            base=base,
+            dtypes=dtypes,
+        )
+
+    def metric(self) -> MethodMetric:
+        """See Method."""
+        return RolloutMetrics(self.choice)
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        """See Method."""
+        reference: Callable[[MicroBatch], Tensor] | None = self.loaded
+        if self.second and self.second.mode == "base":
+            reference = BaseTokens(parts.model)
+        return RolloutForwardBackward(*parts, choice=self.choice, reference=reference)

@@ -2,11 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,8 +17,8 @@ from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.state import weights
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.paths import checkpoint_name
-from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
-from fsdp_trainer.config.schema import Checkpoint, TrainConfig
+from fsdp_trainer.config.rules.rules_server import sends_adapter
+from fsdp_trainer.config.schema import Adapter
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.methods.policy_server import PolicyServer
 from fsdp_trainer.models.decoder import Decoder
@@ -32,38 +30,22 @@ class PolicyWeights:
 
     All ranks first write a checkpoint without optimizer state. Rank 0 then exports it and sends the
     requests to the server. This way weights of any sharding and any model family can be sent.
-    base, dtypes: see `describe`.
     """
 
-    cfg: TrainConfig
+    adapter: Adapter
+    run_name: str
+    folder: Path
+    """The folder that the server reads: with complete weights, or with the adapters."""
     model: Decoder
     server: PolicyServer
     store: CheckpointStore
     served: str
     """Name of the model that the server was started with."""
-    base: Base | None = None
-    dtypes: dict[str, str] = field(default_factory=dict)
-    _adapter: str = ""
-
-    @classmethod
-    def of_run(
-        cls,
-        cfg: TrainConfig,
-        model: Decoder,
-        server: PolicyServer,
-        served: str,
-        run: Path,
-        timeout: float,
-        write_assets: Callable[[Path, dict[str, Any]], None],
-    ) -> "PolicyWeights":
-        """Return the object for a run. Collective. write_assets, timeout: see CheckpointStore."""
-        kind = Checkpoint(mode="sync", best=False)
-        store = CheckpointStore(run / "server", kind, timeout, write_assets, lambda _: None)
-        return cls(cfg, model, server, store, served)
-
-    def describe(self, base: Base | None, dtypes: dict[str, str]) -> None:
-        """Set the origin of frozen weights and the number formats of all imported weights."""
-        self.base, self.dtypes = base, dtypes
+    base: Base | None
+    """Origin of the frozen weights."""
+    dtypes: dict[str, str]
+    """Number formats of all imported weights."""
+    _sent_adapter: str = ""
 
     def send(self, step: int) -> str:
         """Send the weights. Returns the name of the served model that has them. Collective.
@@ -92,7 +74,7 @@ class PolicyWeights:
     def _hand_over(self, checkpoint: Path, step: int) -> tuple[str, Exception | None]:
         """Export and send the weights; return the name of the served model, or else the error."""
         try:
-            if sends_adapter(self.cfg):
+            if sends_adapter(self.adapter):
                 return self._send_adapter(checkpoint, step), None
             return self._send_folder(checkpoint), None
         except UserError as error:
@@ -104,34 +86,33 @@ class PolicyWeights:
             return "", RunFailed(f"{text}\n{self._advice()}")
 
     def _send_adapter(self, checkpoint: Path, step: int) -> str:
-        folder = server_folder(self.cfg)
-        name = f"{self.cfg.run.name}-{step:08d}"
-        target = folder / name
+        name = f"{self.run_name}-{step:08d}"
+        target = self.folder / name
         shutil.rmtree(target, ignore_errors=True)
         export_adapter(checkpoint, target)
         # the server may have an adapter of the same name from before a restart of the run
-        for old in {name, self._adapter} - {""}:
+        for old in {name, self._sent_adapter} - {""}:
             with suppress(RequestFailed):
                 self.server.unload_adapter(old)
         self.server.load_adapter(name, target.resolve())
-        if self._adapter and self._adapter != name:
-            shutil.rmtree(folder / self._adapter, ignore_errors=True)
-        self._adapter = name
+        if self._sent_adapter and self._sent_adapter != name:
+            shutil.rmtree(self.folder / self._sent_adapter, ignore_errors=True)
+        self._sent_adapter = name
         return name
 
     def _send_folder(self, checkpoint: Path) -> str:
-        export_checkpoint(checkpoint, server_folder(self.cfg))
+        export_checkpoint(checkpoint, self.folder)
         self.server.reload_weights()
         return self.served
 
     def _advice(self) -> str:
-        if sends_adapter(self.cfg):
+        if sends_adapter(self.adapter):
             return (
                 "It takes adapters when started with  VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve"
-                f" … --enable-lora --max-lora-rank {self.cfg.adapter.rank}\nand reads"
-                f" {server_folder(self.cfg)}, which must be on a disk of its own machine too"
+                f" … --enable-lora --max-lora-rank {self.adapter.rank}\nand reads"
+                f" {self.folder}, which must be on a disk of its own machine too"
             )
         return (
             "It reads its folder again when started with  VLLM_SERVER_DEV_MODE=1 vllm serve"
-            f" {server_folder(self.cfg)}"
+            f" {self.folder}"
         )

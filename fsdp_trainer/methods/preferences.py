@@ -1,31 +1,40 @@
-"""Objectives that compare the two answers of a preference pair, and their metrics.
+"""Training on preference pairs: dpo, ipo, simpo, orpo and reward.
 
-Each is a function of six numbers per pair: for both answers, the log-probability under the model,
-the log-probability under the reference, and the number of tokens. Sums and formulas are computed in
-float64, so that packing and chunks do not affect the results.
+Each loss is a function of six numbers per pair: for both answers, the log-probability under the
+model, the log-probability under the reference, and the number of tokens. Sums and formulas are
+computed in float64, so that packing and chunks do not affect the results.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fsdp_trainer.config.rules.rules_objective import has_reference
-from fsdp_trainer.config.schema import PAIRED, SCORED, ObjectiveChoice
-from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.models.head import Scores
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device_of
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.methods.document_sums import answer_sums, counted_once
+from fsdp_trainer.methods.method import Method, StepParts
+from fsdp_trainer.methods.stored_columns import ReferenceColumn, RunRows
+from fsdp_trainer.models.adapters.adapters import without_adapters
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.metrics import MicroBatchResult
+from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 ANSWERS = ("chosen", "rejected")
 """The documents of a pair, in their order in the data."""
-FIGURES = ("reward", "log_probability", "answer_tokens")
+MEANS = ("reward", "log_probability", "answer_tokens")
 """Metrics of each answer, as means over the pairs."""
 LEAST_PROBABILITY = 1e-12
 """Least probability of all other answers, in ORPO's odds."""
@@ -38,7 +47,8 @@ class Pairs:
     """The pairs of a micro-batch.
 
     policy, reference: [pairs, 2] float64, Σ log-probability of the chosen and the rejected answer
-    under each model; zeros without a reference. tokens: [pairs, 2] float64, length of each answer.
+    under each model, or of a reward model its score; zeros without a reference. tokens: [pairs, 2]
+    float64, length of each answer.
     """
 
     policy: Tensor
@@ -46,13 +56,10 @@ class Pairs:
     tokens: Tensor
 
     @classmethod
-    def of(cls, log_probability: Tensor, batch: MicroBatch, dims: Dims | None) -> "Pairs":
-        """Return the pairs of a micro-batch. Collective: see answer_sums.
-
-        log_probability: [supervised], one per target of the batch.
-        """
-        ones = torch.ones_like(log_probability)
-        policy, tokens = answer_sums(torch.stack([log_probability, ones]), batch, dims)
+    def of(cls, scores: Scores, batch: MicroBatch, dims: Dims | None) -> "Pairs":
+        """Return the pairs of a micro-batch. Collective: see answer_sums."""
+        values = scores.log_probability if scores.reward is None else scores.reward
+        policy, tokens = answer_sums(torch.stack([values, torch.ones_like(values)]), batch, dims)
         reference = torch.zeros_like(policy) if batch.reference is None else batch.reference
         return cls(*(part.view(-1, len(ANSWERS)) for part in (policy, reference, tokens)))
 
@@ -60,55 +67,6 @@ class Pairs:
     def means(self) -> Tensor:
         """The mean log-probability of each answer's tokens, [pairs, 2]."""
         return self.policy / self.tokens
-
-
-def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Return the sum of each document's values on this rank, [..., documents] float64.
-
-    values: [..., supervised].
-    """
-    assert batch.documents is not None
-    assert batch.groups is not None
-    count = len(batch.groups)  # also the document number of padding
-    zeros = torch.zeros(*values.shape[:-1], count + 1, dtype=torch.float64, device=values.device)
-    return zeros.index_add(-1, batch.documents, values.double())[..., :count]
-
-
-def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
-    """Return the sum of each document's values, [..., documents] float64.
-
-    Collective over the ranks that share rows, each of which has a part of the values and gets the
-    gradient of its own part. dims: None if every rank has complete rows.
-    """
-    sums = sums_by_document(values, batch)
-    if dims is None or dims.sizes["context"] == 1:
-        return sums
-    # a rank without data has no documents; to send equally many numbers, all pad to the number of
-    # tokens in the rows
-    room = batch.tokens.numel() * dims.sizes["context"] - sums.shape[-1]
-    return _SumOverContext.apply(F.pad(sums, (0, room)), dims)[..., : sums.shape[-1]]
-
-
-class _SumOverContext(torch.autograd.Function):
-    """The sum over the ranks that share rows; each rank differentiates it by its own addend."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dims: Dims) -> Tensor:
-        total = values.clone()
-        dims.sum_over_context(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
-    """Return a value that ranks sharing rows have in common as 0 on all but the first of them.
-
-    A sum over ranks then counts it once. Its gradient is kept on all of them.
-    """
-    return value if dims is None or dims.is_first_of_context else value - value.detach()
 
 
 # --- losses and rewards ---------------------------------------------------------------------------
@@ -153,7 +111,7 @@ def bradley_terry(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
 
 
 def score(pairs: Pairs, cfg: ObjectiveChoice) -> Tensor:
-    """Return the reward model's score of each answer, [pairs, 2], which `policy` holds."""
+    """Return the reward model's score of each answer, [pairs, 2]."""
     return pairs.policy
 
 
@@ -212,38 +170,123 @@ class PairObjective:
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
         """Return the sum over all pairs. scores: those of all tokens."""
-        pairs = Pairs.of(scores.log_probability, self.batch, self.dims)
+        pairs = Pairs.of(scores, self.batch, self.dims)
         losses = LOSSES[self.cfg.name][0](pairs, self.cfg)
         if self.cfg.sft_weight:
             losses = losses - self.cfg.sft_weight * pairs.means[:, 0]
         return counted_once((losses.sum() / self.count).float(), self.dims)
 
 
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def no_reference(batch: MicroBatch) -> MicroBatch:
+    """Return the batch unchanged: the objective has no reference."""
+    return batch
+
+
+def stored_reference(batch: MicroBatch) -> MicroBatch:
+    """Return the batch unchanged: its rows were read with the reference's sums."""
+    assert batch.groups is not None
+    assert batch.reference is not None or not len(batch.groups)  # only padding
+    return batch
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """The reference of a model with adapters: the same model without them."""
+
+    model: Decoder
+    dims: Dims
+
+    @torch.no_grad()
+    def __call__(self, batch: MicroBatch) -> MicroBatch:
+        """Run one forward and return the batch with the reference's sums. Collective.
+
+        A batch that has them already is returned unchanged.
+        """
+        if batch.reference is not None:
+            return batch
+        with without_adapters(self.model):
+            scores = self.model(batch).scores
+        sums = answer_sums(scores.log_probability, batch, self.dims)
+        return replace(batch, reference=sums)
+
+
+@dataclass(kw_only=True)
+class PairForwardBackward(ForwardBackward):
+    """Runs micro-batches of pairs. The reported loss is the objective's, a mean over the pairs."""
+
+    choice: ObjectiveChoice
+    reference: Callable[[MicroBatch], MicroBatch] = field(default=no_reference)
+
+    def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
+        """See ForwardBackward."""
+        phases.enter("forward")
+        batch = self.reference(shared_out(batch, plan))
+        count = self.weight(plan) or 1.0
+        scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
+        scaled = self.comparison(batch, count / scale)
+        value, scores, auxiliary = self.model(batch, scaled)
+        phases.enter("backward")
+        value.backward()
+        loss = self.loss(batch, scores) / count
+        return MicroBatchResult(batch, scores, loss, value.detach() / scale, auxiliary)
+
+    def scores(
+        self, step: StepBatches, before: Callable[[], None]
+    ) -> Iterator[tuple[MicroBatch, Scores]]:
+        """See ForwardBackward."""
+        for batch in step:
+            before()
+            with_reference = self.reference(batch)
+            yield with_reference, self.model(with_reference).scores
+
+    def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
+        """See ForwardBackward."""
+        return self.comparison(batch, 1.0)(scores, slice(0, len(batch.targets)))
+
+    def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
+        """Return the objective of a micro-batch, Σ loss / count."""
+        return PairObjective(batch, self.choice, count, self.dims)
+
+    def weight(self, plan: StepPlan) -> float:
+        """Return the number of pairs in the step. See ForwardBackward."""
+        return plan.documents / len(ANSWERS)
+
+    def own_weight(self, batch: MicroBatch) -> Tensor:
+        """See ForwardBackward."""
+        assert batch.groups is not None
+        pairs = batch.weights.new_full((), len(batch.groups) / len(ANSWERS))
+        return counted_once(pairs, self.dims)
+
+
 # --- metrics --------------------------------------------------------------------------------------
 
 
-class PairFigures:
+class PairMetrics:
     """The rewards, log-probabilities and lengths of both answers, as means over the step's pairs.
 
     Sums: number of pairs, number of pairs whose chosen answer has the higher reward, then the
     reward, the log-probability and the number of tokens, each for chosen and rejected answers.
     """
 
-    means = tuple(f"{name}_{answer}" for name in FIGURES for answer in ANSWERS)
-    keys = ("reward_margin", "reward_accuracy", *means)
+    means = tuple(f"{name}_{answer}" for name in MEANS for answer in ANSWERS)
+    keys: tuple[str, ...] = ("reward_margin", "reward_accuracy", *means)
     size = 2 + len(means)
+    of_tokens = False
 
     def __init__(self, cfg: ObjectiveChoice, dims: Dims | None = None):
         self.cfg, self.dims = cfg, dims
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [size] float64. Collective: see answer_sums."""
-        pairs = Pairs.of(result.scores.log_probability, result.batch, self.dims)
+        pairs = Pairs.of(result.scores, result.batch, self.dims)
         rewards = LOSSES[self.cfg.name][1](pairs, self.cfg)
         right = (advantage(rewards) > 0).sum().double()
-        figures = torch.stack([rewards, pairs.policy, pairs.tokens]).sum(1)
+        totals = torch.stack([rewards, pairs.policy, pairs.tokens]).sum(1)
         count = torch.full_like(right, len(rewards))
-        sums = torch.cat([torch.stack([count, right]), figures.flatten()])
+        sums = torch.cat([torch.stack([count, right]), totals.flatten()])
         return counted_once(sums, self.dims)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
@@ -253,10 +296,10 @@ class PairFigures:
             return {}
         means = {key: total / count for key, total in zip(self.means, totals, strict=True)}
         margin = means["reward_chosen"] - means["reward_rejected"]
-        figures = {"reward_margin": margin, "reward_accuracy": right / count, **means}
-        if self.cfg.name in SCORED:
-            figures = {key: value for key, value in figures.items() if key.startswith("reward")}
-        return {key: finite_or_none(value) for key, value in figures.items()}
+        written = {"reward_margin": margin, "reward_accuracy": right / count, **means}
+        if self.cfg.method.scores:
+            written = {key: value for key, value in written.items() if key.startswith("reward")}
+        return {key: finite_or_none(value) for key, value in written.items()}
 
 
 class ChosenWatch:
@@ -275,10 +318,10 @@ class ChosenWatch:
         self._is_told = False
 
     def review(
-        self, reports: Sequence[StepReport], figures: Sequence[dict[str, Any]], observer: Observer
+        self, reports: Sequence[StepReport], lines: Sequence[dict[str, Any]], observer: Observer
     ) -> None:
-        """Add steps and warn if needed. figures: for each report, the entries by PairFigures."""
-        for report, written in zip(reports, figures, strict=True):
+        """See MetricWatch."""
+        for report, written in zip(reports, lines, strict=True):
             value = self._value(written)
             if value is not None and math.isfinite(value):
                 self._values = [*self._values, value][-WINDOW:]
@@ -308,7 +351,40 @@ class ChosenWatch:
         )
 
 
-def chosen_watch(cfg: ObjectiveChoice) -> ChosenWatch | None:
-    """Return the watch over an objective's chosen answers; None for an objective without one."""
-    watched = cfg.name in PAIRED and cfg.name not in SCORED
-    return ChosenWatch(has_reference(cfg)) if watched else None
+# --- the method -----------------------------------------------------------------------------------
+
+
+class PreferenceMethod(Method):
+    """Training on preference pairs."""
+
+    def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
+        """See Method. A reference that is stored reads all rows; `model` may keep its weights."""
+        if self.second is None or self.second.mode != "stored":
+            return self.rows, {}
+        setup, batches = self.setup, partial(Batches, **vars(options))
+        column = ReferenceColumn(
+            setup.cfg, self.rows, setup.dims, setup.observer.say, model, batches
+        )
+        rows, digest = column.of_run(setup.model_setup.source, self.checkpoint)
+        return rows, {column.name: digest}
+
+    def metric(self) -> MethodMetric:
+        """See Method."""
+        return PairMetrics(self.choice, self.setup.dims)
+
+    def watch(self) -> MetricWatch | None:
+        """See Method. A reward model makes no answers likely."""
+        return None if self.choice.method.scores else ChosenWatch(self.second is not None)
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        """See Method."""
+        reference = self.reference(parts.model)
+        return PairForwardBackward(*parts, choice=self.choice, reference=reference)
+
+    def reference(self, model: Decoder) -> Callable[[MicroBatch], MicroBatch]:
+        """Return a function that adds the reference's sums to a micro-batch."""
+        if self.second is None:
+            return no_reference
+        if self.second.mode == "base":
+            return BaseReference(model, self.setup.dims)
+        return stored_reference

@@ -1,6 +1,6 @@
 """A reference model in memory, for a model that is trained on its own answers.
 
-For preference pairs, whose rows are known before training, see methods/stored_columns.py.
+For preference pairs, whose rows are known before training, see stored_columns.py.
 """
 
 from dataclasses import dataclass, replace
@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.rules.rules_objective import loads_reference
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.methods.teacher import FrozenModel, share_frozen, with_teacher
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
@@ -42,15 +41,13 @@ def build_reference(
     trained: ModelSetup,
     dims: Dims,
     compiled: bool,
-) -> ReferenceModel | None:
-    """Return a reference without weights, on the meta device; None: the run loads none. Collective.
+) -> ReferenceModel:
+    """Return a reference without weights, on the meta device. Collective.
 
     folder: folder of the reference; None: the weights that the run begins with, with their
     adapters. trained: the model in training. Must be called before `parallelize` of that model,
     whose budget for activations must stay in force.
     """
-    if not loads_reference(cfg):
-        return None
     setup = trained
     if folder is not None:
         _, config = with_teacher(trained.config, folder, cfg.sharding.tensor)

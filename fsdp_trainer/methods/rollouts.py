@@ -21,7 +21,13 @@ from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.rewards.reward import Attempt, Reward, totals
 from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
-from fsdp_trainer.training.batches import REMEMBERED_STEPS, Batches, StepPlan, ranks_with_highest
+from fsdp_trainer.training.batches import (
+    REMEMBERED_STEPS,
+    Assembler,
+    RowBatches,
+    StepPlan,
+    ranks_with_highest,
+)
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
@@ -109,27 +115,13 @@ class AnswerMaker:
         )
 
 
-class AnswerBatches(Batches):
-    """This rank's micro-batches of a step's packed answers."""
-
-    order: Any
-    """PackedAnswers of the current step."""
-
-    def count(self, plan: StepPlan) -> int:
-        """Return the number of micro-batches per rank. plan: ignored: its rows are prompts."""
-        return -(-len(self.order) // (self.micro_rows * self.ranks))
-
-    def packed_plan(self, plan: StepPlan) -> StepPlan:
-        """Return the plan of the step's packed rows."""
-        return StepPlan(plan.step, 0, len(self.order))
-
-
 class RolloutSource:
     """Stored prompts, of which each step uses the next ones and trains on answers to them."""
 
     def __init__(self, prompts: StoredRows, maker: AnswerMaker, context: SourceContext):
         self.prompts, self.maker, self.context = prompts, maker, context
         self.cfg: TrainConfig = context.cfg
+        self.assembler = Assembler(prompts.order.seq_len, 1, **vars(context.options))
         self.order: Mixture = prompts.order
         self.source_names = [""]
         self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
@@ -139,28 +131,17 @@ class RolloutSource:
         self._equal: deque[float] = deque(maxlen=WINDOW)
         self._has_warned = False
 
-    @classmethod
-    def build(cls, order: Mixture, progress: Progress, context: SourceContext) -> "RolloutSource":
-        """Return the source of the prompts of a mixture."""
-        assert context.answers is not None
-        return cls(StoredRows.build(order, progress, context), context.answers, context)
-
     def total_steps(self, progress: Progress) -> int:
         """See DataSource."""
         return self.prompts.total_steps(progress)
 
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
         """Begin to read the rows after `progress`. Answers are made when a step needs them."""
-        options = self.context.assembler
-        batches = AnswerBatches(self.order, **options)
-        batches.order = None
-        items = self._read(batches, progress, leave)
         what = f"prompts prepared in {self.order.folder}"
-        return Feed(batches, what, items, 0, self.context.signals)
+        items = self._read(progress, leave)
+        return Feed(self.assembler, what, items, 0, self.context.signals)
 
-    def _read(
-        self, batches: AnswerBatches, progress: Progress, leave: LeaveTogether
-    ) -> Iterator[StepPlan | MicroBatch]:
+    def _read(self, progress: Progress, leave: LeaveTogether) -> Iterator[StepPlan | MicroBatch]:
         """Yield each plan, followed by this rank's micro-batches of that step."""
         plans = self.prompts.plans(progress)
         self._waiting = self._stored(progress)
@@ -169,12 +150,13 @@ class RolloutSource:
                 self._waiting = self._answer(block, leave)
             for plan in block:
                 packed = self._pack(plan, self._waiting[0])
-                batches.order = packed
-                self._remember(batches, plan, packed)
-                figures = self._figures(packed, plan)
-                yield packed.plan(plan.step, plan.start, plan.stop, figures)
+                batches = RowBatches(packed, **vars(self.context.options))
+                of_packed = StepPlan(plan.step, 0, len(packed))
+                self._remember(plan.step, packed, batches.assign_rows_to_ranks(of_packed))
+                metrics = self._metrics(packed, plan)
+                yield packed.plan(plan.step, plan.start, plan.stop, metrics)
                 self._waiting = self._waiting[1:]
-                yield from batches.micro_batches(batches.packed_plan(plan))
+                yield from batches.micro_batches(of_packed)
 
     def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> list[list[Rollout]]:
         """Make the rollouts of some steps together; return one list per step.
@@ -218,7 +200,7 @@ class RolloutSource:
 
     # --- metrics and records
 
-    def _figures(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
+    def _metrics(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
         """Return the metrics of a step's answers for its line; warn, and record some answers."""
         answers = [rollout.answer for rollout in packed.rollouts]
         scores = np.array([rollout.scores for rollout in packed.rollouts])
@@ -265,11 +247,9 @@ class RolloutSource:
         ]
         self.context.observer.answered(step, lines)
 
-    def _remember(self, batches: AnswerBatches, plan: StepPlan, packed: PackedAnswers) -> None:
-        assigned = batches.assign_rows_to_ranks(batches.packed_plan(plan))
-        self._steps[plan.step] = packed, assigned
-        self._steps.pop(plan.step - REMEMBERED_STEPS, None)
-        self.assembler = batches
+    def _remember(self, step: int, packed: PackedAnswers, assigned: np.ndarray) -> None:
+        self._steps[step] = packed, assigned
+        self._steps.pop(step - REMEMBERED_STEPS, None)
 
     def suspects(self, report: StepReport) -> dict[str, Any]:
         """Return the ranks with the highest loss, and the prompts of their micro-batches.
@@ -299,15 +279,8 @@ class RolloutSource:
         return self.prompts.shares(progress)
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """Return printed lines about the prompts, their answers and the rewards."""
-        choice, rows = self.cfg.objective, self.cfg.batch.rows
-        titles = ", ".join(reward.title for reward in self.maker.rewards)
-        together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
-        return [
-            *self.prompts.about(prepared, progress),
-            f"{rows:,} prompts a step × {choice.samples} answers of at most "
-            f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
-        ]
+        """See DataSource."""
+        return self.prompts.about(prepared, progress)
 
     def epochs(self, progress: Progress) -> float:
         """See DataSource."""

@@ -75,7 +75,8 @@ class OwnSampler:
         self.model, self.shares, self.device = model, shares, device
         self.stop_ids = tokenizer.stop_ids
         self.samples, self.rows = choice.samples, choice.answer_rows
-        self.cfg = cfg
+        self.sharding, self.precision = cfg.sharding, cfg.precision
+        self.compiled = cfg.compile.enabled
         self.sampling = Sampling(
             max_tokens=choice.max_new_tokens,
             temperature=choice.temperature,
@@ -89,9 +90,9 @@ class OwnSampler:
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
         continuations = [self._begin(request, i) for i, request in enumerate(requests)]
-        gathered = stay_gathered(self.model, self.cfg.sharding, self.cfg.precision, self.device)
+        gathered = stay_gathered(self.model, self.sharding, self.precision, self.device)
         try:
-            with without_compiling(self.cfg.compile.enabled), gathered:
+            with without_compiling(self.compiled), gathered:
                 generation = Generation(self.model, self.sampling, self.device)
                 ranks, rows = self.shares.ranks, self.rows
                 continue_all(

@@ -4,22 +4,17 @@ import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.web import RequestFailed
-from fsdp_trainer.config.durations import parse_duration
-from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 from fsdp_trainer.methods.policy_server import Completion, PolicyServer, ServedModel
 from fsdp_trainer.methods.policy_weights import PolicyWeights
 from fsdp_trainer.methods.sampler import Request, SampledAnswer
-from fsdp_trainer.models.decoder import Decoder
 
 POLL_SECONDS = 0.5
 """Seconds between two exchanges among the ranks on whether their requests are done."""
@@ -34,9 +29,8 @@ class ServerSampler:
 
     def __init__(
         self,
-        cfg: TrainConfig,
-        server: PolicyServer,
-        served: ServedModel,
+        choice: ObjectiveChoice,
+        seed: int,
         weights: PolicyWeights,
         stop_ids: Sequence[int],
         context: int,
@@ -44,12 +38,11 @@ class ServerSampler:
     ):
         """Set up without sending weights or requests.
 
-        context: maximum number of tokens that the model can read. sends: False for a rank whose
-        requests are the same as those of another rank, which sends them.
+        seed: run.seed. context: maximum number of tokens that model and server can read. sends:
+        False for a rank whose requests are the same as those of another rank, which sends them.
         """
-        self.cfg, self.server, self.weights = cfg, server, weights
-        self.stop_ids, self.sends = sorted(stop_ids), sends
-        self.context = min(context, served.context or context)
+        self.choice, self.seed, self.weights, self.server = choice, seed, weights, weights.server
+        self.stop_ids, self.context, self.sends = sorted(stop_ids), context, sends
         self.model, self.version = "", -1
 
     def sample(
@@ -58,11 +51,11 @@ class ServerSampler:
         """See AnswerSampler. check: called every POLL_SECONDS while the server works."""
         check()
         behind = step - self.version
-        if not self.model or behind < 0 or behind > self.cfg.objective.max_staleness:
+        if not self.model or behind < 0 or behind > self.choice.max_staleness:
             self.model, self.version = self.weights.send(step), step
             phases.enter("rollouts", step + 1)
         calls = [self._call(request) for request in requests] if self.sends else []
-        work = ParallelCalls(calls, self.cfg.objective.answer_rows)
+        work = ParallelCalls(calls, self.choice.answer_rows)
         try:
             while True:
                 work.wait(POLL_SECONDS)
@@ -80,9 +73,9 @@ class ServerSampler:
         ]
 
     def _call(self, request: Request) -> Callable[[], Completion]:
-        choice = self.cfg.objective
+        choice = self.choice
         room = min(choice.max_new_tokens, self.context - len(request.prompt))
-        seed = seed_of(self.cfg.run.seed, request.row, request.sample)
+        seed = seed_of(self.seed, request.row, request.sample)
         model, temperature = self.model, choice.temperature
         return lambda: self.server.complete(
             model, request.prompt, room, temperature, seed, self.stop_ids
@@ -157,34 +150,15 @@ def seed_of(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big") >> 1
 
 
-def server_sampler(
-    cfg: TrainConfig,
-    model: Decoder,
-    tokenizer: TextTokenizer,
-    run: Path,
-    sends: bool,
-    write_assets: Callable[[Path, dict[str, Any]], None],
-) -> ServerSampler:
-    """Return the sampler of a run. Collective.
-
-    sends: see ServerSampler. write_assets: see CheckpointStore. Raises UserError, see find_served.
-    """
-    server = PolicyServer(str(cfg.objective.server))
-    served = find_served(cfg, server)
-    timeout = parse_duration(cfg.launch.timeout)
-    weights = PolicyWeights.of_run(cfg, model, server, served.name, run, timeout, write_assets)
-    context = model.config.max_position_embeddings
-    return ServerSampler(cfg, server, served, weights, list(tokenizer.stop_ids), context, sends)
-
-
-def find_served(cfg: TrainConfig, server: PolicyServer) -> ServedModel:
+def find_served(server: PolicyServer, wanted: str, exactly: bool) -> ServedModel:
     """Return the model that the server serves. Collective: rank 0 sends the request.
 
-    Raises UserError on all ranks if the server cannot be reached or serves another model.
+    wanted, exactly: see is_same_model. Raises UserError on all ranks if the server cannot be
+    reached or serves another model.
     """
     outcome: tuple[ServedModel | None, str] = (None, "")
     if dist.get_rank() == 0:
-        outcome = _ask_for_model(cfg, server)
+        outcome = _ask_for_model(server, wanted, exactly)
     served, reason = gather(outcome)[0]
     if served is None:
         problem = Problem(f"objective.server={server.url}", reason)
@@ -192,25 +166,19 @@ def find_served(cfg: TrainConfig, server: PolicyServer) -> ServedModel:
     return served
 
 
-def _ask_for_model(cfg: TrainConfig, server: PolicyServer) -> tuple[ServedModel | None, str]:
-    wanted = model_to_serve(cfg)
+def _ask_for_model(
+    server: PolicyServer, wanted: str, exactly: bool
+) -> tuple[ServedModel | None, str]:
     start = f"Start it with  vllm serve {wanted}"
     try:
         models = server.base_models()
     except RequestFailed as error:
         return None, f"cannot be reached: {error.args[0]}\n{start}"
     for model in models:
-        if is_same_model(model.root, wanted, exactly=not sends_adapter(cfg)):
+        if is_same_model(model.root, wanted, exactly):
             return model, ""
     names = ", ".join(model.root for model in models) or "no model"
     return None, f"serves {names}, and this run trains {wanted}.\n{start}"
-
-
-def model_to_serve(cfg: TrainConfig) -> str:
-    """Return the folder or hub id with which the server must be started."""
-    if sends_adapter(cfg) and cfg.model.init_from:
-        return cfg.model.init_from
-    return str(server_folder(cfg))
 
 
 def is_same_model(root: str, wanted: str, exactly: bool) -> bool:

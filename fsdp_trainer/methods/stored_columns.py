@@ -26,7 +26,7 @@ from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.methods.preferences import sums_by_document
+from fsdp_trainer.methods.document_sums import sums_by_document
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales

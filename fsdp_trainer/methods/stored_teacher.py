@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import gather, run_on_all_ranks
 from fsdp_trainer.config.context_methods import context_method
+from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.paths import (
     MANIFEST,
     base_of_adapter,
@@ -25,7 +26,6 @@ from fsdp_trainer.config.paths import (
     is_adapter,
     is_hub_id,
 )
-from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.fingerprint import contents
@@ -91,9 +91,8 @@ class ListedTeacher:
 
         For a batch without rows the column is zeros, since its targets have no weight.
         """
-        columns = batch.columns or {}
-        if name in columns:
-            return columns[name]
+        if name in batch.columns:
+            return batch.columns[name]
         _, shape = top_k_types(self.choice.top_k or 0, self.vocabulary)[name]
         return torch.zeros(len(batch.targets), *shape, device=batch.targets.device)
 
@@ -249,7 +248,7 @@ class TeacherColumn(StoredColumn):
             with teacher.reading(batch) as read:
                 assert isinstance(read.soft, TeacherLogits)
                 top = likeliest(read.soft, self.count, batch.targets)
-            numbers = (batch.columns or {}).get(NUMBER, torch.zeros_like(batch.targets))
+            numbers = batch.columns.get(NUMBER, torch.zeros_like(batch.targets))
             numbers, *parts = gather_padded([numbers, *top])
             yield numbers, TopTokens(*parts)
             self.progress(f"teach  {done / count:.0%} of {rows:,} rows")
@@ -302,11 +301,16 @@ def gather_padded(tensors: list[Tensor]) -> list[Tensor]:
     return together
 
 
-def digest_of_teacher(source: Path, cache: Path, progress: Callable[[str], None]) -> str:
+def digest_of_teacher(
+    second: SecondModel | None, source: Path | None, cache: Path, progress: Callable[[str], None]
+) -> str | None:
     """Return a digest of the files with a teacher's weights, independent of their folder.
 
-    Digests of unchanged files are kept in `cache`. progress: shows a line, called repeatedly.
+    None if the run stores no lists of a teacher. source: its folder. Digests of unchanged files are
+    kept in `cache`. progress: shows a line, called repeatedly.
     """
+    if source is None or second is None or not second.has_lists:
+        return None
     files = [str(file) for file in files_of(source)]
     tick = partial(progress, "teach  hashing the teacher's files")
     known = contents(files, cache, tick)

@@ -11,14 +11,14 @@ from types import FunctionType, MethodType
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.context_methods import context_method, context_problems
 from fsdp_trainer.config.hub import fetch
+from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
-from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
-from fsdp_trainer.config.schema import ObjectiveChoice, TrainConfig
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
@@ -50,6 +50,32 @@ class FrozenModel:
     source: WeightSource
     stays_gathered: bool
 
+    def load(self, device: torch.device, computing: torch.device, dtype: str) -> str:
+        """Read the weights and return "FORMAT:DIGEST" of them. Collective.
+
+        device: where they are kept. computing: see allocate. dtype: their number format.
+        """
+        allocate(self.model, device, computing)
+        fill(self.model, self.source, dtype)
+        return f"{dtype}:{digest_of_weights(self.model)}"
+
+    @classmethod
+    def require_same(cls, second: SecondModel | None, checkpoint: Path | None, digest: str) -> None:
+        """Raise UserError if `checkpoint` was trained with another model of this kind.
+
+        digest: "FORM:DIGEST" as stored in a checkpoint; only digests of the same form are compared.
+        checkpoint: None if the run is new.
+        """
+        form = digest.partition(":")[0]
+        known = (read_progress(checkpoint).get(cls.name) if checkpoint else None) or ""
+        if known.startswith(f"{form}:") and known != digest:
+            text = (
+                f"holds other weights than the {cls.name} that {checkpoint} was trained with.\n"
+                f"{cls.advice}, or begin a new run:  run.name=NEW"
+            )
+            what = second.setting if second else ""
+            raise UserError(f"the {cls.name} is another one", [Problem(what, text)])
+
 
 @dataclass
 class Teacher(FrozenModel):
@@ -75,23 +101,9 @@ class Teacher(FrozenModel):
     @torch.no_grad()
     def _soft_targets(self, batch: MicroBatch) -> TeacherLogits:
         """Run the teacher; return its hidden states at the targets and its gathered head."""
-        hidden: Tensor = self.model(replace(batch, token_share=None)).scores
+        hidden = self.model.states_for_head(batch)
         heat, kl = self.choice.temperature, self.choice.divergence
         return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)
-
-
-def build_teacher(
-    cfg: TrainConfig, source: Path | None, student: ModelConfig, dims: Dims, compiled: bool
-) -> Teacher | None:
-    """Return a teacher without weights, on the meta device; None: the run has none in memory.
-
-    source: folder of the teacher. Must be called before `parallelize` of the student, whose budget
-    for activations must stay in force. Collective.
-    """
-    if source is None or has_stored_teacher(cfg):
-        return None
-    _, config = with_teacher(student, source, cfg.sharding.tensor)
-    return share_teacher(cfg, source, config, student, dims, compiled)
 
 
 def share_teacher(
@@ -102,10 +114,16 @@ def share_teacher(
     dims: Dims,
     compiled: bool,
 ) -> Teacher:
-    """Return a teacher with this architecture. See build_teacher."""
+    """Return a teacher without weights, on the meta device. Collective.
+
+    config: its architecture, padded as by `with_teacher`. student: that of the model in training.
+    Must be called before `parallelize` of the student, whose budget for activations must stay in
+    force.
+    """
     model = meta_decoder(config)
-    model.lm_head.forward = lambda hidden, *_: (None, hidden)  # the student's head makes the logits
+    model.lm_head.forward = lambda hidden: hidden  # the student's head makes the logits
     model = share_frozen(model, Computation.of(cfg, compiled), dims)
+    register_fsdp_forward_method(model, "states_for_head")
     known = min(config.vocab_size, student.vocab_size)
     weights = WeightSource(cfg.run.seed, source)
     return Teacher(model, weights, dims.layout.keeps_gathered, known, cfg.objective)
@@ -124,57 +142,9 @@ def share_frozen(
     return model
 
 
-def fill_frozen(
-    frozen_model: FrozenModel | None,
-    cfg: TrainConfig,
-    checkpoint: Path | None,
-    device: torch.device,
-    computing: torch.device,
-    files: str | None = None,
-) -> dict[str, str]:
-    """Read a frozen model's weights; return {name: "FORMAT:DIGEST"}, empty without such a model.
-
-    device: where the weights are kept. computing: device that computes. files: digest of the files
-    of a teacher whose lists are stored; it is returned in place of a digest of weights.
-
-    Collective. Raises UserError if `checkpoint`, from which the run resumes, was trained with other
-    weights. They are not compared if they were in another format or if lists were stored.
-    """
-    if frozen_model is None:
-        return {Teacher.name: record_of_lists(files)} if files else {}
-    allocate(frozen_model.model, device, computing)
-    fill(frozen_model.model, frozen_model.source, cfg.precision.param_dtype)
-    digest = f"{cfg.precision.param_dtype}:{digest_of_weights(frozen_model.model)}"
-    require_same(type(frozen_model), cfg, checkpoint, digest)
-    return {frozen_model.name: digest}
-
-
 def record_of_lists(digest: str) -> str:
     """Return the entry in a checkpoint for a teacher with stored lists. digest: of its files."""
     return f"lists:{digest}"
-
-
-def require_same(
-    kind: type[FrozenModel], cfg: TrainConfig, checkpoint: Path | None, digest: str
-) -> None:
-    """Raise UserError if `checkpoint` was trained with another model of this kind.
-
-    digest: "FORM:DIGEST" as stored in a checkpoint; only digests of the same form are compared.
-    checkpoint: None if the run is new.
-    """
-    form = digest.partition(":")[0]
-    known = (read_progress(checkpoint).get(kind.name) if checkpoint else None) or ""
-    if known.startswith(f"{form}:") and known != digest:
-        text = (
-            f"holds other weights than the {kind.name} that {checkpoint} was trained with.\n"
-            f"{kind.advice}, or begin a new run:  run.name=NEW"
-        )
-        raise UserError(f"the {kind.name} is another one", [Problem(frozen_setting(cfg), text)])
-
-
-def readers(trained: ModelConfig, frozen_model: FrozenModel | None) -> list[ModelConfig]:
-    """Return the architectures of all models that read the rows, the trained model's first."""
-    return [trained] if frozen_model is None else [trained, frozen_model.model.config]
 
 
 def give_own_graphs(model: Decoder) -> None:
@@ -193,23 +163,14 @@ def give_own_graphs(model: Decoder) -> None:
 # --- origin of the frozen model, and checks -------------------------------------------------------
 
 
-def frozen_setting(cfg: TrainConfig) -> str:
-    """Return the setting that names the frozen model, `key=value`."""
-    return "=".join(frozen_source(cfg) or ())
-
-
-def role_of(cfg: TrainConfig) -> str:
-    """Return the name of the frozen model in messages: `teacher` or `reference`."""
-    return frozen_setting(cfg).partition("=")[0].removeprefix("objective.")
-
-
-def fetch_frozen_model(cfg: TrainConfig) -> Path | None:
+def fetch_second_model(second: SecondModel | None) -> Path | None:
     """Return the folder of a teacher or of a reference in memory, fetched from the hub if needed.
 
     None: there is no such model, or it is the model that the run begins with.
     """
-    key, value = frozen_source(cfg) or ("", REFERENCES[0])
-    return None if value in REFERENCES else fetch(value, key=key)
+    if second is None or not second.is_separate or second.is_start:
+        return None
+    return fetch(second.source, key=second.key)
 
 
 def with_teacher(
@@ -232,7 +193,8 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
 
     teacher: architecture of the frozen model. student: architecture of the model in training.
     """
-    what = frozen_setting(cfg)
+    assert cfg.second_model
+    what, role = cfg.second_model.setting, cfg.second_model.role
     shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, teacher)
     problems = [
         Problem(what, f"{problem.what} {problem.reason}")
@@ -251,7 +213,7 @@ def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig
     if cfg.sharding.context > 1:
         problems += _other_methods(cfg, what, student, teacher)
     if problems:
-        raise UserError(f"the {role_of(cfg)} cannot read what the trained model reads", problems)
+        raise UserError(f"the {role} cannot read what the trained model reads", problems)
 
 
 def _other_methods(
@@ -274,7 +236,9 @@ def _other_methods(
         yield Problem(what, reason)
 
 
-def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: Path) -> None:
+def require_same_vocabulary(
+    second: SecondModel | None, tokenizer: TextTokenizer, source: Path
+) -> None:
     """Raise UserError unless every ordinary token of the run has the same id in a frozen model.
 
     source: folder of the frozen model. If it has no tokenizer, only the sizes are compared.
@@ -285,7 +249,7 @@ def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: 
             f"knows {rows:,} tokens, and the run's tokenizer has {tokenizer.vocab_size:,}"
             f"{_first_beyond(tokenizer, rows)}"
         )
-        raise _other_vocabulary(cfg, reason)
+        raise _other_vocabulary(second, reason)
     try:
         other = load_tokenizer(str(tokenizer_folder(source)))
     except UserError:
@@ -305,7 +269,7 @@ def require_same_vocabulary(cfg: TrainConfig, tokenizer: TextTokenizer, source: 
             f"{tokenizer.vocab_size:,}. The first that differs is {id:,}: {text!r} here, {there} "
             "there"
         )
-        raise _other_vocabulary(cfg, reason)
+        raise _other_vocabulary(second, reason)
 
 
 def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
@@ -313,7 +277,8 @@ def _first_beyond(tokenizer: TextTokenizer, rows: int) -> str:
     return f".\nThe first that differs is {rows:,}: {text!r} here, no token there"
 
 
-def _other_vocabulary(cfg: TrainConfig, reason: str) -> UserError:
+def _other_vocabulary(second: SecondModel | None, reason: str) -> UserError:
+    assert second
     instead = "\nUse one of the same vocabulary: its probabilities are of its own tokens"
-    problem = Problem(frozen_setting(cfg), reason + instead)
-    return UserError(f"the {role_of(cfg)} knows other tokens than the trained model", [problem])
+    problem = Problem(second.setting, reason + instead)
+    return UserError(f"the {second.role} knows other tokens than the trained model", [problem])

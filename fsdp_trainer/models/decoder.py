@@ -5,7 +5,7 @@ Module names are Hugging Face's, so state dicts need no renaming.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class MicroBatch:
     token_share: Tensor | None = None
     reference: Tensor | None = None
     kinds: Tensor | None = None
-    columns: dict[str, Tensor] | None = None
+    columns: dict[str, Tensor] = field(default_factory=dict)
     soft: SoftTargets | None = None
 
 
@@ -227,9 +227,10 @@ class Decoder(nn.Module):
     Built on the meta device; `models.initialize` or an import sets the weights.
     """
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, balance: Balance | None = None):
+        """balance: of the load of a model with experts; None: the load is not measured."""
         super().__init__()
-        self.config = config
+        self.config, self.balance = config, balance
         self.model = Backbone(config)
         self.lm_head: Any
         if config.scalar_head:
@@ -242,8 +243,6 @@ class Decoder(nn.Module):
         # True: RoPE of the blocks with a window; created in the first forward, not as buffers,
         # which to_empty would erase
         self.ropes: dict[bool, Rope] = {}
-        self.balance: Balance | None = None
-        """Set by the trainer for a model with experts; None: their load is not measured."""
         self.cut_from: tuple[Decoder, ...] = ()
         """The complete model, if this is a part of its blocks; in a tuple, since a module that is
         an attribute would be a part of this one. `parallel.pipeline` sets it."""
@@ -282,18 +281,30 @@ class Decoder(nn.Module):
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
         share = batch.token_share if objective else None  # a validation has no auxiliary losses
-        hidden, auxiliary = self.hidden(
-            batch.tokens, batch.positions, batch.layout, token_share=share
-        )
-        # norm and head are computed for supervised positions only
-        hidden = hidden.flatten(0, 1).index_select(0, batch.index)
-        normed = self.model.norm(hidden)
+        normed, auxiliary = self._normed(batch, share)
         value, scores = self.lm_head(normed, batch.targets, objective, batch.soft)
         if value is not None:
             losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
             value = sum(losses, start=value)
         detached = {name: scalar.detach() for name, scalar in auxiliary.items()}
         return DecoderOutput(value, scores, detached)
+
+    def states_for_head(self, batch: MicroBatch) -> Tensor:
+        """Return the states of the supervised tokens that a head makes logits of.
+
+        For a model whose own head passes them on: FSDP2 requires its forward to be called.
+        """
+        return self.lm_head(self._normed(batch, None)[0])
+
+    def _normed(self, batch: MicroBatch, token_share: Tensor | None) -> tuple[Tensor, Auxiliary]:
+        """Return the states after the last norm, for supervised positions only.
+
+        Also returns the blocks' auxiliary values. token_share: as in MicroBatch.
+        """
+        hidden, auxiliary = self.hidden(
+            batch.tokens, batch.positions, batch.layout, token_share=token_share
+        )
+        return self.model.norm(hidden.flatten(0, 1).index_select(0, batch.index)), auxiliary
 
     def hidden(
         self,
@@ -401,7 +412,7 @@ def combine_auxiliary(blocks: list[Auxiliary]) -> Auxiliary:
     }
 
 
-def meta_decoder(config: ModelConfig) -> Decoder:
+def meta_decoder(config: ModelConfig, balance: Balance | None = None) -> Decoder:
     """Return a decoder on the meta device: its parameters have shapes and no storage."""
     with torch.device("meta"):
-        return Decoder(config)
+        return Decoder(config, balance)

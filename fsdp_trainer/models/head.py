@@ -29,7 +29,8 @@ class Scores(NamedTuple):
     mean_log_probability: mean over the vocabulary; None unless the objective needs it.
     divergence: KL divergence between a teacher's and the student's probabilities.
     teacher_log_probability: teacher's log-probability of the target, a constant. The last two are
-    None without a teacher.
+    None without a teacher. reward: a reward model's score, None for other models; it predicts no
+    tokens, and its other values are zeros.
     """
 
     log_probability: Tensor
@@ -37,6 +38,7 @@ class Scores(NamedTuple):
     mean_log_probability: Tensor | None = None
     divergence: Tensor | None = None
     teacher_log_probability: Tensor | None = None
+    reward: Tensor | None = None
 
 
 class Objective(Protocol):
@@ -249,10 +251,7 @@ class Head(nn.Module):
 
 
 class ScoreHead(Head):
-    """`score`: weight [1, hidden], returns one score per hidden state in place of logits.
-
-    Returns them as `log_probability`, so that objectives of complete answers accept them.
-    """
+    """`score`: weight [1, hidden], returns one score per hidden state in place of logits."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -274,12 +273,12 @@ class ScoreHead(Head):
         numbers = F.linear(hidden, self.weight)
         if targets is None:
             return numbers
-        scores = numbers[:, 0].float()
-        detached = Scores(scores.detach(), torch.zeros_like(scores))
+        rewards = numbers[:, 0].float()
+        zeros = torch.zeros_like(rewards)
+        scores = Scores(zeros, zeros, reward=rewards.detach())
         if objective is None:
-            return None, detached
-        value = objective(detached._replace(log_probability=scores), slice(0, len(scores)))
-        return value, detached
+            return None, scores
+        return objective(scores._replace(reward=rewards), slice(0, len(rewards))), scores
 
 
 class FusedLinearLoss(torch.autograd.Function):

@@ -41,10 +41,14 @@ class Observer:
         device: torch.device,
         config: ModelConfig,
         seq_len: int,
+        work: TrainedWork,
     ):
-        """Report to the console and, on rank 0, to `records`, which is None on other ranks."""
+        """Report to the console and, on rank 0, to `records`, which is None on other ranks.
+
+        work: the arithmetic of a step.
+        """
         self.console, self.records = console, records
-        self.device, self.config, self.seq_len = device, config, seq_len
+        self.device, self.config, self.seq_len, self.work = device, config, seq_len, work
         self.trackers: Trackers | None = None
         self.run: RunInfo | None = None
         """The run that is passed to callbacks; None as long as they are not called yet."""
@@ -54,8 +58,6 @@ class Observer:
         """Lines about model, world and data that were printed at the start."""
         self.last_loss: float | None = None
         """Loss of the last step whose line was written."""
-        self.work: TrainedWork | None = None
-        """The arithmetic of a step; None if all weights are trained."""
         self._step_seconds: list[float] = []
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -150,7 +152,7 @@ class Observer:
             **first,
             "grad_norm": finite_or_none(report.grad_norm),
             **{name: value for name, value in figures.items() if name not in first},
-            **plan.figures,
+            **plan.metrics,
             "lr": report.lr,
             **({"loss_scale": report.loss_scale} if report.loss_scale != 1 else {}),
             "tokens": report.tokens,

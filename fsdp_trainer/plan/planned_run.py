@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.rules.rules_objective import further_forwards
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import KnownModels
@@ -35,7 +34,9 @@ class PlannedRun:
         """
         known = known or KnownModels()
         model = PlannedModel.of(cfg, config, world, known)
-        return cls(model, named_teacher(cfg, config, world, known), further_forwards(cfg))
+        by_base = cfg.second_model is not None and cfg.second_model.mode == "base"
+        further_forwards = by_base + cfg.objective.method.extra_forwards
+        return cls(model, named_teacher(cfg, config, world, known), further_forwards)
 
     @property
     def layout(self) -> Layout:

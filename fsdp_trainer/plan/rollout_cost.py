@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.schema import PROMPTED, TrainConfig
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 
 PROMPT_TOKENS = 256
@@ -33,17 +34,17 @@ class Rollouts:
 
 def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
     """Return `cfg` with batch.rows set to the number of packed rows that answers fill in a step."""
-    if cfg.objective.name not in PROMPTED:
+    if not cfg.objective.method.samples:
         return cfg
-    each = answer_tokens(cfg)
+    each = answer_tokens(cfg.objective, cfg.batch.seq_len)
     in_a_row = max(1, cfg.batch.seq_len // each)
     rows = math.ceil(cfg.batch.rows * cfg.objective.samples / in_a_row)
     return replace(cfg, batch=replace(cfg.batch, rows=rows))
 
 
-def answer_tokens(cfg: TrainConfig) -> int:
+def answer_tokens(choice: ObjectiveChoice, seq_len: int) -> int:
     """Return the maximum number of tokens of a prompt with its answer."""
-    return min(cfg.batch.seq_len, PROMPT_TOKENS + cfg.objective.max_new_tokens)
+    return min(seq_len, PROMPT_TOKENS + choice.max_new_tokens)
 
 
 def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
@@ -51,7 +52,7 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
 
     Each generated token reads all weights once, and on average half of the cache.
     """
-    if cfg.objective.name not in PROMPTED:
+    if not cfg.objective.method.samples:
         return None
     choice, tensor = cfg.objective, cfg.sharding.tensor
     answers = cfg.batch.rows * choice.samples
@@ -59,7 +60,7 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
     at_once = min(own, choice.answer_rows)
     heads = max(1, config.num_key_value_heads // tensor)
     of_token = 2 * config.num_hidden_layers * heads * config.head_dim * BYTES
-    cache = float(at_once * answer_tokens(cfg) * of_token)
+    cache = float(at_once * answer_tokens(cfg.objective, cfg.batch.seq_len) * of_token)
     weights = config.parameters() * BYTES / tensor
     forwards = math.ceil(own / choice.answer_rows) * choice.max_new_tokens
     ideal = forwards * (weights + cache / 2) / (device.memory_rate or 1.0)

@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fsdp_trainer.config.rules.rules_objective import REFERENCES, frozen_source, has_stored_teacher
-from fsdp_trainer.config.schema import DISTIL, ActivationCheckpoint, Adapter, Model, TrainConfig
+from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
+from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Model, TrainConfig
 from fsdp_trainer.data.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, KnownModels
@@ -61,27 +61,24 @@ def named_teacher(
 
     Raises UserError as `architecture` does.
     """
-    frozen_model = frozen_source(cfg)
-    if frozen_model is None:
+    second = cfg.second_model
+    if second is None or not second.is_separate:
         return None
-    key, source = frozen_model
-    is_start = source in REFERENCES
     precision = replace(cfg.precision, master_dtype=cfg.precision.param_dtype, float8=None)
     own = replace(
         cfg,
         model=cfg.model
-        if is_start
-        else replace(Model(), attention=cfg.model.attention, init_from=source),
+        if second.is_start
+        else replace(Model(), attention=cfg.model.attention, init_from=second.source),
         adapter=Adapter(),
         train=replace(cfg.train, freeze=[]),
         precision=precision,
         activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps only inputs of blocks
         objective=replace(cfg.objective, name="sft", teacher=None),
     )
-    config = student if is_start else _architecture(source)
+    config = student if second.is_start else _architecture(second.source)
     model = PlannedModel.of(own, config, world, known)
-    name, compares = key.removeprefix("objective."), cfg.objective.name == DISTIL
-    return PlannedTeacher(model, name, compares, has_stored_teacher(cfg))
+    return PlannedTeacher(model, second.role, second.role == "teacher", second.has_lists)
 
 
 @lru_cache
@@ -90,20 +87,18 @@ def _architecture(named: str) -> ModelConfig:
     return architecture(replace(TrainConfig(), model=Model(init_from=named)))[0]
 
 
-def assumed_of(cfg: TrainConfig) -> list[str]:
+def assumed_of(second: SecondModel | None) -> list[str]:
     """Return a sentence for each assumption about a run's teacher or reference model."""
-    frozen_model = frozen_source(cfg)
-    if frozen_model is None or frozen_model[1] in REFERENCES:
+    if second is None or not second.is_separate or second.is_start:
         return []
-    return architecture(replace(TrainConfig(), model=Model(init_from=frozen_model[1])))[1]
+    return architecture(replace(TrainConfig(), model=Model(init_from=second.source)))[1]
 
 
-def list_bytes(cfg: TrainConfig) -> int:
+def list_bytes(choice: ObjectiveChoice) -> int:
     """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
-    named = cfg.objective.teacher
-    if named is None or not has_stored_teacher(cfg):
+    if choice.method.second != "teacher" or choice.teacher is None or choice.top_k is None:
         return 0
-    return bytes_per_token(cfg.objective.top_k or 0, _architecture(named).vocab_size)
+    return bytes_per_token(choice.top_k, _architecture(choice.teacher).vocab_size)
 
 
 def teacher_units(model: PlannedModel) -> TeacherUnits:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fsdp_trainer.base.process import cores
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.rewards.reward import Attempt, Reward
 from fsdp_trainer.rewards.sandbox import UNPROTECTED

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from fsdp_trainer.base.web import RequestFailed, first_line, retried, send
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.rewards.reward import Attempt, Reward
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.rewards.reward import Attempt, Reward
 

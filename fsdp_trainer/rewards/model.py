@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
-from fsdp_trainer.config.schema import key
 from fsdp_trainer.rewards.reward import Attempt, Reward
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.rewards.reward import Attempt, ReferenceReward
 
 BOXED = "\\boxed{"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fsdp_trainer.config.schema import key
+from fsdp_trainer.config.keys import key
 from fsdp_trainer.rewards.reward import Attempt, ReferenceReward
 
 

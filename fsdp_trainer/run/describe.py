@@ -6,10 +6,9 @@ from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
-from fsdp_trainer.config.rules.rules_objective import frozen_source, loads_reference
-from fsdp_trainer.config.schema import Optim, Precision, TrainConfig
+from fsdp_trainer.config.schema import Optim, Precision
 from fsdp_trainer.data.prepared_data import lossy, renumbered
-from fsdp_trainer.launch.world import World
+from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.adapters.expert_adapters import adapted_experts
@@ -18,7 +17,6 @@ from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
-from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -26,24 +24,23 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.pipeline import blocks_by_stage
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.run_inputs import RunInputs
 
 
 def describe(
-    cfg: TrainConfig,
-    setup: ModelSetup,
+    setup: RunSetup,
     model: Decoder,
     data: DataSource,
     progress: Progress,
-    inputs: RunInputs,
-    world: World,
-    dims: Dims,
     attention: AttentionChoice,
     context: ContextChoice,
-    run: Path,
+    about_method: list[str],
 ) -> list[str]:
-    """Return lines on the run, model, ranks, data, attention, head, step and number of steps."""
-    config, trained = setup.config, setup.trained_numbers
+    """Return lines on the run, model, ranks, data, attention, head, step and number of steps.
+
+    about_method: further lines on the data, see Method.about.
+    """
+    cfg, inputs, world, dims = setup.cfg, setup.inputs, setup.world, setup.dims
+    config, trained = setup.config, setup.model_setup.trained_numbers
     origin = cfg.model.init_from or "random weights"
     token_notes = renumbered(cfg.tokenizer, inputs.tokenizer, cfg.model.init_from, inputs.init_from)
     token_notes += lossy(inputs.tokenizer)
@@ -52,20 +49,20 @@ def describe(
     stored = "trained weights" if frozen_parameters(model) else "weights"
     frozen = f" ({short(trained)} trained)" if trained != config.parameters() else ""
     return [
-        f"run    {run}",
+        f"run    {setup.folder}",
         f"model  {config.family}, {short(config.parameters())} parameters{frozen}, "
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
         *further_blocks(config),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
-        *line_on_frozen_model(cfg, config, inputs.frozen_model),
+        *line_on_second_model(setup),
         *(f"token  {note}" for note in token_notes),
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
         f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
         *number_formats(cfg.precision, cfg.compile.enabled, model, world.device.type),
-        *(f"data   {line}" for line in data.about(inputs.data, progress)),
+        *(f"data   {line}" for line in (*data.about(inputs.data, progress), *about_method)),
         f"attend {attention}",
         *row_parts(dims.layout, context),
         *stages(dims.layout, model),
@@ -143,17 +140,15 @@ def not_followed(init_from: str | None) -> list[str]:
     return [f"{init_from}: {line}" for line in without_effect(read_config(folder))]
 
 
-def line_on_frozen_model(cfg: TrainConfig, trained: ModelConfig, folder: Path | None) -> list[str]:
-    """Return the line on a teacher, or on a reference in memory, if there is one.
-
-    folder: folder of the frozen model; None: it has the architecture of the trained model.
-    """
-    frozen_model = frozen_source(cfg)
-    if frozen_model is None:
+def line_on_second_model(setup: RunSetup) -> list[str]:
+    """Return the line on a teacher, or on a reference in memory, if there is one."""
+    second, folder = setup.cfg.second_model, setup.inputs.frozen_model
+    if second is None or not second.is_separate:
         return []
-    choice, config = cfg.objective, ModelConfig.from_hf(model_folder(folder)) if folder else trained
-    size = f"{config.family}, {short(config.parameters())} parameters, from {frozen_model[1]}"
-    if loads_reference(cfg):
+    choice = setup.cfg.objective
+    config = ModelConfig.from_hf(model_folder(folder)) if folder else setup.config
+    size = f"{config.family}, {short(config.parameters())} parameters, from {second.source}"
+    if second.role == "reference":
         return [f"refer  {size}; kl {choice.kl:g}"]
     stored = f"; not in memory, its {choice.top_k} likeliest tokens are stored"
     return [

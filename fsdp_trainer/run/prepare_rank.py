@@ -15,11 +15,11 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import TeacherColumn, digest_of_teacher
-from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
+from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.run.build import resolve_architecture
+from fsdp_trainer.run.run_model import resolve_architecture
 from fsdp_trainer.run.tokenize_ahead import report
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
@@ -54,11 +54,12 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
     """Fetch the models and tokenise the data, reusing what an earlier rank or run left on disk."""
     progress = progress_with_heartbeat(console, world)
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
-    teacher = fetch_frozen_model(cfg)
+    teacher = fetch_second_model(cfg.second_model)
     tokenizer, template, data = build_data(cfg, Reporter(progress, console.say))
     assert teacher
-    require_same_vocabulary(cfg, tokenizer, teacher)
-    files = digest_of_teacher(teacher, cache_root(cfg.data, cfg.run), progress)
+    require_same_vocabulary(cfg.second_model, tokenizer, teacher)
+    cache = cache_root(cfg.data, cfg.run)
+    files = digest_of_teacher(cfg.second_model, teacher, cache, progress)
     return RunInputs(tokenizer, template, data, init_from, teacher, files)
 
 

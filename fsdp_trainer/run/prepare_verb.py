@@ -6,7 +6,6 @@ Torch is imported only if there is a teacher.
 
 import os
 
-from fsdp_trainer.config.rules.rules_objective import has_stored_teacher
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
 from fsdp_trainer.run.tokenize_ahead import prepare_ahead
@@ -14,7 +13,7 @@ from fsdp_trainer.run.tokenize_ahead import prepare_ahead
 
 def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
     """Prepare the data, and the teacher's lists if they are stored. Returns the exit code."""
-    if not has_stored_teacher(cfg):
+    if not cfg.second_model or not cfg.second_model.has_lists:
         return prepare_ahead(cfg)
     if cfg.prepare.shard:
         code = prepare_ahead(cfg)

@@ -31,7 +31,6 @@ from fsdp_trainer.config.paths import (
     run_folder,
     step_of,
 )
-from fsdp_trainer.config.rules.rules_objective import has_stored_teacher
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.data.prepared_data import build_data, cache_root, require_most_tokens
@@ -43,19 +42,21 @@ from fsdp_trainer.launch.start import how_to_go_on
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_teacher import digest_of_teacher
-from fsdp_trainer.methods.teacher import fetch_frozen_model, require_same_vocabulary
+from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import Console, time_line
+from fsdp_trainer.observe.flops import trained_work
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.observe.stragglers import Straggler, comparing
 from fsdp_trainer.parallel.compile import summarize_compiler_errors
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes
-from fsdp_trainer.run.build import Start, build, check_room, resolve_setup
+from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.run_lock import RunLock, clear_unused
+from fsdp_trainer.run.run_model import check_room, resolve_setup
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 from fsdp_trainer.training.saving import CheckpointManager
@@ -138,8 +139,8 @@ class Rank:
         self.signals.sync()
         self.signals.raise_if_agreed()
         records = self.records if world.main else None
-        seq_len = self.cfg.batch.seq_len
-        observer = Observer(self.console, records, world.device, setup.config, seq_len)
+        seq_len, work = self.cfg.batch.seq_len, trained_work(setup.model)
+        observer = Observer(self.console, records, world.device, setup.config, seq_len, work)
         self.open.enter_context(deterministic_kernels(self.cfg.train.deterministic))
         self.trainer, start = build(
             self.cfg, setup, inputs, world, self.run_folder, self.signals, observer
@@ -189,21 +190,18 @@ class Rank:
             )
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-        frozen_model = fetch_frozen_model(cfg)
+        frozen_model = fetch_second_model(cfg.second_model)
         # only one rank per node checks: free memory changes, so that ranks could disagree
         if world.local_rank == 0:
             check_room(cfg, init_from, world, frozen_model)
         report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
         tokenizer, template, data = build_data(cfg, report)
         if frozen_model and world.local_rank == 0:
-            require_same_vocabulary(cfg, tokenizer, frozen_model)
-        teacher_files = None
-        if has_stored_teacher(cfg):
-            assert frozen_model
-            cache = cache_root(cfg.data, cfg.run)
-            teacher_files = digest_of_teacher(frozen_model, cache, report.progress)
+            require_same_vocabulary(cfg.second_model, tokenizer, frozen_model)
+        cache = cache_root(cfg.data, cfg.run)
+        files = digest_of_teacher(cfg.second_model, frozen_model, cache, report.progress)
         require_most_tokens(cfg.data, data)
-        return RunInputs(tokenizer, template, data, init_from, frozen_model, teacher_files)
+        return RunInputs(tokenizer, template, data, init_from, frozen_model, files)
 
     def preflight(self, world: World, inputs: RunInputs, setup: ModelSetup, claim: RunLock) -> None:
         """Check that the ranks agree and the disk has room, before building. Raises UserError."""

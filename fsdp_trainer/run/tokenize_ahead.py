@@ -6,7 +6,6 @@ The result is in the folder where `train` with the same keys looks for it.
 import re
 from pathlib import Path
 
-from fsdp_trainer.config.schema import PROMPTED
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.prepared_data import (
     build_template,
@@ -33,7 +32,7 @@ def prepare_ahead(cfg: PrepareConfig) -> int:
 def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> int:
     console = Console(quiet=False)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
-    prompts = cfg.objective.name in PROMPTED
+    prompts = cfg.objective.method.samples
     data = (
         cfg.data,
         prompt_batch(cfg.batch, cfg.objective.max_new_tokens) if prompts else cfg.batch,

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import chain
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,7 +35,9 @@ class StepPlan:
     weight: Σ weight of the targets in these rows; the loss is divided by it.
     tokens, supervised: number of tokens, and of supervised tokens, in these rows.
     attention_cost: Σ length² of the documents, less the part outside attention windows.
-    documents: number of documents. figures: further metrics for the step's line.
+    documents: number of documents. packed: number of packed rows, where the range is one of prompts
+    and the answers to them are packed; None: the rows of the range are packed.
+    metrics: further metrics for the step's line.
     """
 
     step: int
@@ -45,14 +48,19 @@ class StepPlan:
     supervised: int = 0
     attention_cost: int = 0
     documents: int = 0
-    figures: dict[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
+    packed: int | None = field(default=None, kw_only=True)
+    metrics: dict[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that micro-batches are made of."""
+        return self.stop - self.start if self.packed is None else self.packed
 
 
 @dataclass
-class Assembler:
-    """Makes micro-batches from a rank's rows, on its device.
+class BatchOptions:
+    """The form of a rank's micro-batches.
 
-    sources: number of data sources whose losses are reported separately.
     rank, ranks: index and number of the data-parallel positions, each with different rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
     seq_len; None: always seq_len.
@@ -64,8 +72,6 @@ class Assembler:
     only the last token of each document has a target. mark_tokens: see MicroBatch.token_share.
     """
 
-    seq_len: int
-    sources: int
     micro_rows: int
     rank: int
     ranks: int
@@ -79,9 +85,21 @@ class Assembler:
     stages: int = 1
     context: ContextRanks | None = None
 
+
+class Assembler(BatchOptions):
+    """Makes micro-batches from a rank's rows, on its device."""
+
+    def __init__(self, seq_len: int, sources: int, *args: Any, **options: Any):
+        """sources: number of data sources whose losses are reported separately.
+
+        args, options: those of BatchOptions.
+        """
+        super().__init__(*args, **options)
+        self.seq_len, self.sources = seq_len, sources
+
     def count(self, plan: StepPlan) -> int:
         """Return the number of micro-batches per rank; surplus slots get empty rows."""
-        return math.ceil((plan.stop - plan.start) / (self.micro_rows * self.ranks))
+        return math.ceil(plan.rows / (self.micro_rows * self.ranks))
 
     def suspects_event(self, ranks: list[int], samples: list[str]) -> dict[str, Any]:
         """Return the fields of an event that name the suspects of a bad step.
@@ -133,6 +151,11 @@ class Assembler:
             in_rows = np.arange(len(own))[:, None]
             return padded(values[in_rows, own].reshape(-1, *values.shape[2:])[index])
 
+        def of_documents(values: list[list[Any]] | None, dtype: type) -> Tensor | None:
+            if values is None:
+                return None
+            return to_device(np.array([*chain(*values)], dtype), self.device)
+
         documents = groups = reference = kinds = None
         if self.number_documents:
             rows_before = np.arange(len(own))[:, None] * length
@@ -140,12 +163,8 @@ class Assembler:
             numbers, group_numbers = number_documents(rows, places, length)
             documents = padded(numbers, fill=len(group_numbers))
             groups = to_device(group_numbers, self.device)
-            if rows.reference is not None:
-                values = np.concatenate([np.zeros(0), *map(np.array, rows.reference)])
-                reference = to_device(values, self.device)
-            if rows.kinds is not None:
-                each = [np.array(row, np.int64) for row in rows.kinds]
-                kinds = to_device(np.concatenate(each), self.device)
+            reference = of_documents(rows.reference, np.float64)
+            kinds = of_documents(rows.kinds, np.int64)
         return MicroBatch(
             part(rows.tokens),
             part(rows.positions),
@@ -159,7 +178,7 @@ class Assembler:
             part(tokens_of_documents(rows.documents, length)) if self.mark_tokens else None,
             reference,
             kinds,
-            {name: supervised(values) for name, values in (rows.columns or {}).items()},
+            {name: supervised(values) for name, values in rows.columns.items()},
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
@@ -177,27 +196,32 @@ class Assembler:
         return min(self.seq_len, round_up(longest, self.pad_to_multiple))
 
 
-class Batches(Assembler):
-    """This rank's micro-batches of ranges of stored rows."""
+class PackedRows(Protocol):
+    """Numbered rows that micro-batches are made of: stored ones, or the answers of a step."""
 
-    def __init__(self, order: Mixture, *args: Any, **options: Any):
+    seq_len: int
+
+    @property
+    def source_names(self) -> Sequence[str]:
+        """The data sources whose losses are reported separately."""
+
+    def attention_costs(self, rows: Any) -> np.ndarray:
+        """Return the attention cost of each of these rows, [rows]."""
+
+    def where(self, row: int) -> list[str]:
+        """Return FILE:LINE of the samples in a row."""
+
+    def read_rows(self, indices: Any) -> Rows:
+        """Return the rows with these indices, in this order."""
+
+
+class RowBatches(Assembler):
+    """This rank's micro-batches of numbered rows."""
+
+    def __init__(self, order: PackedRows, *args: Any, **options: Any):
         """args, options: arguments of Assembler after `sources`."""
         super().__init__(order.seq_len, len(order.source_names), *args, **options)
         self.order = order
-
-    def plans(
-        self,
-        rows: int,
-        last_row: int | None,
-        step: int = 0,
-        start: int = 0,
-        skipped: Sequence[Sequence[int]] = (),
-    ) -> Iterator[StepPlan]:
-        """Yield a plan for each range of `row_ranges`; the first one has the number `step` + 1."""
-        ranges = row_ranges(rows, last_row, start, skipped)
-        for number, (first, stop) in enumerate(ranges, step + 1):
-            totals = self.order.totals(first, stop)
-            yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step."""
@@ -232,6 +256,26 @@ class Batches(Assembler):
         rows = self.assign_rows_to_ranks(plan)
         own = [row for rank in ranks for row in rows[int(micro_batches[rank]), rank]]
         return [where for row in own if row >= 0 for where in self.order.where(int(row))]
+
+
+class Batches(RowBatches):
+    """This rank's micro-batches of ranges of stored rows."""
+
+    order: Mixture
+
+    def plans(
+        self,
+        rows: int,
+        last_row: int | None,
+        step: int = 0,
+        start: int = 0,
+        skipped: Sequence[Sequence[int]] = (),
+    ) -> Iterator[StepPlan]:
+        """Yield a plan for each range of `row_ranges`; the first one has the number `step` + 1."""
+        ranges = row_ranges(rows, last_row, start, skipped)
+        for number, (first, stop) in enumerate(ranges, step + 1):
+            totals = self.order.totals(first, stop)
+            yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
 
 
 def at_last_tokens(rows: Rows) -> Rows:

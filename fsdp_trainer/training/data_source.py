@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice, pairwise
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     Batches,
+    BatchOptions,
     StepPlan,
     count_steps,
     ranks_with_highest,
@@ -35,19 +36,17 @@ LeaveTogether = Callable[[], None]
 class SourceContext:
     """The arguments of every source, apart from its rows.
 
-    assembler: options of Assembler. workers: number of workers if data.workers is null.
+    options: those of Assembler. workers: number of workers if data.workers is null.
     attention_cost: function from lengths of documents to their attention costs.
     """
 
     cfg: TrainConfig
-    assembler: dict[str, Any]
+    options: BatchOptions
     dims: Dims
     workers: int
     attention_cost: Callable[[np.ndarray], np.ndarray]
     signals: StopSignals
     observer: Observer
-    answers: Any = None
-    """The AnswerMaker of a source of prompts."""
 
 
 class DataSource(Protocol):
@@ -63,10 +62,6 @@ class DataSource(Protocol):
     """The files or data sets whose losses are reported separately."""
     first_row: int
     """The number of its first row; smaller numbers belong to the data before a change of data."""
-
-    @classmethod
-    def build(cls, order: Any, progress: Progress, context: SourceContext) -> Self:
-        """Return the source of the rows of `order`."""
 
     def total_steps(self, progress: Progress) -> int:
         """Return the total number of optimizer steps of the run."""
@@ -127,7 +122,7 @@ class StoredRows:
 
     @classmethod
     def _of(cls, order: Mixture, end: int | None, context: SourceContext) -> "StoredRows":
-        cfg, batches = context.cfg, Batches(order, **context.assembler)
+        cfg, batches = context.cfg, Batches(order, **vars(context.options))
         rows, prefetch = cfg.batch.rows, cfg.data.prefetch
         return cls(batches, rows, cfg.train.steps, end, prefetch, context.signals)
 

@@ -19,7 +19,8 @@ from fsdp_trainer.extensions import METRICS
 from fsdp_trainer.models.balance import LOAD, Balance
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
-from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 
 LEVELS = string.digits + string.ascii_lowercase
 
@@ -53,11 +54,25 @@ class Metric(Protocol):
         """Return the entries for metrics.jsonl, computed from the step's sums."""
 
 
-class AnswerFigures(Metric, Protocol):
-    """Metrics of compared answers or of a teacher, which are also written for a validation."""
+class MethodMetric(Metric, Protocol):
+    """A training method's own metrics, of compared answers or of a teacher.
+
+    They are also written for a validation.
+    """
 
     keys: tuple[str, ...]
     """The names of the entries that `written` returns."""
+    of_tokens: bool
+    """False if the method's loss is one of whole answers, and not a sum over tokens."""
+
+
+class MetricWatch(Protocol):
+    """Reviews the metrics of a training method, and warns of what its loss does not show."""
+
+    def review(
+        self, reports: Sequence[StepReport], lines: Sequence[dict[str, Any]], observer: Observer
+    ) -> None:
+        """Add steps, and warn if needed. lines: the entries for metrics.jsonl of each report."""
 
 
 @dataclass
@@ -104,32 +119,6 @@ class LossBySource:
             if weight
         }
         return {"loss_by_source": means}
-
-
-class TeacherFigures:
-    """The divergence between teacher and student, and the teacher's loss on the same targets.
-
-    Sums: Σ weight, Σ weight · divergence, Σ weight · the teacher's negative log-likelihood.
-    """
-
-    keys: tuple[str, ...] = ("kl", "teacher_loss")
-    size = 3
-
-    def part(self, result: MicroBatchResult) -> Tensor:
-        """Return [3] float64."""
-        scores, weights = result.scores, result.batch.weights.double()
-        assert scores.divergence is not None
-        assert scores.teacher_log_probability is not None
-        values = torch.stack(
-            [torch.ones_like(weights), scores.divergence, -scores.teacher_log_probability]
-        )
-        return (values * weights).sum(1)
-
-    def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return both means, without entries if the step has no weight."""
-        weight, *totals = sums
-        means = [total / weight for total in totals] if weight else []
-        return {key: finite_or_none(mean) for key, mean in zip(self.keys, means, strict=False)}
 
 
 class BitsPerByte:
@@ -243,8 +232,14 @@ def in_quarters(loads: np.ndarray) -> list[str]:
 class Metrics:
     """Metrics concatenated in one float64 tensor, so that one collective reduces them all."""
 
-    def __init__(self, metrics: dict[str, Metric], device: torch.device):
-        self.metrics, self.device = metrics, device
+    def __init__(
+        self,
+        metrics: dict[str, Metric],
+        device: torch.device,
+        of_method: MethodMetric | None = None,
+    ):
+        """of_method: the training method's own one among `metrics`."""
+        self.metrics, self.device, self.of_method = metrics, device, of_method
         ends = [*accumulate(metric.size for metric in metrics.values())]
         self.size = ends[-1]
         self._slices = {
@@ -288,13 +283,12 @@ def step_metrics(
     auxiliary_names: Sequence[str],
     device: torch.device,
     balance: Balance | None = None,
-    pairs: Metric | None = None,
-    answers: Metric | None = None,
+    of_method: MethodMetric | None = None,
 ) -> Metrics:
     """Return the metrics of a training step.
 
-    objective_differs: whether the objective is another number than the reported loss. pairs:
-    metrics of compared answers or of a teacher. answers: metrics of sampled answers.
+    objective_differs: whether the objective is another number than the reported loss. of_method:
+    the training method's own metrics.
     """
     objective = StepTotal("objective", is_written=objective_differs)
     auxiliary: dict[str, Metric] = {name: AuxiliaryMean(name) for name in auxiliary_names}
@@ -303,32 +297,28 @@ def step_metrics(
         auxiliary |= {name: AuxiliaryTotal(name) for name in balance.loss_names}
         auxiliary[LOAD] = ExpertLoad(*balance.load.shape)
     registered = {name: build() for name, build in METRICS.items()}
-    losses = loss_metrics(source_names, pairs)
-    if answers is not None:
-        losses["rollouts"] = answers
+    losses = loss_metrics(source_names, of_method)
     metrics = {"objective": objective, **losses, **auxiliary, **registered}
-    return Metrics(metrics, device)
+    return Metrics(metrics, device, of_method)
 
 
 def validation_metrics(
-    source_names: Sequence[str], token_bytes: Tensor, pairs: Metric | None = None
+    source_names: Sequence[str], token_bytes: Tensor, of_method: MethodMetric | None = None
 ) -> Metrics:
     """Return the metrics of a validation, in which losses are not divided by Σ weight.
 
     token_bytes: [vocabulary] on the device, the number of bytes of each token.
     """
-    metrics = loss_metrics(source_names, pairs)
+    metrics = loss_metrics(source_names, of_method)
     metrics["bits_per_byte"] = BitsPerByte(token_bytes)
-    return Metrics(metrics, token_bytes.device)
+    return Metrics(metrics, token_bytes.device, of_method)
 
 
-def loss_metrics(source_names: Sequence[str], pairs: Metric | None = None) -> dict[str, Metric]:
-    """Return the loss, the metrics in `pairs`, and the loss by source if there are several."""
+def loss_metrics(source_names: Sequence[str], of_method: MethodMetric | None) -> dict[str, Metric]:
+    """Return the loss, the method's own metrics, and the loss by source if there are several."""
     metrics: dict[str, Metric] = {"loss": StepTotal("loss")}
-    if pairs is not None:
-        metrics["pairs"] = pairs
-        if not isinstance(pairs, TeacherFigures):  # the loss of answers is not a sum over tokens
-            return metrics
-    if len(source_names) > 1:
+    if of_method is not None:
+        metrics["method"] = of_method
+    if len(source_names) > 1 and (of_method is None or of_method.of_tokens):
         metrics["loss_by_source"] = LossBySource(source_names)
     return metrics

@@ -1,4 +1,4 @@
-"""The training objective: a function of the head's per-token scores."""
+"""Objectives that are a sum over tokens of the head's scores: the loss, and a user's own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fsdp_trainer.config.schema import DISTIL, Loss, ObjectiveChoice
-from fsdp_trainer.extensions import OBJECTIVES
-from fsdp_trainer.methods.distillation import Distillation
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.schema import Loss
+from fsdp_trainer.extensions import registered_by_user
 from fsdp_trainer.models.head import Objective, Scores
 
 
@@ -64,20 +64,8 @@ class Registered:
         return self.function(scores, self.weights[tokens])
 
 
-def build_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Objective]:
+def token_objective(choice: ObjectiveChoice, cfg: Loss) -> Callable[[Tensor], Objective]:
     """Return a function that makes the objective of a micro-batch from its weights."""
-    if choice.name in OBJECTIVES:
-        return partial(Registered, OBJECTIVES[choice.name])
-    if choice.name == DISTIL:
-        return partial(Distillation, share=choice.share, temperature=choice.temperature)
+    if function := registered_by_user(choice):
+        return partial(Registered, function)
     return lambda weights: CrossEntropy(weights, cfg.label_smoothing, cfg.z_loss)
-
-
-def differs_from_loss(name: str, cfg: Loss) -> bool:
-    """Return True if the objective is another number than the reported loss."""
-    return name in OBJECTIVES or name == DISTIL or bool(cfg.label_smoothing or cfg.z_loss)
-
-
-def negative_log_likelihood(scores: Scores, weights: Tensor) -> Tensor:
-    """Return Σ weight · negative log-likelihood, a scalar: the reported loss for any objective."""
-    return -(scores.log_probability * weights).sum()

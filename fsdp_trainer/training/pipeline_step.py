@@ -16,8 +16,8 @@ from fsdp_trainer.models.head import Scores
 from fsdp_trainer.parallel.pipeline import Pipeline
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.loss import negative_log_likelihood
 from fsdp_trainer.training.metrics import MicroBatchResult
-from fsdp_trainer.training.objective import negative_log_likelihood
 from fsdp_trainer.training.step import ForwardBackward, shared_out
 
 

@@ -21,9 +21,9 @@ from fsdp_trainer.training.guard import (
     EmbeddingGradProbe,
     StepVerdict,
 )
+from fsdp_trainer.training.loss import negative_log_likelihood
 from fsdp_trainer.training.loss_scale import LossScale
-from fsdp_trainer.training.metrics import AnswerFigures, Metrics, MicroBatchResult
-from fsdp_trainer.training.objective import negative_log_likelihood
+from fsdp_trainer.training.metrics import Metrics, MicroBatchResult
 
 
 class StepResult(NamedTuple):
@@ -55,8 +55,6 @@ class ForwardBackward:
     """None: the pipeline synchronises the gradients."""
     loss_scale: LossScale | None = None
     """None: the loss is not scaled."""
-    pair_figures: AnswerFigures | None = None
-    """Metrics of compared answers or of a teacher; None: the objective has neither."""
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Compute the step's gradients, sharded and summed over ranks. Collective.

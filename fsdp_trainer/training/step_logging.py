@@ -10,14 +10,13 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.methods.preferences import ChosenWatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock, StepLog, StepReport
 from fsdp_trainer.training.after_step import Timetable
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.guard import Guard
-from fsdp_trainer.training.metrics import Metrics
+from fsdp_trainer.training.metrics import Metrics, MetricWatch
 from fsdp_trainer.training.progress import AMENDS_LINE, Progress
 from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import StepResult
@@ -36,8 +35,8 @@ class StepLogging:
     timetable: Timetable
     rewinds: bool
     """True if a spike rewinds the run."""
-    chosen_watch: ChosenWatch | None
-    """None: the objective needs no such watch."""
+    watch: MetricWatch | None
+    """Reviews the training method's metrics; None: nothing does."""
 
     @property
     def clock(self) -> StepClock:
@@ -84,12 +83,12 @@ class StepLogging:
         losses = [report.sums[self.metrics.position("loss")] for report in reports]
         with self.clock.excluded():
             spike = self.guard.review(reports, losses, self.data.suspects, self.observer)
-            figures = [self.metrics.written(report.sums) for report in reports]
-            if self.chosen_watch is not None:
-                self.chosen_watch.review(reports, figures, self.observer)
+            lines = [self.metrics.written(report.sums) for report in reports]
+            if self.watch is not None:
+                self.watch.review(reports, lines, self.observer)
             total_steps = self.timetable.total_steps(progress)
             incomplete = not AMENDS_LINE.isdisjoint(progress.pending)
-            self.observer.write(reports, figures, seconds, total_steps, last, incomplete)
+            self.observer.write(reports, lines, seconds, total_steps, last, incomplete)
         if spike and self.rewinds:
             raise Rewind(spike)
 

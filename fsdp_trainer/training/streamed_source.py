@@ -100,7 +100,7 @@ class StreamedRows:
     ) -> "StreamedRows":
         """Return the source of streamed rows."""
         cfg, dims = context.cfg, context.dims
-        assembler = Assembler(order.seq_len, len(order.source_names), **context.assembler)
+        assembler = Assembler(order.seq_len, len(order.source_names), **vars(context.options))
         workers = cfg.data.workers or context.workers
         cost, signals = context.attention_cost, context.signals
         return cls(cfg, order, assembler, dims, cost, workers, signals, context.observer)

@@ -33,8 +33,8 @@ class TrainState:
     """Number formats in which the weights were imported, for the export."""
     base: Base | None
     """Location of the frozen weights, which checkpoints do not hold; None: checkpoints hold all."""
-    digests: dict[str, str | None]
-    """Digests of the weights of other models, by `reference` or `teacher`."""
+    digests: dict[str, str]
+    """Digest of the second model's weights, by its role."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors: weights, optimizer state, load of experts, loss scale."""
@@ -51,7 +51,7 @@ class TrainState:
             "frozen": asdict(self.base) if self.base else None,
             "data": self.data.fingerprint,
             "validation": self.validation_fingerprint,
-            **{name: digest for name, digest in self.digests.items() if digest},
+            **self.digests,
         }
 
     @property

@@ -55,8 +55,8 @@ class Validation(StoppableWork[ValidationSums]):
 
     def compute(self, check: Callable[[], None]) -> ValidationSums:
         """Return the sums of this rank's part."""
-        figures = self.forward_backward.pair_figures
-        metrics = validation_metrics(self.rows.source_names, self.token_bytes, figures)
+        of_method = self.forward_backward.metrics.of_method
+        metrics = validation_metrics(self.rows.source_names, self.token_bytes, of_method)
         sums = metrics.zeros()
         with closing(self.rows.open_all()) as feed:
             step = feed.next_step(1)
@@ -82,7 +82,7 @@ class Validation(StoppableWork[ValidationSums]):
         line: dict[str, Any] = {"validation_loss": value, "validation_bits_per_byte": bits}
         if by_source:
             line["validation_loss_by_source"] = by_source
-        figures = self.forward_backward.pair_figures
-        names = figures.keys if figures is not None else ()
+        of_method = self.forward_backward.metrics.of_method
+        names = of_method.keys if of_method is not None else ()
         line |= {f"validation_{name}": written[name] for name in names if name in written}
         self.log.add_to_line(line, progress)

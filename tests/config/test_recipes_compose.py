@@ -13,12 +13,9 @@ from fsdp_trainer.config.composing.handover import (
     inherited_configuration,
 )
 from fsdp_trainer.config.document import recipe_heads
+from fsdp_trainer.config.methods import METHODS
 from fsdp_trainer.config.schema import (
-    PAIRED,
-    PROMPTED,
-    SCORED,
     SELECTORS,
-    UNPAIRED,
     TrainConfig,
 )
 from fsdp_trainer.errors import UserError
@@ -48,7 +45,7 @@ SHRUNK = [
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
     assert recipe_as_it_is(name).run.name == name
-    answers = recipe_as_it_is(name).objective.name in PROMPTED
+    answers = recipe_as_it_is(name).objective.method.samples
     shorter = ["objective.max_new_tokens=64"] if answers else []
     cfg = compose("train", [f"+recipe={name}", *SHRUNK, *shorter])
     assert handed_over(cfg) == [cfg, cfg]
@@ -133,9 +130,10 @@ def test_every_option_sets_its_groups_selector():
             chosen["adapter"] = "none"  # one refuses the other
         if chosen["objective"] in ("distil", "grpo"):
             chosen["objective"] = "sft"  # they need a teacher, or rewards
-        if chosen["objective"] in (*PAIRED, *UNPAIRED):
+        method = METHODS[chosen["objective"]]
+        if method.compares_answers:
             chosen["data"] = "sft"  # another packing parts what is compared
-        if chosen["objective"] in SCORED:
+        if method.scores:
             chosen["adapter"] = "none"
         cfg = compose("train", [f"{group}={name}" for group, name in chosen.items()], inputs=False)
         for group, name in chosen.items():

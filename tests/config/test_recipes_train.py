@@ -11,7 +11,6 @@ from recipe import RECIPES, recipe_as_it_is
 from safetensors.torch import save_file
 
 import fsdp_trainer
-from fsdp_trainer.config.schema import PAIRED, PROMPTED
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import meta_decoder
 
@@ -58,7 +57,7 @@ def text(tmp_path):
 )
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
-    answers = cfg.objective.name in PROMPTED
+    answers = cfg.objective.method.samples
     teacher = [f"objective.teacher={small_model(tmp_path)}"] if cfg.objective.teacher else []
     run = world.train(
         tmp_path / "run",
@@ -87,9 +86,9 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
 
 def data_of(cfg, text):
     """Return data of the kind that a recipe's objective learns from."""
-    if cfg.objective.name in PROMPTED:
+    if cfg.objective.method.samples:
         return "demo:sums"
-    if cfg.objective.name in PAIRED:
+    if cfg.objective.method.reads == "pairs":
         return write_pairs(text.with_name("pairs.jsonl"))
     return text if cfg.data.format == "text" else "demo:backwards"
 

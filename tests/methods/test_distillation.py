@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -31,8 +32,11 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.methods.distil_step import DistilForwardBackward
-from fsdp_trainer.methods.distillation import Distillation
+from fsdp_trainer.methods.distillation import (
+    DistilForwardBackward,
+    Distillation,
+    TeacherMetrics,
+)
 from fsdp_trainer.methods.teacher import share_teacher
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
@@ -52,8 +56,7 @@ from fsdp_trainer.plan.second_model import list_bytes
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe
-from fsdp_trainer.training.metrics import Metrics, StepTotal, TeacherFigures
-from fsdp_trainer.training.objective import build_objective
+from fsdp_trainer.training.metrics import Metrics, StepTotal
 
 TEACHER_WIDTH = 24
 
@@ -329,14 +332,13 @@ def distil_once(kind, settings):
     layout = "mask" if compiled else "documents"
     rank, ranks = dims.batch_rank, dims.batch_ranks
     assembler = Assembler(ROW, 1, 1, rank, ranks, CPU, context=context, attention=layout)
-    figures = TeacherFigures()
+    metric = TeacherMetrics()
+    choice = cfg.objective
     sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     step = DistilForwardBackward(
         model,
-        build_objective(cfg.objective, cfg.loss),
-        Metrics(
-            {"loss": StepTotal("loss"), "objective": StepTotal("objective"), "t": figures}, CPU
-        ),
+        partial(Distillation, share=choice.share, temperature=choice.temperature),
+        Metrics({"loss": StepTotal("loss"), "objective": StepTotal("objective"), "t": metric}, CPU),
         dims,
         EmbeddingGradProbe(model),
         sync,
@@ -635,7 +637,7 @@ def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
     }.items():
         cfg.objective = choice
         peaks[name] = memory(PlannedRun.of(cfg, PLANNED, 2), "cpu").peak.bytes
-        assert list_bytes(cfg) == (64 * (2 + 2) + 4 + 4 if name == "listed" else 0)
+        assert list_bytes(cfg.objective) == (64 * (2 + 2) + 4 + 4 if name == "listed" else 0)
     assert peaks["listed"]["parameters"] == peaks["alone"]["parameters"]
     assert peaks["listed"]["parameters"] < peaks["in memory"]["parameters"]
     assert peaks["listed"]["logits"] > peaks["alone"]["logits"]

@@ -15,18 +15,23 @@ from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.files.sources import Row
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.methods.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
-from fsdp_trainer.methods.policy_gradient import (
+from fsdp_trainer.methods.answers import (
     ADVANTAGE,
-    REFERENCE,
     SAMPLED,
-    PolicyGradient,
+    PackedAnswers,
+    Rollout,
     advantages,
+    decode_rollouts,
+    encode_rollouts,
     step_weight,
     token_weight,
 )
+from fsdp_trainer.methods.policy_gradient import (
+    REFERENCE,
+    PolicyGradient,
+    RolloutForwardBackward,
+)
 from fsdp_trainer.methods.reference_model import ReferenceModel
-from fsdp_trainer.methods.rollout_step import RolloutForwardBackward
 from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder

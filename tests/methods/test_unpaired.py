@@ -15,7 +15,7 @@ from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
-from fsdp_trainer.methods.unpaired import UnpairedFigures, UnpairedObjective
+from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.metrics import MicroBatchResult
@@ -53,7 +53,7 @@ def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():
     choice = ObjectiveChoice("kto", beta=0.5, desirable_weight=2.0, undesirable_weight=3.0)
     batch, scores = batch_of(reference), Scores(policy, policy)
     baseline = torch.tensor(0.4, dtype=torch.float64)
-    loss = UnpairedObjective(batch, choice, baseline, count=3)(scores, slice(0, 6))
+    loss = KtoObjective(batch, choice, baseline, count=3)(scores, slice(0, 6))
     loss.backward()
     good, bad = torch.tensor([1.0, 0.2]) - 0.4, torch.tensor([-0.5]) - 0.4
     expected = (2 * (1 - (0.5 * good).sigmoid()).sum() + 3 * (1 - (-0.5 * bad).sigmoid())) / 3
@@ -61,15 +61,15 @@ def test_the_loss_is_the_papers_and_its_figures_tell_good_from_bad():
     assert (policy.grad[1::2] == 0).all(), "mismatched answers are not learnt"
     assert policy.grad[2] > 0 > policy.grad[0]
 
-    figures = UnpairedFigures(choice)
-    sums = figures.part(MicroBatchResult(batch, scores, loss, loss)).tolist()
-    written = figures.written(sums)
+    metric = KtoMetrics(choice)
+    sums = metric.part(MicroBatchResult(batch, scores, loss, loss)).tolist()
+    written = metric.written(sums)
     assert written["baseline"] == pytest.approx(0.4)
     assert written["reward_good"] == pytest.approx(0.3)
     assert written["reward_bad"] == pytest.approx(-0.25)
     assert written["reward_margin"] == pytest.approx(0.55)
     assert written["log_probability_good"] == pytest.approx(-2.9)
-    assert set(written) == set(figures.keys)
+    assert set(written) == set(metric.keys)
 
 
 def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):

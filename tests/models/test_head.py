@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from textbook import VOCABULARY, make, textbook
 
 from fsdp_trainer.models.head import Scores
-from fsdp_trainer.training.objective import CrossEntropy, negative_log_likelihood
+from fsdp_trainer.training.loss import negative_log_likelihood
+from fsdp_trainer.training.objective import CrossEntropy
 
 SOFT = {"label_smoothing": 0.1, "z_loss": 1e-2}
 

@@ -16,7 +16,7 @@ from fsdp_trainer.config.composing.overrides import quoted
 from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.input_checks import require_training_inputs
-from fsdp_trainer.config.schema import default_of
+from fsdp_trainer.config.keys import default_of
 from fsdp_trainer.config.verbs import LaunchFiles, LaunchFilesConfig
 from fsdp_trainer.errors import Problem, UserError
 

@@ -7,7 +7,6 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.apps.plan.device_plans import Answer
-from fsdp_trainer.config.rules.rules_objective import has_reference, stores_reference
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -83,7 +82,7 @@ def one_world(
         "bytes_across_nodes": {name: round(wire.across) for name, wire in plan.wire.items()},
         "step_seconds": timed,
         "reference": reference_of(cfg),
-        "list_bytes": list_bytes(cfg),
+        "list_bytes": list_bytes(cfg.objective),
         "slowest_step": plan.slow._asdict() if timed else None,
         "fastest_step": plan.fast._asdict() if timed else None,
         "tokens_per_second": plan.tokens / plan.seconds if timed else None,
@@ -115,9 +114,10 @@ def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
 
 def reference_of(cfg: PlanConfig) -> str | None:
     """Return the kind of the objective's reference: `base` of adapters, `stored`, or None."""
-    if stores_reference(cfg):
-        return "stored"
-    return "base" if has_reference(cfg.objective) else None
+    second = cfg.second_model
+    if second is None or second.role != "reference":
+        return None
+    return "stored" if second.mode == "stored" else "base"
 
 
 def uneven_json(cfg: PlanConfig, uneven: RunPlan | None) -> dict[str, Any] | None:
@@ -292,7 +292,7 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
         if plan.slow.forwards:
             text += f", forwards without gradients {parts[Times._fields.index('forwards')]}"
         rows.append(("step", f"{whole} {unit}: {text}, optimizer {size * plan.slow.optimizer:.2f}"))
-        if stores_reference(cfg):
+        if reference_of(cfg) == "stored":
             read = f"{parts[Times._fields.index('reading')]} {unit} for as many rows as a step has"
             rows.append(("reference", f"{read}: it reads all rows of an epoch once, before step 1"))
         rows += [("speed", speed(plan, *timed)), ("run", length(cfg, plan))]
@@ -308,7 +308,7 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
 
 def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
     """Return the row on the disk space of a teacher's stored lists, if there are any."""
-    size, tokens = list_bytes(cfg), cfg.plan.tokens
+    size, tokens = list_bytes(cfg.objective), cfg.plan.tokens
     if not size:
         return []
     text = f"{size:,} bytes of disk for each supervised token"

@@ -1,6 +1,7 @@
 """Rules between keys of the configuration. Imports no torch."""
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,14 @@ from fsdp_trainer.config.rules.rules_data import (
     users_of_validation,
 )
 from fsdp_trainer.config.rules.rules_objective import (
-    objective_keys,
-    preferences,
+    divergence,
+    prompts,
     reference,
-    reward_model,
-    teacher,
+    refused,
+    registered_objective,
+    rewards,
+    stored_teacher,
 )
-from fsdp_trainer.config.rules.rules_rewards import rewards
-from fsdp_trainer.config.rules.rules_rollouts import answers, divergence, prompts
 from fsdp_trainer.config.rules.rules_server import server
 from fsdp_trainer.config.rules.rules_training import (
     adapters,
@@ -52,18 +53,30 @@ from fsdp_trainer.config.rules.rules_training import (
     optimizer,
     overwriting,
     profiled_steps,
-    registered_objective,
     rendezvous,
     rewinding,
     run_folder,
     tracking_command,
     width_of_heads,
 )
-from fsdp_trainer.config.schema import Train, TrainConfig
+from fsdp_trainer.config.schema import SELECTORS, Train, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.resolve import model_problems
 
 Rule = Callable[[Any, Report], Violations]
+
+
+def unused_keys(cfg: Any, report: Report) -> Violations:
+    """Check that keys of some options of a group are set only with one of these options."""
+    for group, selector in SELECTORS.items():
+        settings = getattr(cfg, group)
+        for f in fields(settings):
+            key, options = f"{group}.{f.name}", f.metadata["used_by"]
+            if key in report.typed and options and getattr(settings, selector) not in options:
+                ways = "  or  ".join(f"{group}={option}" for option in options)
+                yield key, f"only counts with  {ways}"
+
+
 RULES: tuple[Rule, ...] = (
     replicas,
     dimensions,
@@ -91,15 +104,13 @@ RULES: tuple[Rule, ...] = (
     entries_of_a_list,
     users_of_validation,
     registered_objective,
-    objective_keys,
-    preferences,
+    unused_keys,
+    refused,
     reference,
-    reward_model,
     rewards,
     prompts,
-    answers,
     divergence,
-    teacher,
+    stored_teacher,
     server,
     tracking_command,
     rewinding,

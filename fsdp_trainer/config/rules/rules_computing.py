@@ -8,11 +8,11 @@ from importlib.metadata import version
 from typing import Any
 
 from fsdp_trainer.base.round_up import round_up
-from fsdp_trainer.config.check import Report, Violations, as_text, unused_keys
+from fsdp_trainer.config.check import Report, Violations, as_text
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.pipeline_schedules import SCHEDULES
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
-from fsdp_trainer.extensions import OBJECTIVES
+from fsdp_trainer.extensions import registered_by_user
 from fsdp_trainer.models.attention_choice import AttentionContext, attention_problems
 
 COLLECTIVES = {
@@ -21,12 +21,6 @@ COLLECTIVES = {
     "reduce_scatter_buffers": (2, 13),
 }
 """Options of FSDP2's collectives, and the first torch version that has them."""
-CHECKPOINTING_MODES = {
-    "every": ("full", "selective"),
-    "save": ("selective",),
-    "budget": ("budget",),
-}
-"""Keys of activation_checkpoint, and the modes that use them."""
 PIPELINE = (2, 13)
 """The first torch version whose stages accept the shapes of their messages beforehand."""
 FOUR_BITS = (2, 12)
@@ -179,7 +173,7 @@ def is_older(installed: str, needed: tuple[int, int]) -> bool:
 
 
 def activation_checkpointing(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that mode budget has the compiler, and that the mode uses all keys that are set."""
+    """Check that mode budget has the compiler, and that mode selective keeps something."""
     chosen = cfg.activation_checkpoint
     if chosen.mode == "budget" and not cfg.compile.enabled:
         yield (
@@ -187,7 +181,6 @@ def activation_checkpointing(cfg: TrainConfig, report: Report) -> Violations:
             "the compiler decides what is computed again.\n"
             "Use  compile=enabled  or  activation_checkpoint=selective",
         )
-    yield from unused_keys(report, "activation_checkpoint", chosen.mode, CHECKPOINTING_MODES)
     if chosen.mode == "selective" and not chosen.save:
         yield "activation_checkpoint.save", "nothing kept is  activation_checkpoint=full"
 
@@ -275,7 +268,7 @@ def float16(cfg: TrainConfig, report: Report) -> Violations:
             if f"precision.{name}" in report.typed:
                 yield f"precision.{name}", "only counts with  precision=fp16"
         return
-    if cfg.objective.name in OBJECTIVES:
+    if registered_by_user(cfg.objective):
         yield (
             "precision.param_dtype",
             "float16 scales the weights of tokens, which an objective of your own may use "

@@ -1,111 +1,42 @@
-"""Rules between keys of the objective, its data and its reference. See config/rules/rules.py."""
+"""Rules between keys of the objective, its data, its rewards and its second model.
+
+See config/rules/rules.py. What a method refuses altogether is in its entry of config/methods.py.
+"""
 
 from pathlib import Path
 
-from fsdp_trainer.config.check import Report, Violations, unused_keys
+from fsdp_trainer.config.check import Report, Violations, value_of
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
-from fsdp_trainer.config.schema import (
-    DISTIL,
-    PAIRED,
-    PROMPTED,
-    REFERENCED,
-    SCORED,
-    UNPAIRED,
-    ObjectiveChoice,
-    TrainConfig,
-)
-
-LIKELIHOODS = tuple(name for name in PAIRED if name not in SCORED)
-"""Objectives on pairs that use log-probabilities."""
-OBJECTIVE_KEYS = {
-    "beta": (*LIKELIHOODS, *UNPAIRED),
-    "label_smoothing": ("dpo", "simpo"),
-    "sft_weight": LIKELIHOODS,
-    "center_weight": SCORED,
-    "gamma": ("simpo",),
-    "desirable_weight": UNPAIRED,
-    "undesirable_weight": UNPAIRED,
-    "reference": (*REFERENCED, *PROMPTED),
-    "samples": PROMPTED,
-    "max_new_tokens": PROMPTED,
-    "temperature": (*PROMPTED, DISTIL),
-    "answer_rows": PROMPTED,
-    "weighting": PROMPTED,
-    "clip_low": PROMPTED,
-    "clip_high": PROMPTED,
-    "kl": PROMPTED,
-    "updates": PROMPTED,
-    "importance_cap": PROMPTED,
-    "mask_truncated": PROMPTED,
-    "teacher": (DISTIL,),
-    "share": (DISTIL,),
-    "divergence": (DISTIL,),
-    "top_k": (DISTIL,),
-    "server": PROMPTED,
-    "server_folder": PROMPTED,
-    "max_staleness": PROMPTED,
-}
-"""Keys that only some objectives use, and these objectives."""
-REFERENCES = ("start", "none")
-"""Values of objective.reference that are not paths."""
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.extensions import objective_names
+from fsdp_trainer.rewards.table import entry_problems
 
 
-def objective_keys(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that keys of some objectives are set only with one of them."""
-    yield from unused_keys(report, "objective", cfg.objective.name, OBJECTIVE_KEYS)
+def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the objective is built in or was registered by the user's code."""
+    names = objective_names()
+    if cfg.objective.name not in names:
+        yield (
+            "objective.name",
+            f"is not one of: {', '.join(names)}.\nOne of your own is registered by a module:  "
+            "--import my_module",
+        )
 
 
-def preferences(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that objectives on complete answers can have them in one row, and no keys of sft."""
-    if cfg.objective.name not in (*PAIRED, *UNPAIRED):
-        return
-    answers = "both answers of a pair" if cfg.objective.name in PAIRED else "whole answers"
-    both = f"objective={cfg.objective.name} compares {answers}"
-    if cfg.sharding.pipeline > 1:
-        reason = f"{both} in one micro-batch at once: not in this version with stages.\n"
-        more = "Use  sharding.pipeline=1  and share blocks and rows with  sharding.tensor  or"
-        yield "sharding.pipeline", f"{reason}{more}  sharding.context"
-    if cfg.data.streaming:
-        reason = f"{both}, which streams do not keep in one row.\nUse  data.streaming=false"
-        yield "data.streaming", reason
-    if cfg.data.packing == "stream":
-        reason = f"{both}, and a stream cuts documents where a row is full.\n"
-        yield "data.packing", reason + "Use  data.packing=best_fit"
-    if cfg.loss.label_smoothing:
-        reason = "spreads targets over the vocabulary, for  objective=sft .\n"
-        more = "Pairs have  objective.label_smoothing"
-        yield "loss.label_smoothing", reason + (more if cfg.objective.name in PAIRED else "Use  0")
-    if cfg.loss.z_loss:
-        yield "loss.z_loss", "only counts with  objective=sft"
-
-
-def reward_model(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a reward model is not sharded by tensor, has no adapter and writes no text."""
-    if cfg.objective.name not in SCORED:
-        return
-    name = f"objective={cfg.objective.name}"
-    if cfg.sharding.tensor > 1:
-        reason = f"together with {name} is not in this version.\nUse  sharding.tensor=1"
-        yield "sharding.tensor", reason
-    if cfg.adapter.name != "none":
-        reason = f"together with {name} is not in this version: the head is trained whole.\n"
-        yield "adapter", reason + "Use  adapter=none"
-    if cfg.train.sample_prompts:
-        yield "train.sample_prompts", f"{name} trains a model that writes no text: leave it out"
-    if cfg.train.evaluate_every:
-        reason = f"{name} trains a model that answers no tasks.\nUse  train.evaluate_every=null"
-        yield "train.evaluate_every", reason
+def refused(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that no key has a value that the method refuses."""
+    choice = cfg.objective
+    for key, is_wrong, reason in choice.method.refused:
+        if is_wrong(value_of(cfg, key)):
+            yield key, reason.replace("{name}", choice.name)
 
 
 def reference(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a reference is given where it is needed, and that its path has a model."""
-    given = cfg.objective.reference
-    if given == "none" and cfg.objective.name in UNPAIRED:
-        reason = f"objective={cfg.objective.name} compares with a reference.\nUse  start  or a path"
-        yield "objective.reference", reason
-    if cfg.objective.name not in REFERENCED or given in REFERENCES:
+    """Check that the path of a reference that reads all rows before training has a model."""
+    second = cfg.second_model
+    if second is None or second.is_separate or second.is_start:
         return
-    folder = Path(given)
+    folder = Path(second.source)
     if not (find_checkpoint(folder) or is_whole_model(folder)):
         yield (
             "objective.reference",
@@ -114,31 +45,10 @@ def reference(cfg: TrainConfig, report: Report) -> Violations:
         )
 
 
-def teacher(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that a teacher is named, and that it can read the rows of its student's ranks."""
-    choice = cfg.objective
-    if choice.name != DISTIL:
-        return
-    if choice.teacher is None and "objective.teacher" not in report.settled:
-        yield (
-            "objective.teacher",
-            "is required: name the model to learn from, e.g.  objective.teacher=runs/large",
-        )
-    if choice.top_k is not None:
-        yield from stored_lists(cfg)
-    if cfg.sharding.pipeline > 1:
-        reason = "a teacher's blocks are not cut into stages in this version.\n"
-        yield "sharding.pipeline", reason + "Use  sharding.pipeline=1"
-    if cfg.sharding.expert > 1:
-        reason = "a teacher's experts are not divided in this version.\n"
-        yield "sharding.expert", reason + "Use  sharding.expert=1"
-    for key in ("label_smoothing", "z_loss"):
-        if getattr(cfg.loss, key):
-            yield f"loss.{key}", "only counts with  objective=sft"
-
-
-def stored_lists(cfg: TrainConfig) -> Violations:
+def stored_teacher(cfg: TrainConfig, report: Report) -> Violations:
     """Check that stored lists of a teacher belong to stored tokens with an unchanging context."""
+    if not cfg.second_model or not cfg.second_model.has_lists:
+        return
     stored = f"objective.top_k={cfg.objective.top_k} stores a teacher's probabilities"
     online = "or, with the teacher in memory,  objective.top_k=null"
     if cfg.data.streaming:
@@ -149,55 +59,37 @@ def stored_lists(cfg: TrainConfig) -> Violations:
         yield "data.packing", f"{reason}Use  data.packing=best_fit  {online}"
 
 
-def has_stored_teacher(cfg: TrainConfig) -> bool:
-    """Return True if a run trains on stored lists of a teacher that is not in memory."""
-    return cfg.objective.name == DISTIL and cfg.objective.top_k is not None
+def rewards(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that entries of objective.rewards name existing rewards, with parts that these have."""
+    problems = list(entry_problems(cfg.objective.rewards))
+    if problems:
+        yield "objective.rewards", "\n".join(problems)
 
 
-def has_reference(cfg: ObjectiveChoice) -> bool:
-    """Return True if the loss compares the model with a reference."""
-    if cfg.name in PROMPTED:
-        return cfg.kl > 0
-    return cfg.name in REFERENCED and cfg.reference != "none"
+def prompts(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that prompts are not packed, and that a row has room for a prompt and its answer."""
+    if not cfg.objective.method.samples:
+        return
+    if "data.packing" in report.typed and cfg.data.packing != "none":
+        yield "data.packing", "prompts are not packed, and answers always are.\nLeave it out"
+    if cfg.batch.seq_len < cfg.objective.max_new_tokens + 16:
+        needed = cfg.objective.max_new_tokens
+        reason = f"a row holds a prompt and an answer of up to {needed:,} tokens.\n"
+        yield "batch.seq_len", reason + f"Use  batch.seq_len={2 * needed}  or more"
 
 
-def stores_reference(cfg: TrainConfig) -> bool:
-    """Return True if a reference reads all rows once, before the first step."""
-    is_stored = cfg.objective.name in REFERENCED and not base_is_reference(cfg)
-    return is_stored and has_reference(cfg.objective)
-
-
-def loads_reference(cfg: TrainConfig) -> bool:
-    """Return True if a reference is a second model in memory, because it reads new answers."""
-    is_loaded = cfg.objective.name in PROMPTED and not base_is_reference(cfg)
-    return is_loaded and has_reference(cfg.objective)
-
-
-def frozen_source(cfg: TrainConfig) -> tuple[str, str] | None:
-    """Return the key that names a second, frozen model in memory, and its value; None without."""
-    if cfg.objective.name == DISTIL and cfg.objective.teacher:
-        return "objective.teacher", cfg.objective.teacher
-    if loads_reference(cfg):
-        return "objective.reference", cfg.objective.reference
-    return None
-
-
-def further_forwards(cfg: TrainConfig) -> int:
-    """Return the number of additional forwards of a step's rows without gradients.
-
-    There is one if the base of adapters is the reference, and one for the baseline of objectives
-    on good and bad answers.
-    """
-    of_base = has_reference(cfg.objective) and base_is_reference(cfg)
-    return of_base + (cfg.objective.name in UNPAIRED)
-
-
-def base_is_reference(cfg: TrainConfig) -> bool:
-    """Return True if the model without its adapters is the reference.
-
-    That is not possible with DoRA's magnitudes, modules in adapter.also, and adapters that the run
-    begins with: switching the adapters off does not undo them.
-    """
-    adapter = cfg.adapter
-    is_plain = adapter.name == "lora" and not (adapter.also or adapter.init_from)
-    return cfg.objective.reference == "start" and is_plain
+def divergence(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that a divergence has a reference, and a reference a divergence."""
+    choice, second = cfg.objective, cfg.second_model
+    if not choice.method.samples:
+        return
+    if choice.kl and choice.reference == "none":
+        reason = "weighs the divergence from objective.reference, which is none.\n"
+        yield "objective.kl", reason + "Use  objective.reference=start  or  objective.kl=0"
+        return
+    if "objective.reference" in report.typed and choice.reference != "none" and not choice.kl:
+        reason = "only counts with a weight of the divergence from it.\nUse  objective.kl=0.01"
+        yield "objective.reference", reason
+    if second and second.mode == "loaded" and cfg.sharding.expert > 1:
+        reason = "the experts of a reference are not divided in this version.\n"
+        yield "sharding.expert", reason + "Use  sharding.expert=1  or  objective.kl=0"

@@ -4,8 +4,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fsdp_trainer.config.check import Report, Violations
-from fsdp_trainer.config.paths import is_whole_model, run_folder
-from fsdp_trainer.config.schema import PROMPTED, TrainConfig
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.paths import is_whole_model
+from fsdp_trainer.config.schema import Adapter, TrainConfig
 
 SERVED = ("server_folder", "max_staleness")
 """Keys of objective that only have an effect with a server."""
@@ -14,7 +15,7 @@ SERVED = ("server_folder", "max_staleness")
 def server(cfg: TrainConfig, report: Report) -> Violations:
     """Check a server's address, and the folder from which it reads complete weights."""
     choice = cfg.objective
-    if choice.name not in PROMPTED:
+    if not choice.method.samples:
         return
     if choice.server is None:
         for name in SERVED:
@@ -30,7 +31,7 @@ def server(cfg: TrainConfig, report: Report) -> Violations:
     if cfg.model.init_from is None:
         reason = "answers with a model of its own, and random weights are on no disk.\n"
         yield "objective.server", reason + "Use  model.init_from=FOLDER"
-    if not sends_adapter(cfg):
+    if not sends_adapter(cfg.adapter):
         yield from _folder_problems(cfg)
 
 
@@ -62,18 +63,18 @@ def is_replaceable(folder: Path) -> bool:
     return not entries or (is_whole_model(folder) and not any(one.is_dir() for one in entries))
 
 
-def sends_adapter(cfg: TrainConfig) -> bool:
+def sends_adapter(adapter: Adapter) -> bool:
     """Return True if the server, which already has the base model, only receives a LoRA adapter.
 
     vLLM supports neither DoRA, nor modules that are trained in full, nor several adapter ranks.
     """
-    adapter = cfg.adapter
     uniform = not (adapter.also or adapter.rank_pattern or adapter.alpha_pattern)
     return adapter.name == "lora" and uniform
 
 
-def server_folder(cfg: TrainConfig) -> Path:
-    """Return the folder that the server reads: with complete weights, or with the adapters."""
-    if cfg.objective.server_folder:
-        return Path(cfg.objective.server_folder)
-    return run_folder(cfg) / "server"
+def server_folder(choice: ObjectiveChoice, run: Path) -> Path:
+    """Return the folder that the server reads: with complete weights, or with the adapters.
+
+    run: the run's folder.
+    """
+    return Path(choice.server_folder) if choice.server_folder else run / "server"

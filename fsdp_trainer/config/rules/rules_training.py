@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import Report, Violations, flatten, unused_keys, value_of
+from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.config.schema import GROUPS, TrainConfig
-from fsdp_trainer.extensions import IMPORTS, objective_names
+from fsdp_trainer.extensions import IMPORTS
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
 RUNS_CODE = (
@@ -36,20 +36,6 @@ SET_BY_LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-OPTIMIZER_KEYS = {
-    "implementation": ("adamw", "muon"),
-    "betas": ("adamw", "muon", "lion", "lamb"),
-    "eps": ("adamw", "muon", "lamb"),
-    "momentum": ("muon", "sgd"),
-    "nesterov": ("muon", "sgd"),
-    "ns_steps": ("muon",),
-    "ns_dtype": ("muon",),
-    "ns_coefficients": ("muon",),
-    "normuon": ("muon",),
-    "normuon_beta": ("muon",),
-    "scale": ("muon",),
-}
-"""Keys of optim that only some optimizers use, and these optimizers."""
 DURATIONS = (
     "train.time_limit",
     "launch.timeout",
@@ -107,8 +93,7 @@ def momentum(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def optimizer(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that keys of some optimizers are set only with these, and that Muon suits the run."""
-    yield from unused_keys(report, "optim", cfg.optim.name, OPTIMIZER_KEYS)
+    """Check that Muon suits the run."""
     if cfg.optim.name != "muon":
         return
     if "optim.normuon_beta" in report.typed and not cfg.optim.normuon:
@@ -124,17 +109,6 @@ def optimizer(cfg: TrainConfig, report: Report) -> Violations:
             "sharding.cpu_offload",
             "the host would compute muon's matrix products.\n"
             "Use  optim=adamw  or  sharding.cpu_offload=false",
-        )
-
-
-def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the objective is built in or was registered by the user's code."""
-    names = objective_names()
-    if cfg.objective.name not in names:
-        yield (
-            "objective.name",
-            f"is not one of: {', '.join(names)}.\nOne of your own is registered by a module:  "
-            "--import my_module",
         )
 
 

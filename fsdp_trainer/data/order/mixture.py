@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.config.data_files import entries
-from fsdp_trainer.config.schema import PROMPTED, Data, TrainConfig
+from fsdp_trainer.config.schema import Data, TrainConfig
 from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.order.row_order import RowData, RowOrder, Rows
 from fsdp_trainer.data.store.token_cache import Prepared
@@ -402,7 +402,7 @@ class OrderMaker:
     ) -> "OrderMaker":
         """Return the one that makes the rows of a run."""
         # each prompt has a row by itself
-        packing = "none" if cfg.objective.name in PROMPTED else cfg.data.packing
+        packing = "none" if cfg.objective.method.samples else cfg.data.packing
         return cls(packing, cfg.batch.seq_len, cfg.run.seed, attention_cost)
 
     def training(self, data: Data, prepared: Prepared) -> Mixture:

@@ -7,10 +7,10 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Rows:
     """Σ log-probability of each document under the reference model; None if there is none."""
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None if all are answers."""
-    columns: dict[str, np.ndarray] | None = None
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Additional values of each position, [rows, seq_len, ...] of any dtype, by name."""
 
     @classmethod
@@ -81,8 +81,7 @@ class Rows:
         for i, place in enumerate(places):
             self.documents[place] = rows.documents[i]
             self.group_starts[place] = rows.group_starts[i]
-        for name, column in (rows.columns or {}).items():
-            self.columns = self.columns or {}
+        for name, column in rows.columns.items():
             empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
             self.columns.setdefault(name, empty)[places] = column
         for name in ("reference", "kinds"):
@@ -119,6 +118,19 @@ class Epoch:
     # [rows + 1, 4] float64: weight, tokens, supervised tokens, attention cost (Σ length², minus
     # what windows leave out)
     sums: np.ndarray
+
+
+class DocumentPieces(NamedTuple):
+    """The documents of some rows, each a sample or a piece of one; int64 arrays.
+
+    samples, starts, lengths: [documents], sample, its first token that is in the row, and number of
+    tokens. counts: [rows], number of documents.
+    """
+
+    samples: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
 
 
 Arranged = tuple[Pieces, np.ndarray, np.ndarray]
@@ -204,23 +216,23 @@ class RowOrder:
         rows = Rows.empty(len(indices), self.seq_len)
         if not len(indices):
             return rows
-        samples, starts, lengths, counts = self._documents(indices)
-        first_documents = np.cumsum(counts) - counts
-        before = np.cumsum(lengths) - lengths
-        in_row = before - np.repeat(before[first_documents], counts)
+        documents = samples, starts, lengths, counts = self._documents(indices)
+        first_documents = np.cumsum(counts) - counts  # of each row, among all that are read
+        first_tokens = np.cumsum(lengths) - lengths  # of each document, likewise
+        in_row = first_tokens - np.repeat(first_tokens[first_documents], counts)
         places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
         tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
         firsts = self.store.offsets[samples] + starts
         if self.shared:
             self.store.fetch(firsts, lengths)
-        at = ranges(firsts, lengths)
-        following = at + 1
+        in_store = ranges(firsts, lengths)
+        following = in_store + 1
         # a document that is cut continues with its next token, so only complete ones end here
-        ends = (before + lengths - 1)[starts + lengths == self.store.lengths[samples]]
-        following[ends] = at[ends]
+        ends = (first_tokens + lengths - 1)[starts + lengths == self.store.lengths[samples]]
+        following[ends] = in_store[ends]
         target_weights = weights[following]
         target_weights[ends] = 0
-        rows.tokens.reshape(-1)[places] = tokens[at]
+        rows.tokens.reshape(-1)[places] = tokens[in_store]
         rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
         rows.labels.reshape(-1)[places] = np.where(target_weights > 0, tokens[following], -100)
         rows.weights.reshape(-1)[places] = target_weights
@@ -241,37 +253,29 @@ class RowOrder:
         if self.store.kinds is not None:
             rows.kinds = by_row(self.store.kinds[samples])
         if self.columns.of_tokens is not None:
-            rows.columns = self._columns(rows, places, target_weights > 0, samples, starts, lengths)
+            is_supervised = target_weights > 0
+            numbers = self._supervised_numbers(is_supervised, documents)
+            for name, values in self.columns.of_tokens(numbers).items():
+                column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
+                column[places[is_supervised]] = values
+                rows.columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
         return rows
 
-    def _columns(
-        self,
-        rows: Rows,
-        places: np.ndarray,
-        is_supervised: np.ndarray,
-        samples: np.ndarray,
-        starts: np.ndarray,
-        lengths: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        """Return the values of `columns.of_tokens`, each where its token is predicted.
+    def _supervised_numbers(
+        self, is_supervised: np.ndarray, documents: DocumentPieces
+    ) -> np.ndarray:
+        """Return the index of each supervised token of documents among those of the store.
 
-        Other positions hold 0. places: positions of all tokens in the flattened rows.
-        is_supervised: for each token, whether the next one is supervised. samples, starts,
-        lengths: of the documents.
+        is_supervised: for each token of the documents, whether the next one is supervised.
         """
-        assert self.columns.of_tokens is not None
+        samples, starts, lengths, _ = documents
         # of the tokens before a piece, the first one predicts nothing and has no weight
         earlier, _ = self._supervised(samples, np.ones_like(starts), starts)
         firsts = self._first_supervised[samples] + earlier
         before = np.cumsum(is_supervised) - is_supervised
-        of_documents = np.cumsum(lengths) - lengths
-        numbers = np.repeat(firsts - before[of_documents], lengths) + before
-        columns = {}
-        for name, values in self.columns.of_tokens(numbers[is_supervised]).items():
-            column = np.zeros((rows.weights.size, *values.shape[1:]), values.dtype)
-            column[places[is_supervised]] = values
-            columns[name] = column.reshape(*rows.weights.shape, *values.shape[1:])
-        return columns
+        first_tokens = np.cumsum(lengths) - lengths
+        numbers = np.repeat(firsts - before[first_tokens], lengths) + before
+        return numbers[is_supervised]
 
     def _supervised(
         self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray
@@ -328,17 +332,19 @@ class RowOrder:
         The sums are: weight, tokens, supervised tokens, attention cost.
         """
         sums = np.zeros(4)
-        for plan, first, end in self._parts(start, stop):
+        for plan, first, end in self._ranges_by_epoch(start, stop):
             sums += plan.sums[end] - plan.sums[first]
         weight, tokens, supervised, attention_cost = sums.tolist()
         return weight, int(tokens), int(supervised), int(attention_cost)
 
     def documents(self, start: int, stop: int) -> int:
         """Return the number of documents in rows [start, stop), without reading any row."""
-        parts = self._parts(start, stop)
-        return sum(int(plan.offsets[end]) - int(plan.offsets[first]) for plan, first, end in parts)
+        return sum(
+            int(plan.offsets[end]) - int(plan.offsets[first])
+            for plan, first, end in self._ranges_by_epoch(start, stop)
+        )
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[Epoch, int, int]]:
+    def _ranges_by_epoch(self, start: int, stop: int) -> Iterator[tuple[Epoch, int, int]]:
         """Yield the plan of each epoch with rows in [start, stop), and their range in it."""
         while start < stop:
             epoch, first = divmod(start, self.rows_per_epoch)
@@ -361,24 +367,17 @@ class RowOrder:
                     target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True
                 ).start()
 
-    def _documents(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return four int64 arrays about the documents of these rows.
-
-        They are sample, first token and number of tokens of each document, and the number of
-        documents in each row.
-        """
+    def _documents(self, indices: Sequence[int] | np.ndarray) -> DocumentPieces:
+        """Return the documents of these rows."""
         parts = []
         for plan, rows in self._by_epoch(indices):
             first = plan.offsets[rows].astype(np.int64)
             counts = plan.offsets[rows + 1] - first
             at = ranges(first, counts)
             parts.append((plan.samples[at], plan.starts[at], plan.lengths[at], counts))
-        samples, starts, lengths, counts = (
-            np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True)
+        return DocumentPieces(
+            *(np.concatenate(every).astype(np.int64) for every in zip(*parts, strict=True))
         )
-        return samples, starts, lengths, counts
 
     def _plan_key(self) -> str:
         """Return a hash of everything that decides the plans of this order, including its code."""
@@ -388,6 +387,7 @@ class RowOrder:
         return hashlib.blake2b(b"/".join(parts), digest_size=10).hexdigest()
 
     def _once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
+        """Return the arrays of `make`, which only one rank of a node calls for much data."""
         return self.shared.get(name, make) if self.shared else make()
 
     def _pack(self) -> Arrays:
@@ -508,6 +508,7 @@ class RowOrder:
         return pieces, *_take_rows(np.arange(len(pieces.samples)), offsets, rows)
 
     def _random_order(self, purpose: str, epoch: int, n: int) -> np.ndarray:
+        """Return the numbers below n in an order drawn for this purpose and epoch."""
         drawn = random_bits(f"{self._key}/{epoch}/{purpose}", n)
         # twice as fast as a stable sort, with the same result if no two numbers are equal
         order = np.argsort(drawn)

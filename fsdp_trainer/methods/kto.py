@@ -14,24 +14,26 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.config.schema import ObjectiveChoice
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.tokens.samples import BAD, GOOD, MISMATCHED
-from fsdp_trainer.methods.pair_step import PairForwardBackward
-from fsdp_trainer.methods.preferences import answer_sums, counted_once
+from fsdp_trainer.methods.document_sums import answer_sums, counted_once
+from fsdp_trainer.methods.method import StepParts
+from fsdp_trainer.methods.preferences import PairForwardBackward, PreferenceMethod
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.feed import StepBatches
-from fsdp_trainer.training.metrics import MicroBatchResult
+from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
+from fsdp_trainer.training.step import ForwardBackward
 
 VERDICTS = ("good", "bad")
 """Names of the kinds of answers that are trained on, indexed by their numbers in the data."""
-FIGURES = ("reward", "log_probability", "answer_tokens")
+MEANS = ("reward", "log_probability", "answer_tokens")
 
 
 @dataclass(frozen=True)
-class UnpairedObjective:
+class KtoObjective:
     """Σ loss of a micro-batch's answers / count. The head calls it once.
 
     batch: micro-batch with the reference's sums. baseline: scalar, see the module's docstring.
@@ -78,7 +80,7 @@ def mismatched_gains(log_probability: Tensor, batch: MicroBatch, dims: Dims | No
 
 
 @dataclass(kw_only=True)
-class UnpairedForwardBackward(PairForwardBackward):
+class KtoForwardBackward(PairForwardBackward):
     """Runs micro-batches of good and bad answers. The reported loss is a mean over the answers."""
 
     baseline: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -103,7 +105,7 @@ class UnpairedForwardBackward(PairForwardBackward):
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
         """See PairForwardBackward."""
         baseline = self.baseline.to(batch.weights.device)
-        return UnpairedObjective(batch, self.choice, baseline, count, self.dims)
+        return KtoObjective(batch, self.choice, baseline, count, self.dims)
 
     def _set_baseline(self, batches: list[MicroBatch], scores: Iterable[Scores]) -> None:
         """Set the baseline from these micro-batches. Collective.
@@ -117,32 +119,32 @@ class UnpairedForwardBackward(PairForwardBackward):
         self.baseline = (sums[0] / sums[1].clamp_min(1)).clamp_min(0)
 
 
-class UnpairedFigures:
+class KtoMetrics:
     """The baseline, and mean rewards, log-probabilities and lengths of good and bad answers.
 
     Sums: the number, the reward, the log-probability and the number of tokens, each for good and
     for bad answers; then Σ log(policy / reference) of mismatched answers, and their number.
     """
 
-    means = tuple(f"{name}_{verdict}" for name in FIGURES for verdict in VERDICTS)
-    keys = ("reward_margin", "baseline", *means)
-    size = len(VERDICTS) * (1 + len(FIGURES)) + 2
+    means = tuple(f"{name}_{verdict}" for name in MEANS for verdict in VERDICTS)
+    keys: tuple[str, ...] = ("reward_margin", "baseline", *means)
+    size = len(VERDICTS) * (1 + len(MEANS)) + 2
+    of_tokens = False
 
     def __init__(self, cfg: ObjectiveChoice, dims: Dims | None = None):
         self.cfg, self.dims = cfg, dims
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [size] float64. Collective: see answer_sums."""
-        batch, values = result.batch, result.scores.log_probability
-        policy, tokens = answer_sums(
-            torch.stack([values, torch.ones_like(values)]), batch, self.dims
-        )
+        batch, ones = result.batch, torch.ones_like(result.scores.log_probability)
+        values = torch.stack([result.scores.log_probability, ones])
+        policy, tokens = answer_sums(values, batch, self.dims)
         if batch.kinds is None:
             return policy.new_zeros(self.size)
         reference = 0 if batch.reference is None else batch.reference
         gains = policy - reference
-        figures = torch.stack([torch.ones_like(policy), self.cfg.beta * gains, policy, tokens])
-        sums = [figures[:, batch.kinds == kind].sum(1) for kind in (GOOD, BAD)]
+        values = torch.stack([torch.ones_like(policy), self.cfg.beta * gains, policy, tokens])
+        sums = [values[:, batch.kinds == kind].sum(1) for kind in (GOOD, BAD)]
         is_other = batch.kinds == MISMATCHED
         other = torch.stack([gains[is_other].sum(), is_other.sum().double()])
         return counted_once(torch.cat([torch.stack(sums, 1).flatten(), other]), self.dims)
@@ -154,11 +156,28 @@ class UnpairedFigures:
         """
         *totals, gain, others = sums
         counts, totals = totals[: len(VERDICTS)], totals[len(VERDICTS) :]
-        figures: dict[str, Any] = {"baseline": max(0.0, gain / others) if others else 0.0}
+        written: dict[str, Any] = {"baseline": max(0.0, gain / others) if others else 0.0}
         for place, (key, total) in enumerate(zip(self.means, totals, strict=True)):
             count = counts[place % len(VERDICTS)]
             if count:
-                figures[key] = total / count
+                written[key] = total / count
         if all(counts):
-            figures["reward_margin"] = figures["reward_good"] - figures["reward_bad"]
-        return {key: finite_or_none(value) for key, value in figures.items()}
+            written["reward_margin"] = written["reward_good"] - written["reward_bad"]
+        return {key: finite_or_none(value) for key, value in written.items()}
+
+
+class KtoMethod(PreferenceMethod):
+    """Training on answers labelled good or bad."""
+
+    def metric(self) -> MethodMetric:
+        """See Method."""
+        return KtoMetrics(self.choice, self.setup.dims)
+
+    def watch(self) -> MetricWatch | None:
+        """See Method."""
+        return None
+
+    def step(self, parts: StepParts) -> ForwardBackward:
+        """See Method."""
+        reference = self.reference(parts.model)
+        return KtoForwardBackward(*parts, choice=self.choice, reference=reference)

@@ -1,0 +1,460 @@
+"""The training methods (objective.name): what each reads, needs and refuses. Imports no torch.
+
+Every other module asks the `MethodSpec` of the configured method, and compares no names. A new
+method is an entry of METHODS here, and a class in `fsdp_trainer/methods/`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fsdp_trainer.config.keys import key
+
+LIKELIHOODS = ("dpo", "ipo", "simpo", "orpo")
+"""The methods on pairs that use log-probabilities."""
+
+
+@dataclass
+class ObjectiveChoice:
+    """The objective: the loss that is minimised."""
+
+    name: str = key(
+        "sft",
+        "`sft`: the loss of supervised tokens (see the keys of loss); `dpo`, `ipo`, `simpo`,"
+        " `orpo`: of preference pairs; `kto`: of answers that are good or bad; `reward`: a reward"
+        " model, of pairs; `grpo`: the model's own answers to prompts, by their rewards; `distil`:"
+        " of a teacher's probabilities; or one that your own code registers (--import)",
+    )
+    beta: float = key(
+        0.1,
+        "of pairs, kto: how much a difference between log-probabilities counts; dpo, ipo and kto"
+        " stay nearer to the reference with a higher one",
+        above=0,
+        used_by=(*LIKELIHOODS, "kto"),
+    )
+    label_smoothing: float = key(
+        0.0,
+        "dpo, simpo: the share of pairs whose answers are taken to be exchanged",
+        minimum=0,
+        maximum=0.5,
+        used_by=("dpo", "simpo"),
+    )
+    sft_weight: float = key(
+        0.0,
+        "of pairs: adds so many times the chosen answer's mean loss of a token",
+        minimum=0,
+        used_by=LIKELIHOODS,
+    )
+    gamma: float = key(
+        0.0,
+        "simpo: the margin by which the chosen answer must be ahead",
+        minimum=0,
+        used_by=("simpo",),
+    )
+    center_weight: float = key(
+        0.0,
+        "reward: adds so many times the square of the sum of a pair's scores, which draws scores"
+        " to 0",
+        minimum=0,
+        used_by=("reward",),
+    )
+    desirable_weight: float = key(
+        1.0, "kto: the weight of good answers", minimum=0, used_by=("kto",)
+    )
+    undesirable_weight: float = key(
+        1.0, "kto: the weight of bad answers", minimum=0, used_by=("kto",)
+    )
+    reference: str = key(
+        "start",
+        "dpo, ipo, kto, grpo with kl: the model to stay near to. `start`: the one that the run"
+        " begins with; a run or a Hugging Face folder, for grpo of any size and family with the"
+        " same vocabulary, else of the same shape; `none`: none",
+        used_by=("dpo", "ipo", "kto", "grpo"),
+    )
+    rewards: list[str | dict[str, Any]] = key(
+        [],
+        "what scores answers: a list of exact, number, regex, length, code, http, model or your"
+        " own (--import), each a name or a mapping with its settings, as"
+        " [number, {name: length, max: 512}]",
+    )
+    samples: int = key(
+        8,
+        "grpo: answers to each prompt, which are compared with each other",
+        minimum=2,
+        used_by=("grpo",),
+    )
+    max_new_tokens: int = key(
+        256, "grpo: tokens of an answer, at most", minimum=1, used_by=("grpo",)
+    )
+    temperature: float = key(
+        1.0,
+        "grpo: divides the logits in sampling, and in training too; distil: divides both models'"
+        " logits before they are compared",
+        above=0,
+        used_by=("grpo", "distil"),
+    )
+    answer_rows: int = key(
+        64, "grpo: answers that a rank generates at the same time", minimum=1, used_by=("grpo",)
+    )
+    weighting: str = key(
+        "dapo",
+        "grpo: `dapo`: all tokens of a step count equally; `grpo`: all answers, whatever their"
+        " length; `dr_grpo`: tokens equally, divided by the maximum length of an answer, and"
+        " rewards are not divided by their deviation",
+        choices=("dapo", "grpo", "dr_grpo"),
+        used_by=("grpo",),
+    )
+    clip_low: float = key(
+        0.2,
+        "grpo: a token stops counting once its probability has fallen by this share",
+        minimum=0,
+        used_by=("grpo",),
+    )
+    clip_high: float = key(
+        0.2, "grpo: the same where it has risen; DAPO: 0.28", minimum=0, used_by=("grpo",)
+    )
+    kl: float = key(
+        0.0,
+        "grpo: weight of the divergence from objective.reference; 0: there is none",
+        minimum=0,
+        used_by=("grpo",),
+    )
+    updates: int = key(
+        1,
+        "grpo: optimizer steps that learn from answers made at the same time, each from prompts of"
+        " its own",
+        minimum=1,
+        used_by=("grpo",),
+    )
+    importance_cap: float = key(
+        2.0,
+        "grpo: the most that a token counts for being likelier here than where it was sampled",
+        minimum=1,
+        used_by=("grpo",),
+    )
+    mask_truncated: bool = key(
+        False, "grpo: learn nothing from answers that max_new_tokens has cut", used_by=("grpo",)
+    )
+    teacher: str | None = key(
+        None,
+        "distil: the model to learn from: a Hugging Face folder or hub id, a run, a checkpoint, or"
+        " an adapter of PEFT's; of any size and family with the same vocabulary",
+        used_by=("distil",),
+    )
+    share: float = key(
+        0.5,
+        "distil: how much of the loss is the divergence from the teacher, times temperature²; the"
+        " rest is the loss of the data's own tokens",
+        minimum=0,
+        maximum=1,
+        used_by=("distil",),
+    )
+    divergence: str = key(
+        "forward",
+        "distil: `forward`: KL(teacher ‖ student), which covers all that the teacher says;"
+        " `reverse`: KL(student ‖ teacher), which keeps to what it says most",
+        choices=("forward", "reverse"),
+        used_by=("distil",),
+    )
+    top_k: int | None = key(
+        None,
+        "distil: how many of the teacher's likeliest tokens are stored next to the token store, for"
+        " each supervised token, before the first step; then no teacher is in memory, and the"
+        " probability of all other tokens is divided as the student does; null: the teacher is in"
+        " memory",
+        minimum=1,
+        used_by=("distil",),
+    )
+    server: str | None = key(
+        None,
+        "grpo: the address of a vLLM server that answers prompts, as http://localhost:8000; null:"
+        " the model answers on the training ranks",
+        used_by=("grpo",),
+    )
+    server_folder: str | None = key(
+        None,
+        "the folder that the server reads weights from: with adapter=lora one for adapters, null:"
+        " the run's; else the model's own, that the server was started with",
+        used_by=("grpo",),
+    )
+    max_staleness: int = key(
+        0,
+        "optimizer steps that the server's weights may be behind when it answers; more are sent"
+        " less often",
+        minimum=0,
+        used_by=("grpo",),
+    )
+
+    @property
+    def method(self) -> "MethodSpec":
+        """The method's entry in METHODS; that of `sft` for an objective of the user's own."""
+        return METHODS.get(self.name, METHODS["sft"])
+
+
+class Refused(NamedTuple):
+    """A value that a key cannot have with a method.
+
+    is_wrong: True for such a value of the key. reason: of the message, in which `{name}` stands for
+    the method's name.
+    """
+
+    key: str
+    is_wrong: Callable[[Any], bool]
+    reason: str
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """The needs of a training method: of the data, the model and the rest of the configuration.
+
+    reads: the kind of data, one of those in data/records/preference_records.py.
+    second: the role of a second, frozen model, which a run has unless its keys say otherwise.
+    scores: True for a model that gives an answer one number, and writes no text.
+    extra_forwards: forwards of a step's rows without gradients, besides that of a second model.
+    """
+
+    reads: Literal["single", "pairs", "unpaired", "prompts"] = "single"
+    second: Literal["teacher", "reference"] | None = None
+    scores: bool = False
+    extra_forwards: int = 0
+    refused: tuple[Refused, ...] = ()
+
+    @property
+    def compares_answers(self) -> bool:
+        """True if the loss is one of whole answers, and not a sum over tokens."""
+        return self.reads in ("pairs", "unpaired")
+
+    @property
+    def samples(self) -> bool:
+        """True if the model is trained on its own answers to prompts."""
+        return self.reads == "prompts"
+
+
+# --- what methods refuse --------------------------------------------------------------------------
+
+
+def is_missing(value: Any) -> bool:
+    """Return True for null and for an empty list."""
+    return not value
+
+
+def is_given(value: Any) -> bool:
+    """Return True for all values but null."""
+    return value is not None
+
+
+def is_divided(ranks: int) -> bool:
+    """Return True for a size of a group of ranks that is above 1."""
+    return ranks > 1
+
+
+def is_other_than(value: Any) -> Callable[[Any], bool]:
+    """Return a function that returns True for all values but this one."""
+    return lambda given: given != value
+
+
+def is_one(value: Any) -> Callable[[Any], bool]:
+    """Return a function that returns True for this value."""
+    return lambda given: given == value
+
+
+def has_adapter(adapter: Any) -> bool:
+    """Return True for the group of a run with adapters."""
+    return adapter.name != "none"
+
+
+SUPERVISED_ONLY = "only counts with  objective=sft"
+LOSSES = (
+    Refused("loss.label_smoothing", bool, SUPERVISED_ONLY),
+    Refused("loss.z_loss", bool, SUPERVISED_ONLY),
+)
+
+
+def whole_answers(compared: str, smoothing: str) -> tuple[Refused, ...]:
+    """Return what methods refuse whose loss needs complete answers in one micro-batch.
+
+    compared: what the loss compares. smoothing: what to use in place of loss.label_smoothing.
+    """
+    comparison = f"objective={{name}} compares {compared}"
+    return (
+        Refused(
+            "sharding.pipeline",
+            is_divided,
+            f"{comparison} in one micro-batch at once: not in this version with stages.\n"
+            "Use  sharding.pipeline=1  and share blocks and rows with  sharding.tensor  or"
+            "  sharding.context",
+        ),
+        Refused(
+            "data.streaming",
+            bool,
+            f"{comparison}, which streams do not keep in one row.\nUse  data.streaming=false",
+        ),
+        Refused(
+            "data.packing",
+            is_one("stream"),
+            f"{comparison}, and a stream cuts documents where a row is full.\n"
+            "Use  data.packing=best_fit",
+        ),
+        Refused(
+            "loss.label_smoothing",
+            bool,
+            f"spreads targets over the vocabulary, for  objective=sft .\n{smoothing}",
+        ),
+        Refused("loss.z_loss", bool, SUPERVISED_ONLY),
+    )
+
+
+OF_PAIRS = whole_answers("both answers of a pair", "Pairs have  objective.label_smoothing")
+OF_REWARD_MODELS = (
+    Refused(
+        "sharding.tensor",
+        is_divided,
+        "together with objective={name} is not in this version.\nUse  sharding.tensor=1",
+    ),
+    Refused(
+        "adapter",
+        has_adapter,
+        "together with objective={name} is not in this version: the head is trained whole.\n"
+        "Use  adapter=none",
+    ),
+    Refused(
+        "train.sample_prompts",
+        bool,
+        "objective={name} trains a model that writes no text: leave it out",
+    ),
+    Refused(
+        "train.evaluate_every",
+        bool,
+        "objective={name} trains a model that answers no tasks.\nUse  train.evaluate_every=null",
+    ),
+)
+OF_LABELLED_ANSWERS = (
+    *whole_answers("whole answers", "Use  0"),
+    Refused(
+        "objective.reference",
+        is_one("none"),
+        "objective={name} compares with a reference.\nUse  start  or a path",
+    ),
+)
+OF_SAMPLED_ANSWERS = (
+    Refused(
+        "objective.rewards",
+        is_missing,
+        "answers are trained on by their rewards.\nUse  objective.rewards=[exact]  or  [number]",
+    ),
+    Refused(
+        "data.streaming",
+        bool,
+        "prompts are numbered, so that their answers can be made again.\nUse  data.streaming=false",
+    ),
+    Refused(
+        "data.too_long",
+        is_other_than("drop"),
+        "a prompt is answered whole, or left out.\nUse  data.too_long=drop",
+    ),
+    Refused(
+        "data.validation",
+        is_given,
+        "there is no loss on held-out prompts: the reward of each step is of new ones.\n"
+        "Use  data.validation=null  and  evaluation.tasks=[…]",
+    ),
+    Refused(
+        "sharding.pipeline",
+        is_divided,
+        "answers are generated by whole models: not in this version with stages.\n"
+        "Use  sharding.pipeline=1",
+    ),
+    *LOSSES,
+)
+OF_STUDENTS = (
+    Refused(
+        "objective.teacher",
+        is_missing,
+        "is required: name the model to learn from, e.g.  objective.teacher=runs/large",
+    ),
+    Refused(
+        "sharding.pipeline",
+        is_divided,
+        "a teacher's blocks are not cut into stages in this version.\nUse  sharding.pipeline=1",
+    ),
+    Refused(
+        "sharding.expert",
+        is_divided,
+        "a teacher's experts are not divided in this version.\nUse  sharding.expert=1",
+    ),
+    *LOSSES,
+)
+METHODS: dict[str, MethodSpec] = {
+    "sft": MethodSpec(),
+    "dpo": MethodSpec("pairs", "reference", refused=OF_PAIRS),
+    "ipo": MethodSpec("pairs", "reference", refused=OF_PAIRS),
+    "simpo": MethodSpec("pairs", refused=OF_PAIRS),
+    "orpo": MethodSpec("pairs", refused=OF_PAIRS),
+    "kto": MethodSpec("unpaired", "reference", extra_forwards=1, refused=OF_LABELLED_ANSWERS),
+    "reward": MethodSpec("pairs", scores=True, refused=(*OF_PAIRS, *OF_REWARD_MODELS)),
+    "grpo": MethodSpec("prompts", "reference", refused=OF_SAMPLED_ANSWERS),
+    "distil": MethodSpec(second="teacher", refused=OF_STUDENTS),
+}
+
+
+# --- the second model -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SecondModel:
+    """A frozen model beside the one in training: a teacher, or a reference to stay near to.
+
+    source: a path, a hub id, or `start`: the model that the run begins with. mode: `loaded`: in
+    memory; `stored`: what it says about the data is computed before the first step, and stored;
+    `base`: it is the model in training without its adapters.
+    """
+
+    role: Literal["teacher", "reference"]
+    source: str
+    mode: Literal["loaded", "stored", "base"]
+
+    @property
+    def key(self) -> str:
+        """The key that names the model."""
+        return f"objective.{self.role}"
+
+    @property
+    def setting(self) -> str:
+        """The setting that names the model, `key=value`."""
+        return f"{self.key}={self.source}"
+
+    @property
+    def is_start(self) -> bool:
+        """True if it is the model that the run begins with."""
+        return self.source == "start"
+
+    @property
+    def has_lists(self) -> bool:
+        """True for a teacher whose likeliest tokens are stored, so that it is not in memory."""
+        return self.role == "teacher" and self.mode == "stored"
+
+    @property
+    def is_separate(self) -> bool:
+        """True if it is a model of its own, of any architecture with the same vocabulary.
+
+        Otherwise its weights are read into the model in training, or are those of that model.
+        """
+        return self.role == "teacher" or self.mode == "loaded"
+
+
+def second_model(choice: ObjectiveChoice, has_base: bool) -> SecondModel | None:
+    """Return the second model of a run; None: it has none.
+
+    has_base: True if the model without its adapters is the one that the run begins with.
+    """
+    role = choice.method.second
+    if role == "teacher" and choice.teacher:
+        return SecondModel(role, choice.teacher, "loaded" if choice.top_k is None else "stored")
+    if role != "reference" or choice.reference == "none":
+        return None
+    if choice.method.samples and not choice.kl:
+        return None
+    if choice.reference == "start" and has_base:
+        return SecondModel(role, choice.reference, "base")
+    # answers that are sampled during training cannot be read before
+    return SecondModel(role, choice.reference, "loaded" if choice.method.samples else "stored")

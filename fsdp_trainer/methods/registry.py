@@ -1,0 +1,32 @@
+"""The class of each training method, by objective.name."""
+
+from pathlib import Path
+
+from fsdp_trainer.methods.distillation import DistillationMethod
+from fsdp_trainer.methods.kto import KtoMethod
+from fsdp_trainer.methods.method import Method
+from fsdp_trainer.methods.policy_gradient import PolicyGradientMethod
+from fsdp_trainer.methods.preferences import PreferenceMethod
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.stored_columns import RunRows
+
+CLASSES: dict[str, type[Method]] = {
+    "sft": Method,
+    "dpo": PreferenceMethod,
+    "ipo": PreferenceMethod,
+    "simpo": PreferenceMethod,
+    "orpo": PreferenceMethod,
+    "reward": PreferenceMethod,
+    "kto": KtoMethod,
+    "grpo": PolicyGradientMethod,
+    "distil": DistillationMethod,
+}
+
+
+def build_method(setup: RunSetup, rows: RunRows, checkpoint: Path | None) -> Method:
+    """Return the run's training method; an objective of the user's own is one for tokens.
+
+    See Method. Collective. Raises UserError.
+    """
+    choice = setup.cfg.objective
+    return CLASSES.get(choice.name, Method)(setup, rows, checkpoint)

@@ -1,0 +1,206 @@
+"""Construction of the loop around a step: logging, validation, checkpoints, each when it is due."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.data.tokens.token_bytes import token_bytes
+from fsdp_trainer.evaluation.scoring import sharded_shares
+from fsdp_trainer.evaluation.tasks import Tasks
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.observe.profiler import Profiler
+from fsdp_trainer.observe.step_log import StepClock, StepLog
+from fsdp_trainer.training.after_step import Timetable
+from fsdp_trainer.training.compilations import CompilationLog
+from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
+from fsdp_trainer.training.data_source import StoredRows
+from fsdp_trainer.training.garbage import GarbageCollection
+from fsdp_trainer.training.metrics import MetricWatch
+from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.sample_prompts import Samples, encode_prompts
+from fsdp_trainer.training.saving import CheckpointManager, CopyCheck
+from fsdp_trainer.training.step import ForwardBackward
+from fsdp_trainer.training.step_logging import SkipLimit, StepLogging
+from fsdp_trainer.training.stop_check import StopCheck, assumed_save_seconds
+from fsdp_trainer.training.task_evaluation import TrainingTasks
+from fsdp_trainer.training.train_state import TrainState
+from fsdp_trainer.training.trainer import Trainer
+from fsdp_trainer.training.validation import Validation
+
+
+@dataclass
+class LoopBuilder:
+    """What the parts of the loop are made of.
+
+    newest: step of the run's own newest checkpoint, -1: none.
+    """
+
+    setup: RunSetup
+    state: TrainState
+    progress: Progress
+    newest: int
+    store: CheckpointStore
+    forward_backward: ForwardBackward
+
+    def trainer(self, watch: MetricWatch | None) -> Trainer:
+        """Return the trainer. watch: reviews the training method's metrics. Collective.
+
+        Raises UserError.
+        """
+        setup, state, cfg = self.setup, self.state, self.setup.cfg
+        clock, compilations = StepClock(), CompilationLog(setup.observer, setup.compiled)
+        timetable = Timetable(state.data, cfg.checkpoint, cfg.train.early_stop)
+        corruption = self.corruption()
+        checkpoints = self.checkpoints(corruption, timetable, clock)
+        step_log = self.step_log(clock)
+        save_seconds = assumed_save_seconds(state.model, setup.dims.ranks)
+        stop_check = StopCheck(setup.signals, checkpoints, step_log, save_seconds)
+        log = self.logging(step_log, timetable, watch)
+        garbage = GarbageCollection(cfg.train.gc_every)
+        shared = self.forward_backward, timetable, stop_check, log
+        return Trainer(
+            cfg=cfg,
+            model=state.model,
+            dims=setup.dims,
+            optimizer=state.optimizer,
+            forward_backward=self.forward_backward,
+            guard=state.guard,
+            corruption=corruption,
+            data=state.data,
+            progress=self.progress,
+            timetable=timetable,
+            stoppable=[
+                *validations(setup, state.validation, compilations, shared),
+                *samples(setup, shared),
+                *task_evaluations(setup, shared),
+            ],
+            after_step=[
+                log,
+                SkipLimit(state.guard, cfg.train.max_skipped, checkpoints),
+                garbage,
+                checkpoints.copies,
+                checkpoints,
+            ],
+            log=log,
+            garbage=garbage,
+            checkpoints=checkpoints,
+            stop_check=stop_check,
+            signals=setup.signals,
+            observer=setup.observer,
+            profiler=self.profiler(clock),
+            compilations=compilations,
+        )
+
+    def corruption(self) -> Corruption:
+        """Return the search for silent data corruption. Collective."""
+        holders = partial(ranks_with_copies, self.state.model, self.setup.dims)
+        every = self.setup.cfg.train.check_every
+        return Corruption(every, self.setup.observer.event, holders)
+
+    def checkpoints(
+        self, corruption: Corruption, timetable: Timetable, clock: StepClock
+    ) -> CheckpointManager:
+        """Return what saves checkpoints."""
+        return CheckpointManager(
+            self.store,
+            self.state,
+            CopyCheck(corruption, self.state, timetable),
+            self.setup.observer,
+            clock,
+            timetable,
+            self.setup.signals,
+            self.newest,
+            not self.progress.pending,
+        )
+
+    def step_log(self, clock: StepClock) -> StepLog:
+        """Return the log of steps whose metrics are still on the device."""
+        # reading metrics from a GPU makes the host wait for it
+        every = self.setup.cfg.logging.every or (10 if self.setup.device.type == "cuda" else 1)
+        return StepLog(every, self.forward_backward.metrics.size, clock)
+
+    def logging(
+        self, step_log: StepLog, timetable: Timetable, watch: MetricWatch | None
+    ) -> StepLogging:
+        """Return what writes the metrics of steps."""
+        return StepLogging(
+            step_log,
+            self.forward_backward.metrics,
+            self.state.guard,
+            self.state.data,
+            self.setup.observer,
+            timetable,
+            rewinds=self.setup.cfg.train.on_spike == "rewind",
+            watch=watch,
+        )
+
+    def profiler(self, clock: StepClock) -> Profiler:
+        """Return the profiler of the steps that profile.steps names."""
+        world, cfg, folder = self.setup.world, self.setup.cfg.profile, self.setup.folder
+        of_node = world.size // world.nodes
+        return Profiler(cfg, folder, world.rank, world.size, of_node, self.setup.observer, clock)
+
+
+def checkpoint_store(setup: RunSetup) -> CheckpointStore:
+    """Return the store of the run's checkpoints. Collective."""
+    return CheckpointStore(
+        setup.folder,
+        setup.cfg.checkpoint,
+        setup.timeout,
+        setup.write_assets,
+        on_commit=lambda event: setup.observer.checkpoint_committed(**event),
+    )
+
+
+# --- work after a step that a stop may interrupt
+
+Shared = tuple[ForwardBackward, Timetable, StopCheck, StepLogging]
+"""The parts of every StoppableWork."""
+
+
+def validations(
+    setup: RunSetup, rows: StoredRows | None, compilations: CompilationLog, shared: Shared
+) -> list[Validation]:
+    """Return the validation; empty without a validation set."""
+    if rows is None:
+        return []
+    cfg = setup.cfg.train
+    return [
+        Validation(
+            *shared,
+            cfg.validate_every,
+            rows,
+            bytes_of_targets(setup).to(setup.device),
+            is_first=cfg.validate_first is not False,
+            min_decrease=cfg.early_stop_delta,
+            compilations=compilations,
+        )
+    ]
+
+
+def bytes_of_targets(setup: RunSetup) -> Tensor:
+    """Return the bytes of each token, [vocabulary]; all 0 if the method predicts no text."""
+    sizes = torch.from_numpy(token_bytes(setup.inputs.tokenizer, setup.config.vocab_size))
+    return torch.zeros_like(sizes) if setup.cfg.objective.method.scores else sizes
+
+
+def samples(setup: RunSetup, shared: Shared) -> list[Samples]:
+    """Return the answers to train.sample_prompts; empty without prompts. Raises UserError."""
+    cfg, tokenizer = setup.cfg, setup.inputs.tokenizer
+    context = setup.config.max_position_embeddings
+    prompts = encode_prompts(cfg.train, tokenizer, setup.inputs.template, context)
+    every = cfg.train.validate_every
+    return [Samples(*shared, every, cfg, tokenizer, prompts, setup.device)] if prompts else []
+
+
+def task_evaluations(setup: RunSetup, shared: Shared) -> list[TrainingTasks]:
+    """Return the evaluation on evaluation.tasks; empty without tasks. Raises UserError."""
+    cfg, inputs = setup.cfg, setup.inputs
+    if not cfg.evaluation.tasks:
+        return []
+    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
+    shares = sharded_shares(setup.dims, setup.device)
+    return [TrainingTasks(*shared, cfg.train.evaluate_every, cfg, tasks, shares, setup.device)]

@@ -1,0 +1,115 @@
+"""Checks of the model before any data is read, and the model that a run trains."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from fsdp_trainer.config.context_methods import context_problems
+from fsdp_trainer.config.formats import moments_format
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.methods.teacher import require_fitting, with_teacher
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.resolve import (
+    expert_problems,
+    resolve_model,
+    resolve_with_tokenizer,
+)
+from fsdp_trainer.models.setup import ModelSetup, WeightSource
+from fsdp_trainer.parallel.convert import (
+    require_float8,
+)
+from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
+from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.weights import require_kept
+
+
+def check_room(
+    cfg: TrainConfig, init_from: Path | None, world: World, frozen_model: Path | None = None
+) -> None:
+    """Check that the ranks can train this model. Called before data or weights are read.
+
+    Raises UserError for a layout that does not fit the number of ranks, number formats that the
+    device lacks, or a model that cannot fit in memory. frozen_model: the folder of a teacher or
+    reference, if there is one.
+    """
+    layout = Layout(cfg.sharding, world.size, cfg.batch)
+    if layout.problem:
+        raise UserError("the mesh does not divide", [layout.problem])
+    if layout.pipeline_problem:
+        raise UserError("a step is too small for the pipeline", [layout.pipeline_problem])
+    require_float8(cfg.precision, world.device)
+    config = resolve_model(fetched_model(cfg, init_from))
+    source = WeightSource.of(cfg.model, cfg.adapter, init_from, cfg.run.seed)
+    setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
+    ranks, adapters = cfg.sharding.tensor, setup.adapters
+    moments = moments_format(cfg.optim, cfg.precision.master_dtype)
+    problems = setup.tensor_problems(ranks, cfg.batch.seq_len, moments)
+    shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config)
+    if problems := [*problems, *shared]:
+        raise UserError("the ranks cannot share the model and its rows like this", problems)
+    if problems := list(expert_problems(config, cfg.sharding, cfg.loss, adapters is not None)):
+        raise UserError("the ranks cannot divide experts like this", problems)
+    if cfg.second_model and cfg.second_model.mode == "loaded":
+        require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
+    states = Setup(layout, cfg.precision, cfg.optim, adapters)
+    require_kept(setup)
+    check_memory(setup.model, states, world.device, lambda: adapted_models(setup))
+
+
+def adapted_models(setup: ModelSetup) -> list[Alternative]:
+    """Return adapters to suggest in place of fine-tuning all weights; empty if none apply."""
+    if setup.source.folder is None or setup.adapters is not None:
+        return []
+    models = []
+    for option, base in (("lora", "auto"), ("qlora", "nf4")):
+        with suppress(UserError):  # a rank that is too high for the model
+            adapter = Adapter(name="lora", base=base)
+            adapted = ModelSetup.resolve(setup.config, adapter, setup.freeze)
+            models.append(Alternative(f"adapter={option}", adapted.model, adapted.adapters))
+    return models
+
+
+def resolve_setup(cfg: TrainConfig, inputs: RunInputs) -> ModelSetup:
+    """Return the model to train, its adapters and what is frozen. Raises UserError.
+
+    The process hands it on to all that need to know.
+    """
+    config = resolve_architecture(cfg, inputs)
+    source = WeightSource.of(cfg.model, cfg.adapter, inputs.init_from, cfg.run.seed)
+    return ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
+
+
+def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
+    """Return the model's configuration, checked against the tokenizer. Raises UserError.
+
+    The vocabulary is padded so that each rank of a tensor group has equally many rows of it, and as
+    many as of the vocabulary of a frozen model, if there is one.
+    """
+    model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
+    config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
+    config = with_head(config, cfg)
+    if inputs.frozen_model:
+        return with_teacher(config, inputs.frozen_model, cfg.sharding.tensor)[0]
+    return config.with_equal_rows(cfg.sharding.tensor)
+
+
+def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
+    """Return the architecture with the head that the objective trains.
+
+    Raises UserError for a reward model if the objective trains on text.
+    """
+    if cfg.objective.method.scores:
+        return config.as_reward_model()
+    if config.scalar_head:
+        what = f"model.init_from={cfg.model.init_from}"
+        reason = "is a reward model, which has a head for scores alone.\nUse  objective=reward"
+        raise UserError("the model writes no text", [Problem(what, reason)])
+    return config
+
+
+def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
+    """Return cfg.model with the folder that model.init_from was fetched to."""
+    return replace(cfg.model, init_from=str(init_from) if init_from else None)

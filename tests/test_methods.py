@@ -1,0 +1,38 @@
+"""The table of training methods: each has a class at run time, and no key names one that is not."""
+
+from dataclasses import fields
+
+import pytest
+
+from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
+from fsdp_trainer.config.schema import Adapter, TrainConfig
+from fsdp_trainer.methods.registry import CLASSES
+
+
+def test_every_method_of_the_table_has_a_class():
+    assert CLASSES.keys() == METHODS.keys()
+
+
+def test_keys_count_for_methods_of_the_table_alone():
+    used = {name for f in fields(ObjectiveChoice) for name in f.metadata["used_by"]}
+    assert used == METHODS.keys() - {"sft"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "adapter", "expected"),
+    [
+        ({"name": "dpo"}, "none", ("reference", "start", "stored")),
+        ({"name": "dpo"}, "lora", ("reference", "start", "base")),
+        ({"name": "kto", "reference": "runs/a"}, "lora", ("reference", "runs/a", "stored")),
+        ({"name": "grpo", "kl": 0.1}, "none", ("reference", "start", "loaded")),
+        ({"name": "distil", "teacher": "t"}, "lora", ("teacher", "t", "loaded")),
+        ({"name": "distil", "teacher": "t", "top_k": 4}, "none", ("teacher", "t", "stored")),
+        ({"name": "grpo"}, "none", None),
+        ({"name": "dpo", "reference": "none"}, "none", None),
+        ({"name": "orpo"}, "none", None),
+    ],
+)
+def test_a_run_has_the_second_model_that_its_method_needs(settings, adapter, expected):
+    cfg = TrainConfig(objective=ObjectiveChoice(**settings), adapter=Adapter(name=adapter))
+    second = cfg.second_model
+    assert expected == (second and (second.role, second.source, second.mode))

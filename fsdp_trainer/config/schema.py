@@ -410,7 +410,7 @@ class Model:
     )
     attention: str = key(
         "auto",
-        "`documents`: kernel calls shared by documents of like length; `mask`: one call per"
+        "`documents`: kernel calls shared by documents of similar length; `mask`: one call per"
         " row under a block mask, cost by row²; `varlen`, `flex`: one call over all documents"
         " (GPU); `auto` picks by GPU, model and rows, and says why",
         choices=("auto", "documents", "mask", "varlen", "flex"),
@@ -619,13 +619,13 @@ class Sharding:
     replicas: int = key(1, "hsdp: how many groups; must divide the number of ranks", minimum=1)
     tensor: int = key(
         1,
-        "ranks that share each block's heads and feed-forward channels, and the rows' tokens"
+        "ranks that split each block's heads and feed-forward channels, and the rows' tokens"
         " between blocks; neighbours, inside a node",
         minimum=1,
     )
     context: int = key(
         1,
-        "ranks that share each row's tokens, for rows too long for one; neighbours, inside a node "
+        "ranks that split each row's tokens, for rows too long for one; neighbours, inside a node "
         "if they can be",
         minimum=1,
     )
@@ -637,7 +637,7 @@ class Sharding:
     )
     context_method: str = key(
         "auto",
-        "how ranks that share rows attend to them. `ulysses`: with some heads each, by all-to-all; "
+        "how ranks that split rows attend to them. `ulysses`: with some heads each, by all-to-all; "
         "`gathered`: with the queries of their tokens each, to everyone's keys and values; "
         "`ring`: to those of one rank after the other, merged; "
         "`auto`: ulysses where the heads divide, else gathered, of rows from 32,768 tokens on ring",

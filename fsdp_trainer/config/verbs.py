@@ -107,8 +107,8 @@ class Prepare:
 
     shard: str | None = key(
         None,
-        "`i/n`: of the work, what falls to machine i of n, from 0/n on; who is last puts all"
-        " together; null: all of it",
+        "`i/n`: part i of n of the work, counted from 0, for n machines; the last one to finish"
+        " puts the parts together; null: all of it",
     )
 
 
@@ -133,7 +133,7 @@ class Doctor:
     )
     slow: float = key(
         0.7,
-        "a device, link or disk is named as slow below this share of the median of its like",
+        "a device, link or disk is named as slow below this share of the median of its kind",
         above=0,
         maximum=1,
     )

@@ -2,7 +2,7 @@
 
 Three rates limit it: of matrix products, of the attention kernel, and of the device's memory. The
 last one applies to elementwise operators and to unsharded parameters that FSDP2 copies.
-docs/plan.md gives the reasons, and compares with published trainings.
+docs/how-plan-works.md gives the reasons, and compares with published trainings.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """The seconds of a step: computation, communication, and how far they overlap.
 
-All are closed formulas, which docs/plan.md explains.
+All are closed formulas, which docs/how-plan-works.md explains.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,7 @@ VENV ?= .venv
 JOBS ?= 2
 BASE ?= 42cc08c
 BIN := $(VENV)/bin
+TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
 
 .PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults same lint docs bench bench-gpu first-gpu clean
@@ -23,13 +24,13 @@ pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoin
 	$(BIN)/python tests/faults/pull_the_plug.py
 
 test: $(VENV)/.for-developers  ## all tests but those of test-faults
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not faults"
+	$(BIN)/python -m pytest -q $(TESTS) -m "not faults"
 
 test-fast: $(VENV)/.for-developers  ## the quick half
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow and not faults"
+	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not faults"
 
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m faults
+	$(BIN)/python -m pytest -q $(TESTS) -m faults
 
 same: $(VENV)/.for-users  ## compare with the commit before a rebuild: BASE=COMMIT; all numbers, plans and weights must be equal
 	$(BIN)/python tools/same.py $(BASE)

@@ -1,6 +1,6 @@
 """Chat templates in the styles of well-known families, and with constructs that no family uses."""
 
-from pathlib import Path
+from folders import REPO
 
 LOOP = "{% for m in messages %}BODY{% endfor %}"
 
@@ -11,7 +11,7 @@ def _loop(body: str) -> str:
 
 # ruff: noqa: E501 - lines are as long as in these families' templates
 LONG_STYLES = {
-    "long": (Path(__file__).parent.parent / "benchmarks" / "long_template.jinja").read_text(),
+    "long": (REPO / "benchmarks" / "long_template.jinja").read_text(),
     "as Qwen 3": """
 {%- set ns = namespace(multi_step=true, last=messages|length - 1) %}
 {%- for message in messages[::-1] %}

@@ -12,13 +12,16 @@ from typing import Any
 import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.defaults_list import DefaultsList
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, QuotedString
 
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.composing.recipe_files import OWN
+
+PLAIN = (int, float, str, QuotedString, type(None))
+"""Types of values that nothing changes in place."""
 
 
 def keep() -> None:
@@ -28,6 +31,7 @@ def keep() -> None:
     keep_defaults_lists()
     keep_merged_files()
     keep_parsed_words()
+    keep_sources()
 
 
 def keep_parsed_yaml() -> None:
@@ -109,9 +113,21 @@ def keep_parsed_words() -> None:
     def parse_once(self: OverridesParser, text: str, rule: str) -> Any:
         if (text, rule) not in cache:
             cache[text, rule] = parse(self, text, rule)
-        return copy.deepcopy(cache[text, rule])
+        parsed = cache[text, rule]
+        plain = isinstance(parsed, Override) and isinstance(parsed._value, PLAIN)
+        return copy.copy(parsed) if plain else copy.deepcopy(parsed)
 
     OverridesParser.parse_rule = parse_once
+
+
+def keep_sources() -> None:
+    """Copy the list of sources for each composition, but not the sources, which do not change."""
+
+    def copy_repository(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
+        self.delegate = copy.copy(delegate)
+        self.cache = {}
+
+    CachingConfigRepository.__init__ = copy_repository
 
 
 def never_changes(repo: IConfigRepository) -> bool:

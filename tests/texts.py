@@ -1,16 +1,16 @@
 """Small stores of texts, tokenizers and chats."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from folders import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = REPO.parent / "shared" / "data"
 """Real tokenizers and chats, which are not shipped."""
 
 

@@ -1,6 +1,7 @@
 """A pool of worker processes that act as ranks, so that tests do not import torch for each run."""
 
 import contextlib
+import copy
 import gc
 import io
 import json
@@ -283,6 +284,7 @@ def work(pipe) -> None:
     torch.set_num_threads(1)
     await_stores()
     keep_result_shapes()
+    keep_placements()
     os.fsync = lambda file: None  # it only matters when the machine loses power
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
@@ -389,24 +391,15 @@ def await_stores() -> None:
 def keep_result_shapes() -> None:
     """Compute the result shapes of each DTensor operator once, instead of again in every job.
 
-    They depend only on the arguments. The rest of torch's cache of operators holds process groups,
-    so it is cleared after each job.
+    They depend only on the arguments.
     """
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
-    from torch.utils._pytree import tree_leaves
 
     find = getattr(ShardingPropagator, "_propagate_tensor_meta_non_cached", None)
     cache: dict[tuple, Any] = {}
 
     def find_once(self, schema):
-        given = [*schema.args_schema, *schema.kwargs_schema.items()]
-        lengths = tuple(len(x) if isinstance(x, list | tuple) else -1 for x in given)
-        leaves = (
-            leaf.tensor_meta if isinstance(leaf, DTensorSpec) else (type(leaf), leaf)
-            for leaf in tree_leaves(given)
-        )
-        key = schema.op, lengths, *leaves
+        key = schema.op, *arguments(schema, lambda spec: spec.tensor_meta)
         try:
             if key not in cache:
                 cache[key] = find(self, schema)
@@ -416,6 +409,69 @@ def keep_result_shapes() -> None:
 
     if find:  # a private method, which another version of torch may not have
         ShardingPropagator._propagate_tensor_meta_non_cached = find_once
+
+
+def keep_placements() -> None:
+    """Decide once where the results of each DTensor operator lie, instead of again in every job.
+
+    It depends only on the arguments and the shape of their mesh. torch's own cache holds the mesh
+    itself, with a run's process groups, so it is cleared after each job.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._op_schema import OutputSharding
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._pytree import tree_leaves
+
+    find = getattr(ShardingPropagator, "propagate_op_sharding_non_cached", None)
+    cache: dict[tuple, Any] = {}
+
+    def find_once(self, schema):
+        leaves = tree_leaves([schema.args_schema, schema.kwargs_schema])
+        meshes = [leaf.mesh for leaf in leaves if isinstance(leaf, DTensorSpec)]
+        if not meshes or any(mesh is not meshes[0] for mesh in meshes):
+            return find(self, schema)
+        mesh = meshes[0]
+        given = arguments(
+            schema, lambda spec: (spec.placements, spec.shard_order, spec.tensor_meta)
+        )
+        key = schema.op, tuple(mesh.shape), mesh.mesh_dim_names, *given
+        try:
+            if key in cache:
+                return OutputSharding(on_mesh(mesh, cache[key]))
+        except TypeError:  # an argument cannot be hashed
+            return find(self, schema)
+        result = find(self, schema)
+        if result.redistribute_schema is None:
+            cache[key] = on_mesh(None, result.output_spec)
+        return result
+
+    if find:
+        ShardingPropagator.propagate_op_sharding_non_cached = find_once
+
+
+def arguments(schema: Any, of_tensor: Callable) -> tuple:
+    """Return the arguments of a DTensor operator as a key. of_tensor: returns the part of one."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.utils._pytree import tree_leaves
+
+    given = [*schema.args_schema, *schema.kwargs_schema.items()]
+    lengths = tuple(len(x) if isinstance(x, list | tuple) else -1 for x in given)
+    leaves = (
+        of_tensor(leaf) if isinstance(leaf, DTensorSpec) else (type(leaf), leaf)
+        for leaf in tree_leaves(given)
+    )
+    return lengths, *leaves
+
+
+def on_mesh(mesh: Any, spec: Any) -> Any:
+    """Return a copy of a DTensorSpec, or of several, on another mesh of the same shape."""
+    if spec is None:
+        return None
+    if isinstance(spec, list | tuple):
+        return type(spec)(on_mesh(mesh, each) for each in spec)
+    placed = copy.copy(spec)
+    placed.__dict__.update(mesh=mesh, _hash=None)
+    return placed
 
 
 def await_port(host: str, port: int) -> None:

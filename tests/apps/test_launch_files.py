@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from folders import REPO
 from world import wait_until
 
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
 
-REPO = Path(__file__).parents[2]
 NASTY = [
     "+recipe=llama8b_sft", "data.path=[/shared/a.jsonl,\"/shared/it's $HOME (1), `b`.jsonl\"]",
     "data.fields={prompt: question, completion: 'an answer'}",

@@ -5,10 +5,10 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
+from folders import REPO
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hypothesis import given, settings
@@ -25,7 +25,6 @@ from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.version import __version__
 
-REPO = Path(__file__).parents[2]
 DEMO = ["data.path=demo:backwards", "tokenizer.path=demo:bytes"]
 
 

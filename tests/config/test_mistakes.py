@@ -19,12 +19,12 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from folders import REPO
 from safetensors.torch import load_file, save_file
 from world import SMALL, command, write_chats
 
 from fsdp_trainer.base import web
 
-REPO = Path(__file__).parents[2]
 PAGE = REPO / "docs/mistakes.md"
 BLOCK = re.compile(r'(?ms)^```console(?: title="([^"\n]*)")?\n(.*?)^```$')
 RIGHT = ("data.path=chats.jsonl", "tokenizer.path=demo:bytes")

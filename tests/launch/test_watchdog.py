@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import inject
 import pytest
+from folders import REPO
 from world import wait_until
 
 import fsdp_trainer
@@ -467,7 +468,7 @@ def ranks_that(fault, folder):
     board, run = folder / "board", folder / "run"
     run.mkdir()
     board.touch()
-    root = str(Path(__file__).parents[2])
+    root = str(REPO)
     env = {**os.environ, "PYTHONPATH": root}
     ranks = [
         subprocess.Popen(

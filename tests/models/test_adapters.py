@@ -322,17 +322,16 @@ def references():
 HSDP = ["sharding=hsdp", "sharding.replicas=2"]
 EACH_ROW = ["batch.micro_rows=1"]
 ATTENTION = ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]
+UNITS_OF_TWO = ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"]
 DORA = ["adapter=dora"]
 WAYS = [
     # ranks, how it is computed, what a training on one rank has too
     (3, EACH_ROW, ["adapter.rank=5"]),
     (4, [], ["adapter.rank=2"]),  # two ranks have no row of A
-    (2, ["activation_checkpoint=full", *EACH_ROW], []),
     (2, ATTENTION, DORA),
     (2, ["sharding=ddp", "activation_checkpoint=full"], DORA),
     (4, [*HSDP, *EACH_ROW, "sharding.accumulate=unsharded"], DORA),
-    (2, ["sharding.cpu_offload=true"], DORA),
-    (2, ["sharding.blocks_per_unit=2", "sharding.reshard_after_forward=false"], []),
+    (2, ["sharding.cpu_offload=true", *UNITS_OF_TWO], DORA),
     (2, ["optim.state_dtype=8bit"], ["optim.state_dtype=8bit"]),
 ]
 

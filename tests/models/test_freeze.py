@@ -97,9 +97,8 @@ def alone(world, inputs, tmp_path_factory):
         (2, ["train.freeze=['model.*']", UNTIED]),
         (4, [SOME, "sharding=hsdp", "sharding.replicas=2"]),
         (2, [SOME, "sharding=ddp", "activation_checkpoint=full"]),
-        (2, [SOME, "sharding.accumulate=unsharded"]),
+        (2, [SOME, "sharding.accumulate=unsharded", "sharding.blocks_per_unit=2"]),
         (2, [SOME, "sharding.cpu_offload=true"]),
-        (2, [SOME, "sharding.blocks_per_unit=2"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

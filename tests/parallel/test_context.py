@@ -113,7 +113,11 @@ CASES = {
     "four, fewer key heads": (4, ONE_BLOCK, {"sharding": {"context": 4}}),
     "windows, tied": (2, WINDOWS, TWO),
     "soft caps": (2, SOFT_CAPS, TWO),
-    "norms over all heads": (2, {"family": "olmo2"}, TWO),
+    "norms over all heads, recomputed": (
+        2,
+        ONE_BLOCK | {"family": "olmo2"},
+        TWO | {"checkpoint": {"mode": "selective"}},
+    ),
     "long rope": (2, LONG_ROPE, TWO),
     "latent attention": (2, LATENT | ONE_BLOCK, TWO),
     "latent attention, ring": (2, LATENT | ONE_BLOCK, RING),
@@ -122,8 +126,11 @@ CASES = {
     "gathered by mask": (2, WINDOWS, GATHERED | {"attention": "mask"}),
     "gathered, windows": (2, WINDOWS, GATHERED),
     "gathered, soft caps": (2, SOFT_CAPS, GATHERED),
-    "gathered, long rope": (2, LONG_ROPE, GATHERED),
-    "gathered, recomputed": (2, ONE_BLOCK, GATHERED | {"checkpoint": {"mode": "selective"}}),
+    "gathered, long rope, recomputed": (
+        2,
+        LONG_ROPE,
+        GATHERED | {"checkpoint": {"mode": "selective"}},
+    ),
     "gathered, compiled": (2, ONE_BLOCK, GATHERED | {"compiled": True, "attention": "mask"}),
     "tensor": (4, ONE_BLOCK, {"sharding": {"context": 2, "tensor": 2}}),
     "tensor, gathered": (
@@ -131,7 +138,14 @@ CASES = {
         ONE_BLOCK | {"num_key_value_heads": 4, "family": "olmo2"},
         {"sharding": {"context": 2, "tensor": 2, "context_method": "gathered"}},
     ),
-    "hsdp": (4, {}, {"sharding": {"context": 2, "strategy": "hsdp", "replicas": 2}}),
+    "hsdp, lora": (
+        4,
+        {},
+        {
+            "sharding": {"context": 2, "strategy": "hsdp", "replicas": 2},
+            "adapter": {"name": "lora", "rank": 2},
+        },
+    ),
     "ddp": (4, ONE_BLOCK, {"sharding": {"context": 2, "strategy": "ddp"}}),
     "unsharded, full recomputation": (
         2,
@@ -141,11 +155,13 @@ CASES = {
             "checkpoint": {"mode": "full"},
         },
     ),
-    "ring": (2, {}, RING),
     "four in a ring": (4, ONE_BLOCK, {"sharding": {"context": 4, "context_method": "ring"}}),
     "ring, windows": (2, WINDOWS, RING),
-    "ring by mask": (2, WINDOWS, RING | {"attention": "mask"}),
-    "ring, recomputed": (2, ONE_BLOCK, RING | {"checkpoint": {"mode": "selective"}}),
+    "ring by mask, recomputed": (
+        2,
+        WINDOWS,
+        RING | {"attention": "mask", "checkpoint": {"mode": "selective"}},
+    ),
     "ring, compiled": (2, ONE_BLOCK, RING | {"compiled": True, "attention": "mask"}),
     "ring and shard": (4, {}, RING),
     "tensor, ring": (
@@ -153,8 +169,6 @@ CASES = {
         ONE_BLOCK | {"num_key_value_heads": 4},
         {"sharding": {"context": 2, "tensor": 2, "context_method": "ring"}},
     ),
-    "selective recomputation": (2, ONE_BLOCK, TWO | {"checkpoint": {"mode": "selective"}}),
-    "lora": (2, {}, TWO | {"adapter": {"name": "lora", "rank": 2}}),
     "compiled": (2, ONE_BLOCK, TWO | {"compiled": True, "attention": "mask"}),
 }
 

@@ -128,12 +128,19 @@ CASES = {
     "tensor, groups": (2, GROUPED, {"sharding": {"tensor": 2}}),
     "context": (4, {}, {"sharding": {"expert": 4, "context": 2}}),
     "ddp": (4, {}, {"sharding": {"expert": 2, "context": 2, "strategy": "ddp"}}),
-    "hsdp": (4, {}, {"sharding": {"expert": 2, "strategy": "hsdp", "replicas": 2}}),
     "latent attention, groups": (2, GROUPED, EXPERT),
-    "unsharded, units of two": (
+    "hsdp, unsharded, units of two": (
         4,
         {},
-        {"sharding": {"expert": 2, "accumulate": "unsharded", "blocks_per_unit": 2}},
+        {
+            "sharding": {
+                "expert": 2,
+                "strategy": "hsdp",
+                "replicas": 2,
+                "accumulate": "unsharded",
+                "blocks_per_unit": 2,
+            }
+        },
     ),
     "kept gathered, offloaded": (
         2,
@@ -142,11 +149,6 @@ CASES = {
             "sharding": {"expert": 2, "reshard_after_forward": False, "cpu_offload": True},
             "checkpoint": {"offload": True},
         },
-    ),
-    "bfloat16 states": (
-        2,
-        {},
-        EXPERT | {"optim": {"state_dtype": "bfloat16"}, "tolerance": 1e-4},
     ),
     "lora": (
         4,
@@ -160,10 +162,13 @@ CASES = {
         COMPILED | EXPERT | GPT_OSS_LORA | {"checkpoint": {"mode": "full"}},
     ),
     "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
-    "gpt_oss, context": (2, GPT_OSS, {"sharding": {"expert": 2, "context": 2}}),
+    "gpt_oss, context, recomputed": (
+        2,
+        GPT_OSS,
+        {"sharding": {"expert": 2, "context": 2}, "checkpoint": {"mode": "selective"}},
+    ),
     "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),
     "gpt_oss, gathered": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "gathered"}}),
-    "gpt_oss, recomputed": (2, GPT_OSS, EXPERT | {"checkpoint": {"mode": "selective"}}),
     "muon": (
         4,
         {},

@@ -73,12 +73,17 @@ def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
 
 
 WAYS = [
-    (2, ["activation_checkpoint=selective", "activation_checkpoint.save=[attention]"]),
     (2, ["sharding=ddp", "sharding.accumulate=unsharded"]),
-    (2, ["sharding.reshard_after_forward=false"]),
-    (2, ["sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
+    (
+        2,
+        [
+            "sharding.reshard_after_forward=false",
+            "activation_checkpoint=selective",
+            "activation_checkpoint.save=[attention]",
+        ],
+    ),
+    (2, ["sharding.cpu_offload=true", "sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
     (2, ["sharding.prefetch=2", "activation_checkpoint=full", "model.attention=mask"]),
-    (2, ["sharding.cpu_offload=true"]),
     (
         1,
         [
@@ -89,8 +94,15 @@ WAYS = [
     ),
     (1, ["activation_checkpoint=full", "activation_checkpoint.every=2"]),
     (1, ["activation_checkpoint=selective", "activation_checkpoint.save=[matmul]"]),
-    (4, ["activation_checkpoint=selective", "sharding=hsdp", "sharding.replicas=2"]),
-    (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
+    (
+        4,
+        [
+            "activation_checkpoint=selective",
+            "sharding=hsdp",
+            "sharding.replicas=2",
+            "sharding.accumulate=unsharded",
+        ],
+    ),
     (
         2,
         [

@@ -125,31 +125,33 @@ CASES = {
     "1f1b": (2, {}, layout()),
     "gpipe": (2, {}, layout(pipeline_schedule="gpipe")),
     "dualpipev, context": (4, {}, layout(pipeline_schedule="dualpipev", context=2)),
-    "zbv, full": (
+    "zbv, lora, full": (
         2,
         {},
-        layout(pipeline_schedule="zbv") | {"checkpoint": {"mode": "full"}},
-    ),
-    "zbv, lora": (
-        2,
-        {},
-        layout(pipeline_schedule="zbv") | {"adapter": {"name": "lora", "rank": 2}},
+        layout(pipeline_schedule="zbv")
+        | {"checkpoint": {"mode": "full"}, "adapter": {"name": "lora", "rank": 2}},
     ),
     "dualpipev, tied": (4, WINDOWS, layout(pipeline_schedule="dualpipev")),
     "zbv, tied, tensor and shard": (8, WINDOWS, layout(pipeline_schedule="zbv", tensor=2)),
     "unequal stages, tied": (2, {"num_hidden_layers": 3, "tie_word_embeddings": True}, layout()),
     "tied, four stages": (4, WINDOWS, layout(pipeline=4)),
     "interleaved, tied": (2, WINDOWS, layout(pipeline_schedule="interleaved")),
-    "shard, interleaved": (4, {}, layout(pipeline_schedule="interleaved")),
-    "unsharded": (4, {}, layout(accumulate="unsharded")),
+    "unsharded, interleaved": (
+        4,
+        {},
+        layout(pipeline_schedule="interleaved", accumulate="unsharded"),
+    ),
     "hsdp": (8, {}, layout(strategy="hsdp", replicas=2)),
-    "selective": (2, {}, layout() | {"checkpoint": {"mode": "selective"}}),
     "compiled, interleaved": (
         2,
         {},
         layout(pipeline_schedule="interleaved") | {"compiled": True, "attention": "mask"},
     ),
-    "dora": (2, {}, layout() | {"adapter": {"name": "dora", "rank": 2}}),
+    "dora, selective": (
+        2,
+        {},
+        layout() | {"checkpoint": {"mode": "selective"}, "adapter": {"name": "dora", "rank": 2}},
+    ),
     "8 bits": (2, {}, layout() | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
     "normuon, zbv, tied": (
         4,

@@ -19,7 +19,7 @@ from fsdp_trainer.plan.wire import wire
 
 MIXTURE = (
     "model=tiny", "model.family=qwen3_moe", "model.num_experts=8", "model.num_experts_per_tok=2",
-    "model.hidden_size=256", "model.moe_intermediate_size=512", "model.tie_word_embeddings=false",
+    "model.hidden_size=128", "model.moe_intermediate_size=256", "model.tie_word_embeddings=false",
     "model.vocab_size=512", "model.num_hidden_layers=2", "plan.world_size=4", "batch.seq_len=512",
     "batch.micro_rows=1", "batch.rows=4", "precision=fp32",
 )  # fmt: skip

@@ -8,8 +8,8 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from folders import REPO
 
-REPO = Path(__file__).parents[2]
 PAGES = sorted(
     chain(
         REPO.glob("*.md"),

@@ -4,9 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from folders import REPO
 
 from benchmarks.first_gpu import (
     GPU_TESTS,
@@ -19,8 +19,6 @@ from benchmarks.first_gpu import (
     steps,
 )
 from fsdp_trainer.config.composing.compose import compose
-
-ROOT = Path(__file__).parents[2]
 
 
 def python(text: str, **expected) -> Command:
@@ -81,7 +79,7 @@ def test_every_test_for_a_gpu_is_in_one_of_the_steps(tmp_path):
     files = [*GPU_TESTS, "tests/models/test_attention.py"]
     collect = [sys.executable, *TESTS, "--collect-only", "-q", "-o", "addopts=", *files]
     collect.remove("-v")
-    listed = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    listed = subprocess.run(collect, cwd=REPO, capture_output=True, text=True, timeout=600)
     assert listed.returncode == 0, listed.stdout + listed.stderr
     names = [line for line in listed.stdout.splitlines() if "::" in line]
     assert names

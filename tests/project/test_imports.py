@@ -8,6 +8,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import inject
+from folders import TESTS
 
 import fsdp_trainer
 
@@ -86,7 +87,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_no_test_imports_from_another():
-    for path in Path(__file__).parents[1].rglob("*.py"):
+    for path in TESTS.rglob("*.py"):
         imported = re.findall(r"^\s*(?:from|import) (test_\w+)", path.read_text(), re.MULTILINE)
         assert imported == [], f"{path.name}: what tests share lies in a module of its own"
 

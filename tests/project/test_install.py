@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from folders import REPO
 
 from fsdp_trainer.apps.quickstart import quickstart
 from fsdp_trainer.cli import main
-
-REPO = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

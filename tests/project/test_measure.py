@@ -1,11 +1,11 @@
 """The measure of how much there is to read, and the limits that `make lint` holds."""
 
 import sys
-from pathlib import Path
 
 import pytest
+from folders import REPO
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+sys.path.insert(0, str(REPO / "tools"))
 
 from measure import broken_limits, exceeded, measure, of_folders
 

@@ -3,9 +3,9 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
+from folders import REPO
 from world import SMALL, read_lines
 
 import fsdp_trainer
@@ -14,7 +14,7 @@ from fsdp_trainer.api import as_words
 from fsdp_trainer.cli import main
 from fsdp_trainer.errors import UserError
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
+EXAMPLES = REPO / "examples" / "extend"
 
 
 @pytest.fixture(autouse=True)

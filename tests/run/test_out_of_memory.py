@@ -5,12 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import inject
 import pytest
 import torch
+from folders import REPO, TESTS
 from torch.distributed import HashStore
 from world import SMALL, Run
 
@@ -80,9 +80,7 @@ def test_rank_0_says_it_of_another_rank(tmp_path, inputs):
         "FAULTS": "rank=1 phase=update step=3 do=hoard",
         "FAULTS_FOLDER": str(tmp_path / "faults"),
     }
-    env["PYTHONPATH"] = (
-        f"{Path(__file__).parents[2]}:{Path(__file__).parents[1] / 'faults' / 'inject'}"
-    )
+    env["PYTHONPATH"] = f"{REPO}:{TESTS / 'faults' / 'inject'}"
     words = [
         *SMALL,
         *(f"{k}={v}" for k, v in inputs.items()),

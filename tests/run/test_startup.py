@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
+from folders import REPO
 
-REPO = Path(__file__).parents[2]
 NOT_ASKED_FOR = (
     "wandb",
     "transformers",

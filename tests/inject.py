@@ -109,8 +109,8 @@ POINTS = {
 """Functions and methods that can be replaced, by a name for what they do."""
 
 SETTINGS = {
-    "save_pauses": ["fsdp_trainer.training.saving:pauses"],
-    "signal_echo_seconds": ["fsdp_trainer.training.signals:ECHO_SECONDS"],
+    "save_pauses": ["fsdp_trainer.training.after_step.saving:pauses"],
+    "signal_echo_seconds": ["fsdp_trainer.training.stopping.signals:ECHO_SECONDS"],
     "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],
     "beat_seconds": ["fsdp_trainer.training.run_inputs:BEAT_SECONDS"],
     "stream_round_seconds": ["fsdp_trainer.training.streamed_source:ROUND_SECONDS"],

@@ -31,7 +31,7 @@ from fsdp_trainer.training.batches import (
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stop import DataLost
+from fsdp_trainer.training.stopping.stop import DataLost
 
 WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of

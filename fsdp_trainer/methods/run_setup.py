@@ -17,7 +17,7 @@ from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.run_inputs import RunInputs
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 
 
 @dataclass(frozen=True)

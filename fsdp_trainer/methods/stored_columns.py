@@ -23,8 +23,8 @@ from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
+from fsdp_trainer.data.store.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.stored_values import REFERENCE, SampleColumns, read_sums, write_sums
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.document_sums import sums_by_document
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
@@ -32,8 +32,8 @@ from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.convert import precompute_float8_scales
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import reshard
-from fsdp_trainer.run.resume import Order
 from fsdp_trainer.training.batches import Batches
+from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.weights import digest_of_weights, fill
 
 

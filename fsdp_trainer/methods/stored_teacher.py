@@ -29,7 +29,7 @@ from fsdp_trainer.config.paths import (
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.fingerprint import contents
-from fsdp_trainer.data.stored_values import (
+from fsdp_trainer.data.store.stored_values import (
     TEACHER,
     TOP_K,
     SampleColumns,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.schema import ActivationCheckpoint, Adapter, Model, TrainConfig
-from fsdp_trainer.data.stored_values import bytes_per_token
+from fsdp_trainer.data.store.stored_values import bytes_per_token
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, KnownModels
 from fsdp_trainer.plan.plan_inputs import architecture

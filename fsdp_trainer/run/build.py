@@ -42,10 +42,11 @@ from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.run.describe import describe
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
-from fsdp_trainer.run.resume import Order, check_unchanged, find_start, resume_data
+from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data
+from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.attention_setup import choose_attention
 from fsdp_trainer.training.batches import BatchOptions
-from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
+from fsdp_trainer.training.data_source import DataSource, Order, SourceContext, StoredRows
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
@@ -53,9 +54,8 @@ from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs
 from fsdp_trainer.training.step import ForwardBackward
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.streamed_source import StreamedRows
-from fsdp_trainer.training.train_state import TrainState
 from fsdp_trainer.training.trainer import Trainer
 from fsdp_trainer.training.weights import fill, restore
 

@@ -13,22 +13,22 @@ from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
-from fsdp_trainer.training.after_step import Timetable
+from fsdp_trainer.training.after_step.garbage import GarbageCollection
+from fsdp_trainer.training.after_step.sample_prompts import Samples, encode_prompts
+from fsdp_trainer.training.after_step.saving import CheckpointManager, CopyCheck
+from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
+from fsdp_trainer.training.after_step.task_evaluation import TrainingTasks
+from fsdp_trainer.training.after_step.timetable import Timetable
+from fsdp_trainer.training.after_step.train_state import TrainState
+from fsdp_trainer.training.after_step.validation import Validation
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import StoredRows
-from fsdp_trainer.training.garbage import GarbageCollection
 from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.sample_prompts import Samples, encode_prompts
-from fsdp_trainer.training.saving import CheckpointManager, CopyCheck
 from fsdp_trainer.training.step import ForwardBackward
-from fsdp_trainer.training.step_logging import SkipLimit, StepLogging
-from fsdp_trainer.training.stop_check import StopCheck, assumed_save_seconds
-from fsdp_trainer.training.task_evaluation import TrainingTasks
-from fsdp_trainer.training.train_state import TrainState
+from fsdp_trainer.training.stopping.stop_check import StopCheck, assumed_save_seconds
 from fsdp_trainer.training.trainer import Trainer
-from fsdp_trainer.training.validation import Validation
 
 
 @dataclass

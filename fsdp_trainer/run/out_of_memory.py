@@ -24,7 +24,7 @@ from fsdp_trainer.parallel.parallelize import fsdp_modules
 from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.plan import make_plan
 from fsdp_trainer.plan.suggest import suggest
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.trainer import Trainer
 
 MEASURED = ("parameters", "gradients", "optimizer", "gathered", "communication")

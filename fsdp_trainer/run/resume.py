@@ -15,14 +15,12 @@ from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.files.file_changes import describe_changed_files
-from fsdp_trainer.data.order.mixture import Component, Mixture
-from fsdp_trainer.data.stream.row_stream import StreamedData
+from fsdp_trainer.data.order.mixture import Component
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.observer import Observer
+from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.progress import Progress
 
-Order = Mixture | StreamedData
-"""The rows of training data, in order."""
 FREE = {
     "adapter.init_from",
     "data.cache",

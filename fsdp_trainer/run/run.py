@@ -57,10 +57,10 @@ from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memor
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.run_lock import RunLock, clear_unused
 from fsdp_trainer.run.run_model import check_room, resolve_setup
+from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
-from fsdp_trainer.training.saving import CheckpointManager
-from fsdp_trainer.training.stop import Rewind, StopSignals
+from fsdp_trainer.training.stopping.stop import Rewind, StopSignals
 from fsdp_trainer.training.trainer import Outcome, Trainer
 
 

@@ -13,6 +13,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import Prepared
+from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
@@ -26,8 +27,10 @@ from fsdp_trainer.training.batches import (
 )
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 
+Order = Mixture | StreamedData
+"""The rows of training data, in order."""
 LeaveTogether = Callable[[], None]
 """Called on all ranks if one of them has no data for a step; raises the exception to leave with."""
 

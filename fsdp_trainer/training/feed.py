@@ -13,7 +13,7 @@ from fsdp_trainer.errors import RunFailed, Stopped, UserError
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.prefetch import Prefetcher
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 
 PREFETCH_ON_GPU = 2
 """Micro-batches to prefetch on a GPU: one being made and one ready.

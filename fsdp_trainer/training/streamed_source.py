@@ -40,7 +40,7 @@ from fsdp_trainer.training.batches import (
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext
 from fsdp_trainer.training.feed import Feed, StepBatches
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 
 ROUND_SECONDS = 5.0
 """Seconds that a rank waits for its rows before it meets the others in a collective again."""

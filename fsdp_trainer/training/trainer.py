@@ -22,21 +22,21 @@ from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.training.after_step import AfterStep, Timetable
+from fsdp_trainer.training.after_step.garbage import GarbageCollection
+from fsdp_trainer.training.after_step.saving import CheckpointManager
+from fsdp_trainer.training.after_step.step_logging import StepLogging
+from fsdp_trainer.training.after_step.stoppable import StoppableWork
+from fsdp_trainer.training.after_step.timetable import AfterStep, Timetable
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.feed import Feed, StepBatches
-from fsdp_trainer.training.garbage import GarbageCollection
 from fsdp_trainer.training.gradients import clip_gradients
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import ForwardBackward, StepResult
-from fsdp_trainer.training.step_logging import StepLogging
-from fsdp_trainer.training.stop import DataLost, Rewind, Stop, StopSignals
-from fsdp_trainer.training.stop_check import StopCheck
-from fsdp_trainer.training.stoppable import StoppableWork
+from fsdp_trainer.training.stopping.stop import DataLost, Rewind, Stop, StopSignals
+from fsdp_trainer.training.stopping.stop_check import StopCheck
 
 Outcome = tuple[str, int]
 """The reason why training ended, and the exit code."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
-from fsdp_trainer.data.stored_values import SampleColumns
+from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.training.batches import Batches
 
 SEQ_LEN = 16

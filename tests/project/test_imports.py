@@ -14,8 +14,8 @@ import fsdp_trainer
 
 PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
-    ("errors", "extensions", "version", "base"),
-    ("config",),
+    ("errors", "version", "base"),
+    ("config", "extensions"),
     ("models", "rewards"),
     # what composes a configuration asks the models' rules, which need no torch either
     ("config.rules", "config.composing", "config.document"),

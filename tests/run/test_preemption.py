@@ -20,8 +20,8 @@ from world import RankFailed, wait_until, write_chats
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stop import StopSignals
-from fsdp_trainer.training.time_limits import slurm_seconds_left
+from fsdp_trainer.training.stopping.stop import StopSignals
+from fsdp_trainer.training.stopping.time_limits import slurm_seconds_left
 
 HOW = [
     "schedule=constant", "train.steps=4", "checkpoint.every=2", "batch.micro_rows=1",

@@ -14,7 +14,7 @@ import inject
 import pytest
 import torch
 
-from fsdp_trainer.training.garbage import GarbageCollection
+from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.prefetch import Prefetcher
 from fsdp_trainer.training.progress import Progress
 

@@ -18,9 +18,9 @@ from fsdp_trainer.config.data_files import entries
 from fsdp_trainer.config.schema import Data, TrainConfig
 from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.order.row_order import RowData, RowOrder, Rows
+from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 
 REPEATED = 4

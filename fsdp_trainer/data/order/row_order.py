@@ -17,8 +17,8 @@ import numpy as np
 from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, Arrays, SharedArrays
+from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.stored_values import SampleColumns
 from fsdp_trainer.errors import Problem, UserError
 
 NO_COLUMNS = SampleColumns()

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.training.after_step.stoppable import StoppableWork
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.data_source import StoredRows
 from fsdp_trainer.training.metrics import Metrics, MicroBatchResult, validation_metrics
 from fsdp_trainer.training.progress import VALIDATE, Progress
-from fsdp_trainer.training.stoppable import StoppableWork
 
 
 class ValidationSums(NamedTuple):

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from fsdp_trainer.base import phases
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.observe.step_log import StepLog
+from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.saving import CheckpointManager
-from fsdp_trainer.training.stop import StopSignals
+from fsdp_trainer.training.stopping.stop import StopSignals
 
 SLOW_DISK = 200e6
 """Assumed write speed of each rank in bytes per second, until a checkpoint has been measured."""

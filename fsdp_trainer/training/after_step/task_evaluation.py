@@ -12,8 +12,8 @@ from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.observe.console import without_errors
 from fsdp_trainer.parallel.compile import without_compiling
 from fsdp_trainer.parallel.parallelize import stay_gathered
+from fsdp_trainer.training.after_step.stoppable import StoppableWork
 from fsdp_trainer.training.progress import EVALUATE, Progress
-from fsdp_trainer.training.stoppable import StoppableWork
 
 
 @dataclass

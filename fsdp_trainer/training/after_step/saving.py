@@ -13,11 +13,11 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock
-from fsdp_trainer.training.after_step import Timetable
+from fsdp_trainer.training.after_step.timetable import Timetable
+from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stop import StopSignals
-from fsdp_trainer.training.train_state import TrainState
+from fsdp_trainer.training.stopping.stop import StopSignals
 
 LONGEST_PAUSE = 30.0
 """Maximum number of seconds between two attempts to write the last checkpoint."""

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.process import start_ticks, wait_until
 from fsdp_trainer.errors import RunFailed, Stopped, UserError
-from fsdp_trainer.training.signals import WAIT_SECONDS, SignalListener, name_of
-from fsdp_trainer.training.time_limits import LIMITS, TimeLimits
+from fsdp_trainer.training.stopping.signals import WAIT_SECONDS, SignalListener, name_of
+from fsdp_trainer.training.stopping.time_limits import LIMITS, TimeLimits
 
 GRACE_SECONDS = 2.0
 """Seconds that a rank has to leave by itself after another rank has ended or failed."""

@@ -12,15 +12,15 @@ from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepClock, StepLog, StepReport
-from fsdp_trainer.training.after_step import Timetable
+from fsdp_trainer.training.after_step.saving import CheckpointManager
+from fsdp_trainer.training.after_step.timetable import Timetable
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.metrics import Metrics, MetricWatch
 from fsdp_trainer.training.progress import AMENDS_LINE, Progress
-from fsdp_trainer.training.saving import CheckpointManager
 from fsdp_trainer.training.step import StepResult
-from fsdp_trainer.training.stop import Rewind
+from fsdp_trainer.training.stopping.stop import Rewind
 
 
 @dataclass

@@ -16,8 +16,8 @@ from fsdp_trainer.generation.prompt_ranks import SamePrompts
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.compile import without_compiling
 from fsdp_trainer.parallel.parallelize import stay_gathered
+from fsdp_trainer.training.after_step.stoppable import StoppableWork
 from fsdp_trainer.training.progress import SAMPLE, Progress
-from fsdp_trainer.training.stoppable import StoppableWork
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Speed of tokenising compared with `datasets.map`, of packing, micro-batches and resuming.
+"""Speed of tokenizing compared with `datasets.map`, of packing, micro-batches and resuming.
 
     python -m benchmarks.data [--repeat 3] [--check] [--text FILE.jsonl] [--chats FILE.jsonl]
                               [--tokenizer FOLDER]
@@ -20,7 +20,7 @@
 - first batch: time to the first micro-batch of a store of two million samples, opened by a new
   process at step 1,000,000, with its epoch planned before (warm) or not (cold).
 
-Every way of tokenising runs in a process of its own on one core. Without --text and --chats the
+Every way of tokenizing runs in a process of its own on one core. Without --text and --chats the
 texts are generated: words by Zipf's law from a million made-up ones, of which the frequent ones are
 short, with a tokenizer of 8,000 tokens trained on them.
 """
@@ -79,7 +79,7 @@ SIZES = {
 PACKED, RESUMED = 10_000_000, 2_000_000
 
 
-# --- tokenising --------------------------------------------------------------------------------------------------------------------
+# --- tokenizing --------------------------------------------------------------------------------------------------------------------
 
 
 def make_inputs(folder: Path) -> None:
@@ -181,13 +181,13 @@ def theirs(what: str, file: str, tokenizer_path: str, scratch: Path) -> dict[str
             return {**blocks, "labels": blocks["input_ids"].copy()}
 
         started = clocks()
-        tokenised = rows.map(
+        tokenized = rows.map(
             lambda batch: tokenizer(batch["text"]), batched=True, remove_columns=rows.column_names
         )
-        tokenised.map(group_texts, batched=True)
+        tokenized.map(group_texts, batched=True)
         seconds = clocks() - started
         return figures_of(
-            np.concatenate(tokenised.with_format("numpy")["input_ids"][:]),
+            np.concatenate(tokenized.with_format("numpy")["input_ids"][:]),
             np.zeros(0, bool),
             seconds,
             len(rows),

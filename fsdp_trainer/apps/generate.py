@@ -12,7 +12,7 @@ from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -50,7 +50,7 @@ class Speaker:
         """Render a conversation as text that ends where the answer begins. Raises UserError."""
         try:
             return self.template.ask(messages)
-        except RowError as error:
+        except RecordError as error:
             problem = Problem(messages[-1]["content"][:60], str(error))
             raise UserError("the conversation cannot be rendered", [problem]) from None
 

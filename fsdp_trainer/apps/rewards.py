@@ -81,7 +81,7 @@ def questions_of(
     """Yield the rows of data.path for which the rewards can score answers, and their numbers."""
 
     def check(question: DataQuestion) -> str | None:
-        reasons = (reward.row_problem(question.columns, question.reference) for reward in chosen)
+        reasons = (reward.record_problem(question.columns, question.reference) for reward in chosen)
         return next((reason for reason in reasons if reason), None)
 
     reporter = Reporter(console.paced(), console.say)

@@ -138,7 +138,7 @@ def _require_transformers(folder: Path) -> Any:
 def show_losses(source: Path, data: str) -> None:
     """Print the loss on a file; for an adapter of 4-bit weights, merged in both ways."""
     ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
-    store = tokenised(source, data)
+    store = tokenized(source, data)
     tokens = int(sum(store.supervised))
     for way in ways:
         loss = mean_loss(read_model(source, merge_into=way), store)
@@ -146,8 +146,8 @@ def show_losses(source: Path, data: str) -> None:
         print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
 
 
-def tokenised(source: Path, data: str) -> TokenStore:
-    """Return a file tokenised as in the source's own run."""
+def tokenized(source: Path, data: str) -> TokenStore:
+    """Return a file tokenized as in the source's own run."""
     settings: dict[str, Any] = {}
     if not is_adapter(source):
         stored = yaml.safe_load((source / "config.yaml").read_text())

@@ -121,7 +121,7 @@ class SlotWriter:
 _writer: SlotWriter | None = None
 
 
-def share(file: Path, index: int, rank: int) -> None:
+def open_slot(file: Path, index: int, rank: int) -> None:
     """Keep slot `index` of `file` up to date for this process until `leave`. Raises OSError."""
     global _writer
     _writer = SlotWriter(file, index, rank)

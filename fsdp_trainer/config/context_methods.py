@@ -1,4 +1,4 @@
-"""The method of attention for rows that several ranks share. Imports no torch."""
+"""The method of attention for rows that several ranks split. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -58,10 +58,10 @@ def choose_context_method(sharding: Sharding, heads: int, row: int, softcap: boo
     """
     if sharding.context_method != "auto":
         return ContextChoice(sharding.context_method, "as requested")
-    shared = f"{heads} heads over {sharding.context} ranks"
+    divided = f"{heads} heads over {sharding.context} ranks"
     if heads % sharding.context == 0:
-        return ContextChoice("ulysses", f"{shared} in two messages a block")
-    uneven = f"{shared} would be uneven"
+        return ContextChoice("ulysses", f"{divided} in two messages a block")
+    uneven = f"{divided} would be uneven"
     if row < RING_ROW:
         return ContextChoice("gathered", f"{uneven}, and rows are shorter than {RING_ROW:,} tokens")
     if softcap:
@@ -77,7 +77,7 @@ def context_method(sharding: Sharding, row: int, part: RankHeads) -> ContextChoi
 def attention_layout(model: Model, context: int, method: str, compiled: bool) -> str:
     """Return model.attention, with `auto` replaced if only some tokens' queries are computed.
 
-    context: number of ranks that share rows.
+    context: number of ranks that split rows.
     """
     if context == 1 or method == "ulysses" or model.attention != "auto":
         return model.attention
@@ -87,7 +87,7 @@ def attention_layout(model: Model, context: int, method: str, compiled: bool) ->
 def attention_kernel(model: Model, context: int, method: str, device: str) -> str:
     """Return model.attention_kernel; with ring on a GPU, the only kernel that it calls.
 
-    context: number of ranks that share rows.
+    context: number of ranks that split rows.
     """
     if context > 1 and method == "ring" and device == "cuda":
         return "efficient"
@@ -112,14 +112,14 @@ def context_problems(
         yield Problem(f"model.attention={attention}", reason)
     if method == "ring":
         yield from ring_problems(model, config)
-    shares = sharding.tensor * sharding.context
-    if sharding.context_method == "ulysses" and heads % shares:
+    ranks = sharding.tensor * sharding.context
+    if sharding.context_method == "ulysses" and heads % ranks:
         of_tensor_rank = max(1, part.query_heads)
         size = sharding.context
         nearest = max(n for n in range(1, size + 1) if of_tensor_rank % n == 0)
         by_tensor = " × sharding.tensor" if sharding.tensor > 1 else ""
         reason = (
-            f"ulysses deals out whole heads: {shares} (sharding.context{by_tensor}) must divide "
+            f"ulysses deals out whole heads: {ranks} (sharding.context{by_tensor}) must divide "
             f"num_attention_heads={heads}.\n"
             f"Use  sharding.context_method=gathered  or  sharding.context={nearest}"
         )

@@ -499,16 +499,16 @@ class Data:
         " content; null: none",
     )
     cache: str | None = key(
-        None, "folder for tokenised data, shared by all ranks and runs; null: run.root/.data"
+        None, "folder for tokenized data, shared by all ranks and runs; null: run.root/.data"
     )
     streaming: bool = key(
         False,
-        "for data too large to store: rows are tokenised and packed while training reads"
+        "for data too large to store: rows are tokenized and packed while training reads"
         " them, nothing is kept; needs train.steps",
     )
     workers: int | None = key(
         None,
-        "processes that tokenise, of each rank with data.streaming; null: one for each core"
+        "processes that tokenize, of each rank with data.streaming; null: one for each core"
         " that may be used; 1: none besides this one",
         minimum=1,
     )
@@ -1037,7 +1037,7 @@ class Launch:
     data_timeout: str = key(
         "24h",
         "longest silence in which the other ranks wait for data preparation and downloads,"
-        " where tokenising gives signs of life, and for the files of a stream",
+        " where tokenizing gives signs of life, and for the files of a stream",
     )
     watchdog: bool = key(
         True,

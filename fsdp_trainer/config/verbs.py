@@ -114,7 +114,7 @@ class Prepare:
 
 @dataclass
 class PrepareConfig(TrainConfig):
-    """Tokenises ahead of training, into the cache that `train` with the same keys uses."""
+    """Tokenizes ahead of training, into the cache that `train` with the same keys uses."""
 
     prepare: Prepare = field(default_factory=Prepare)
 

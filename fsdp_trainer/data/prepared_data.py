@@ -96,7 +96,7 @@ def build_template(data: Data, tokenizer: TextTokenizer) -> Template:
 
 
 def cache_root(data: Data, run: Run) -> Path:
-    """Return the folder of tokenised data."""
+    """Return the folder of tokenized data."""
     return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 
@@ -105,7 +105,7 @@ def build_data(
 ) -> tuple[TextTokenizer, Template, Prepared]:
     """Return tokenizer, template and data.
 
-    The data is tokenised or found in `data.cache`; with data.streaming, its first samples are read.
+    The data is tokenized or found in `data.cache`; with data.streaming, its first samples are read.
     """
     root = cache_root(cfg.data, cfg.run)
     with removed_if_refused(root):

@@ -46,32 +46,32 @@ IDLE = Ending((*IDLE_PROMPT, 0), 1)
 
 
 @dataclass
-class Shares:
-    """Division of requests among the ranks. share: index of this rank's share, of `shares`."""
+class WorkSplit:
+    """Division of requests among the ranks. part: index of this rank's part, of `parts`."""
 
-    share: int = 0
-    shares: int = 1
+    part: int = 0
+    parts: int = 1
     ranks: Ranks = field(default_factory=OneRank)
 
 
-def whole_copies() -> Shares:
-    """Return the shares of ranks that each hold a complete model and compute independently."""
+def whole_copies() -> WorkSplit:
+    """Return the split over ranks that each hold a complete model and compute independently."""
     if not dist.is_initialized():
-        return Shares()
-    return Shares(dist.get_rank(), dist.get_world_size())
+        return WorkSplit()
+    return WorkSplit(dist.get_rank(), dist.get_world_size())
 
 
-def sharded_shares(dims: Dims, device: torch.device) -> Shares:
-    """Return the shares of ranks over which one model is sharded: every forward is collective.
+def sharded_split(dims: Dims, device: torch.device) -> WorkSplit:
+    """Return the split over ranks that shard one model: every forward is collective.
 
     The ranks of a tensor group and those of a pipeline compute the same requests.
     """
     own = [name for name in dims.sizes if name not in TOGETHER]
     sizes = [dims.sizes[name] for name in own]
     place = [dims.coordinates[name] for name in own]
-    share = int(np.ravel_multi_index(place, sizes))
+    part = int(np.ravel_multi_index(place, sizes))
     groups = [group for name in TOGETHER if (group := dims.group(name)) is not None]
-    return Shares(share, int(np.prod(sizes)), GroupedPrompts(device, groups))
+    return WorkSplit(part, int(np.prod(sizes)), GroupedPrompts(device, groups))
 
 
 TOGETHER = ("tensor", "pipeline")
@@ -97,7 +97,7 @@ class GroupedPrompts(OwnPrompts):
 
 
 class Scorer:
-    """A model that answers requests, of which each rank computes a share.
+    """A model that answers requests, of which each rank computes a part.
 
     model: has `next_logits` and `config`, like a Decoder. rows: number of requests that a rank
     computes at a time. check: called before each batch on all ranks; may raise, on all of them.
@@ -108,11 +108,11 @@ class Scorer:
         model: Any,
         rows: int,
         device: torch.device,
-        shares: Shares | None = None,
+        split: WorkSplit | None = None,
         check: Callable[[], None] = lambda: None,
     ):
         self.model, self.rows, self.device = model, rows, device
-        self.shares = shares or whole_copies()
+        self.split = split or whole_copies()
         self.check = check
 
     @property
@@ -122,7 +122,7 @@ class Scorer:
 
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending. Collective."""
-        return self.compute_in_shares(
+        return self.compute_in_parts(
             endings, self.own_likelihoods, lambda ending: len(ending.tokens)
         )
 
@@ -143,30 +143,30 @@ class Scorer:
                 sampling,
                 rows=self.rows,
                 device=self.device,
-                ranks=self.shares.ranks,
+                ranks=self.split.ranks,
                 check=self.check,
                 is_over=is_over,
             )
             return [tokens for [tokens] in answers]
 
-        return self.compute_in_shares(prompts, generate, len)
+        return self.compute_in_parts(prompts, generate, len)
 
-    def compute_in_shares(
+    def compute_in_parts(
         self,
         items: Sequence[Item],
         work: Callable[[Sequence[Item]], Sequence[Result]],
         weight: Callable[[Item], int],
     ) -> list[Result]:
-        """Return the result of `work` for each item; every rank computes a share. Collective.
+        """Return the result of `work` for each item; every rank computes a part. Collective.
 
-        weight: returns the cost of an item; all shares have items of about the same costs.
+        weight: returns the cost of an item; all parts have items of about the same costs.
         """
-        shares = self.shares
+        split = self.split
         order = sorted(range(len(items)), key=lambda i: -weight(items[i]))
-        computed = list(work([items[i] for i in order[shares.share :: shares.shares]]))
+        computed = list(work([items[i] for i in order[split.part :: split.parts]]))
         if not dist.is_initialized():
             return unsorted(order, {0: computed}, 1)
-        return unsorted(order, dict(gather((shares.share, computed))), shares.shares)
+        return unsorted(order, dict(gather((split.part, computed))), split.parts)
 
     def own_likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending.
@@ -178,7 +178,7 @@ class Scorer:
         )
         results = [Likelihood(0.0, True)] * len(endings)
         batches = self.batches([len(endings[i].tokens) for i in order])
-        for number in range(self.shares.ranks.most(len(batches))):
+        for number in range(self.split.ranks.most(len(batches))):
             self.check()
             if number >= len(batches):
                 self.score([IDLE])
@@ -231,14 +231,14 @@ class Scorer:
         return [Likelihood(*score) for score in zip(sums, all_greedy, strict=True)]
 
 
-def unsorted(order: list[int], computed: dict[int, list[Result]], shares: int) -> list[Result]:
+def unsorted(order: list[int], computed: dict[int, list[Result]], parts: int) -> list[Result]:
     """Return results in the order of the items.
 
-    computed: results of each share. order: indices of all items, which were dealt to the shares in
+    computed: results of each part. order: indices of all items, which were dealt to the parts in
     turn.
     """
     results: list[Any] = [None] * len(order)
-    for share, some in computed.items():
-        for i, result in zip(order[share::shares], some, strict=True):
+    for part, some in computed.items():
+        for i, result in zip(order[part::parts], some, strict=True):
             results[i] = result
     return results

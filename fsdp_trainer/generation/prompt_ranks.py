@@ -21,11 +21,9 @@ class OneRank:
     """One process, or ranks whose models are independent of each other."""
 
     def tokens(self, chosen: Tensor) -> Tensor:
-        """See Ranks."""
         return chosen
 
     def most(self, number: int) -> int:
-        """See Ranks."""
         return number
 
 

@@ -122,7 +122,7 @@ class Watched:
             raise
 
     def _begin(self, watch: Watch, rank: int, local_rank: int) -> None:
-        slots.share(Path(watch.board), local_rank, rank)
+        slots.open_slot(Path(watch.board), local_rank, rank)
         if signal.getsignal(SHOW_STACKS) == signal.SIG_DFL:
             self._stacks = open(stacks_of(watch.board, rank), "w")  # noqa: SIM115
             # implemented in C: needs neither the GIL nor a main thread that runs Python code

@@ -100,7 +100,7 @@ class World:
         """Run `work` on rank 0, then on one rank of every node, then on all, and return its result.
 
         Later ranks find the results of earlier ones on disk. They wait outside any collective, so
-        that hours of tokenising cause no timeout: only `timeout` seconds without a heartbeat do.
+        that hours of tokenizing cause no timeout: only `timeout` seconds without a heartbeat do.
         All ranks return together, and a failure of one rank is raised on all.
         """
         first, node, all_done = f"{name}/rank0", f"{name}/node{self.node}", f"{name}/all"

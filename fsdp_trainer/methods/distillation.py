@@ -17,7 +17,7 @@ from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
 from fsdp_trainer.methods.teacher import (
     Teacher,
     record_of_lists,
-    share_teacher,
+    shard_teacher,
     with_teacher,
 )
 from fsdp_trainer.models.config import ModelConfig
@@ -117,7 +117,7 @@ class DistillationMethod(Method):
         setup, source = self.setup, self.setup.inputs.frozen_model
         assert source
         _, config = with_teacher(setup.config, source, setup.cfg.sharding.tensor)
-        return share_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
+        return shard_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
 
     def _column(self, setup: RunSetup, rows: RunRows) -> TeacherColumn:
         """Return the column of the rows with the teacher's top-k tokens."""
@@ -141,12 +141,10 @@ class DistillationMethod(Method):
 
     @property
     def architectures(self) -> list[ModelConfig]:
-        """See Method."""
         own = [self.setup.config]
         return [*own, self.teacher.model.config] if isinstance(self.teacher, Teacher) else own
 
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
-        """See Method."""
         if isinstance(self.teacher, Teacher):
             digest = self.load_frozen(self.teacher)
         else:
@@ -159,13 +157,10 @@ class DistillationMethod(Method):
         return True
 
     def objective(self) -> Callable[[Tensor], Objective]:
-        """See Method."""
         return partial(Distillation, share=self.choice.share, temperature=self.choice.temperature)
 
     def metric(self) -> MethodMetric:
-        """See Method."""
         return TeacherMetrics()
 
     def step(self, parts: StepParts) -> ForwardBackward:
-        """See Method."""
         return DistilForwardBackward(*parts, teacher=self.teacher)

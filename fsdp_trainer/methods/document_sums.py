@@ -25,7 +25,7 @@ def sums_by_document(values: Tensor, batch: MicroBatch) -> Tensor:
 def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
     """Return the sum of each document's values, [..., documents] float64.
 
-    Collective over the ranks that share rows, each of which has a part of the values and gets the
+    Collective over the ranks that split rows, each of which has a part of the values and gets the
     gradient of its own part. dims: None if every rank has complete rows.
     """
     sums = sums_by_document(values, batch)
@@ -38,7 +38,7 @@ def answer_sums(values: Tensor, batch: MicroBatch, dims: Dims | None) -> Tensor:
 
 
 class _SumOverContext(torch.autograd.Function):
-    """The sum over the ranks that share rows; each rank differentiates it by its own addend."""
+    """The sum over the ranks that split rows; each rank differentiates it by its own addend."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, dims: Dims) -> Tensor:
@@ -52,7 +52,7 @@ class _SumOverContext(torch.autograd.Function):
 
 
 def counted_once(value: Tensor, dims: Dims | None) -> Tensor:
-    """Return a value that ranks sharing rows have in common as 0 on all but the first of them.
+    """Return a value that ranks splitting rows have in common as 0 on all but the first of them.
 
     A sum over ranks then counts it once. Its gradient is kept on all of them.
     """

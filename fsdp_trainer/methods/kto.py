@@ -103,7 +103,6 @@ class KtoForwardBackward(PairForwardBackward):
         yield from every
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
-        """See PairForwardBackward."""
         baseline = self.baseline.to(batch.weights.device)
         return KtoObjective(batch, self.choice, baseline, count, self.dims)
 
@@ -170,14 +169,11 @@ class KtoMethod(PreferenceMethod):
     """Training on answers labelled good or bad."""
 
     def metric(self) -> MethodMetric:
-        """See Method."""
         return KtoMetrics(self.choice, self.setup.dims)
 
     def watch(self) -> MetricWatch | None:
-        """See Method."""
         return None
 
     def step(self, parts: StepParts) -> ForwardBackward:
-        """See Method."""
         reference = self.reference(parts.model)
         return KtoForwardBackward(*parts, choice=self.choice, reference=reference)

@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.evaluation.scoring import sharded_shares
+from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.policy_server import PolicyServer, ServedModel
@@ -40,7 +40,7 @@ from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
-from fsdp_trainer.training.step import ForwardBackward, shared_out
+from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
 REFERENCE = "reference"
 """Name in MicroBatch.columns of a token's log-probability under the reference. The others are those
@@ -119,9 +119,8 @@ class RolloutForwardBackward(ForwardBackward):
     reference: Callable[[MicroBatch], Tensor] | None = None
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
-        """See ForwardBackward."""
         phases.enter("forward")
-        batch = shared_out(batch, plan)
+        batch = with_step_token_share(batch, plan)
         if self.reference is not None:
             columns = {**batch.columns, REFERENCE: self.reference(batch)}
             batch = replace(batch, columns=columns)
@@ -222,12 +221,10 @@ class PolicyGradientMethod(Method):
 
     @property
     def architectures(self) -> list[ModelConfig]:
-        """See Method."""
         own = [self.setup.config]
         return [*own, self.loaded.model.config] if self.loaded else own
 
     def about(self) -> list[str]:
-        """See Method."""
         choice, rows = self.choice, self.setup.cfg.batch.rows
         titles = ", ".join(reward.title for reward in self.rewards)
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
@@ -237,7 +234,6 @@ class PolicyGradientMethod(Method):
         ]
 
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
-        """See Method."""
         digests = {"reference": self.load_frozen(self.loaded)} if self.loaded else {}
         return self.rows, digests
 
@@ -252,7 +248,7 @@ class PolicyGradientMethod(Method):
         """See Method. The rows are prompts, and micro-batches are made of answers to them."""
         assert isinstance(rows, StoredRows)
         setup, tokenizer = self.setup, self.setup.inputs.tokenizer
-        shares = sharded_shares(setup.dims, setup.device)
+        split = sharded_split(setup.dims, setup.device)
         is_first = setup.dims.coordinates["tensor"] == 0
         sampler: AnswerSampler
         if self.served:
@@ -267,8 +263,8 @@ class PolicyGradientMethod(Method):
                 is_first,
             )
         else:
-            sampler = OwnSampler(setup.cfg, model, tokenizer, shares, setup.device)
-        maker = AnswerMaker(sampler, self.rewards, tokenizer, shares.share, shares.shares, is_first)
+            sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)
+        maker = AnswerMaker(sampler, self.rewards, tokenizer, split.part, split.parts, is_first)
         return RolloutSource(rows, maker, context)
 
     def _weights_for(
@@ -291,11 +287,9 @@ class PolicyGradientMethod(Method):
         )
 
     def metric(self) -> MethodMetric:
-        """See Method."""
         return RolloutMetrics(self.choice)
 
     def step(self, parts: StepParts) -> ForwardBackward:
-        """See Method."""
         reference: Callable[[MicroBatch], Tensor] | None = self.loaded
         if self.second and self.second.mode == "base":
             reference = BaseTokens(parts.model)

@@ -30,7 +30,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import Batches, BatchOptions, StepPlan
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.metrics import MethodMetric, MetricWatch, MicroBatchResult
-from fsdp_trainer.training.step import ForwardBackward, shared_out
+from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
 ANSWERS = ("chosen", "rejected")
 """The documents of a pair, in their order in the data."""
@@ -157,7 +157,7 @@ class PairObjective:
     """Σ loss of a micro-batch's pairs / count. The head calls it once.
 
     batch: micro-batch, with the reference's sums if there is a reference. count: number of pairs in
-    the step. dims: None if every rank has complete rows; of ranks that share rows, only the first
+    the step. dims: None if every rank has complete rows; of ranks that split rows, only the first
     one has the value, and all have its gradient.
     """
 
@@ -221,9 +221,8 @@ class PairForwardBackward(ForwardBackward):
     reference: Callable[[MicroBatch], MicroBatch] = field(default=no_reference)
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:
-        """See ForwardBackward."""
         phases.enter("forward")
-        batch = self.reference(shared_out(batch, plan))
+        batch = self.reference(with_step_token_share(batch, plan))
         count = self.weight(plan) or 1.0
         scale = to_device_of(self.loss_scale.scale, batch.weights) if self.loss_scale else 1.0
         scaled = self.comparison(batch, count / scale)
@@ -236,14 +235,12 @@ class PairForwardBackward(ForwardBackward):
     def scores(
         self, step: StepBatches, before: Callable[[], None]
     ) -> Iterator[tuple[MicroBatch, Scores]]:
-        """See ForwardBackward."""
         for batch in step:
             before()
             with_reference = self.reference(batch)
             yield with_reference, self.model(with_reference).scores
 
     def loss(self, batch: MicroBatch, scores: Scores) -> Tensor:
-        """See ForwardBackward."""
         return self.comparison(batch, 1.0)(scores, slice(0, len(batch.targets)))
 
     def comparison(self, batch: MicroBatch, count: float | Tensor) -> Objective:
@@ -255,7 +252,6 @@ class PairForwardBackward(ForwardBackward):
         return plan.documents / len(ANSWERS)
 
     def own_weight(self, batch: MicroBatch) -> Tensor:
-        """See ForwardBackward."""
         assert batch.groups is not None
         pairs = batch.weights.new_full((), len(batch.groups) / len(ANSWERS))
         return counted_once(pairs, self.dims)
@@ -320,7 +316,6 @@ class ChosenWatch:
     def review(
         self, reports: Sequence[StepReport], lines: Sequence[dict[str, Any]], observer: Observer
     ) -> None:
-        """See MetricWatch."""
         for report, written in zip(reports, lines, strict=True):
             value = self._value(written)
             if value is not None and math.isfinite(value):
@@ -369,7 +364,6 @@ class PreferenceMethod(Method):
         return rows, {column.name: digest}
 
     def metric(self) -> MethodMetric:
-        """See Method."""
         return PairMetrics(self.choice, self.setup.dims)
 
     def watch(self) -> MetricWatch | None:
@@ -377,7 +371,6 @@ class PreferenceMethod(Method):
         return None if self.choice.method.scores else ChosenWatch(self.second is not None)
 
     def step(self, parts: StepParts) -> ForwardBackward:
-        """See Method."""
         reference = self.reference(parts.model)
         return PairForwardBackward(*parts, choice=self.choice, reference=reference)
 

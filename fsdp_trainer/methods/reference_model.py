@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.methods.teacher import FrozenModel, share_frozen, with_teacher
+from fsdp_trainer.methods.teacher import FrozenModel, shard_frozen, with_teacher
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
@@ -55,5 +55,5 @@ def build_reference(
     model = meta_decoder(setup.config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib
     model.lm_head.temperature = cfg.objective.temperature
-    model = share_frozen(model, Computation.of(cfg, compiled), dims, setup.adapters)
+    model = shard_frozen(model, Computation.of(cfg, compiled), dims, setup.adapters)
     return ReferenceModel(model, setup.source, dims.layout.keeps_gathered)

@@ -51,7 +51,7 @@ class RewardModel:
 
     def _written(self, prompt: list[dict[str, Any]], answer: str) -> str:
         turns = [*prompt, {"role": "assistant", "content": answer}]
-        return self.template.for_row(None).finished(self.template.adapt(turns, None))
+        return self.template.for_record(None).finished(self.template.adapt(turns, None))
 
     def scores(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text; special tokens in it are recognised as such.

@@ -45,15 +45,15 @@ Questions = dict[int, dict[str, Any]]
 class AnswerMaker:
     """Makes answers and scores them.
 
-    own_share, shares: index of this rank's part of a step's answers, and number of parts.
+    own_part, parts: index of this rank's part of a step's answers, and number of parts.
     is_first: False for a rank that makes the same answers as the first rank of its group.
     """
 
     sampler: AnswerSampler
     rewards: Sequence[Reward]
     tokenizer: TextTokenizer
-    own_share: int
-    shares: int
+    own_part: int
+    parts: int
     is_first: bool = True
 
     def make(
@@ -69,9 +69,7 @@ class AnswerMaker:
         Questions. step: optimizer steps done so far. check: see AnswerSampler.
         """
         count = len(requests)
-        first, stop = (
-            count * share // self.shares for share in (self.own_share, self.own_share + 1)
-        )
+        first, stop = (count * part // self.parts for part in (self.own_part, self.own_part + 1))
         own = requests[first:stop]
         try:
             answers = self.sampler.sample(own, step, check)
@@ -132,7 +130,6 @@ class RolloutSource:
         self._has_warned = False
 
     def total_steps(self, progress: Progress) -> int:
-        """See DataSource."""
         return self.prompts.total_steps(progress)
 
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
@@ -275,13 +272,10 @@ class RolloutSource:
         return stored | {"rollouts": [encode_rollouts(step) for step in self._waiting]}
 
     def shares(self, progress: Progress) -> list[dict[str, Any]]:
-        """See DataSource."""
         return self.prompts.shares(progress)
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
-        """See DataSource."""
         return self.prompts.about(prepared, progress)
 
     def epochs(self, progress: Progress) -> float:
-        """See DataSource."""
         return self.prompts.epochs(progress)

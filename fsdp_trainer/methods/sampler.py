@@ -8,7 +8,7 @@ import torch
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.evaluation.scoring import Shares
+from fsdp_trainer.evaluation.scoring import WorkSplit
 from fsdp_trainer.generation.continuations import Continuation, Generation, continue_all, room_after
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
@@ -68,11 +68,11 @@ class OwnSampler:
         cfg: TrainConfig,
         model: Decoder,
         tokenizer: TextTokenizer,
-        shares: Shares,
+        split: WorkSplit,
         device: torch.device,
     ):
         choice = cfg.objective
-        self.model, self.shares, self.device = model, shares, device
+        self.model, self.split, self.device = model, split, device
         self.stop_ids = tokenizer.stop_ids
         self.samples, self.rows = choice.samples, choice.answer_rows
         self.sharding, self.precision = cfg.sharding, cfg.precision
@@ -94,7 +94,7 @@ class OwnSampler:
         try:
             with without_compiling(self.compiled), gathered:
                 generation = Generation(self.model, self.sampling, self.device)
-                ranks, rows = self.shares.ranks, self.rows
+                ranks, rows = self.split.ranks, self.rows
                 continue_all(
                     generation, continuations, self.stop_ids, ranks, rows=rows, check=check
                 )

@@ -168,7 +168,6 @@ class ReferenceColumn(StoredColumn):
             precompute_float8_scales(self.model, cfg.precision)
 
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
-        """See StoredColumn."""
         batches = self.batches(alone(order))
         options = {
             "micro_rows": batches.micro_rows,
@@ -184,7 +183,6 @@ class ReferenceColumn(StoredColumn):
         ]
 
     def compute(self, digest: str) -> list[SampleColumns]:
-        """See StoredColumn."""
         count = sum(len(order.store) for order, _ in self.rows.stored)
         self.say(f"refer  the reference reads {count:,} answers once, before the first step")
         columns = []

@@ -44,7 +44,7 @@ from fsdp_trainer.methods.stored_columns import RunRows, StoredColumn, alone, re
 from fsdp_trainer.methods.teacher import (
     Teacher,
     require_fitting,
-    share_teacher,
+    shard_teacher,
     with_teacher,
 )
 from fsdp_trainer.models.config import ModelConfig
@@ -133,7 +133,6 @@ class TeacherColumn(StoredColumn):
         return self.cfg.objective.top_k or 0
 
     def prepare(self, digest: str) -> RunRows:
-        """See StoredColumn."""
         if self.count > self.vocabulary:
             reason = f"is more than the {self.vocabulary:,} tokens of the vocabulary.\nUse  "
             fix = f"objective.top_k={min(64, self.vocabulary)}"
@@ -142,7 +141,6 @@ class TeacherColumn(StoredColumn):
         return super().prepare(digest)
 
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
-        """See StoredColumn."""
         choice, store = self.cfg.objective, order.store
         # texts longer than a row are cut, so the lists then depend on seq_len
         is_cut = int(np.max(store.lengths)) > order.seq_len
@@ -153,7 +151,6 @@ class TeacherColumn(StoredColumn):
         ]
 
     def compute(self, digest: str) -> list[SampleColumns]:
-        """See StoredColumn."""
         student, config = self.models
         require_fitting(self.cfg, student, config)
         tokens = sum(order.store.supervised_tokens for order, _ in self.rows.stored)
@@ -162,7 +159,7 @@ class TeacherColumn(StoredColumn):
             f"teach  the teacher reads {tokens:,} supervised tokens once, before the first step: "
             f"the {self.count} likeliest of each take {size} of disk"
         )
-        teacher = share_teacher(self.cfg, self.source, config, student, self.dims, compiled=False)
+        teacher = shard_teacher(self.cfg, self.source, config, student, self.dims, compiled=False)
         device = self.world.device
         kept_on = torch.device("cpu") if self.cfg.sharding.cpu_offload else device
         allocate(teacher.model, kept_on, device)

@@ -106,7 +106,7 @@ class Teacher(FrozenModel):
         return TeacherLogits(hidden, self.model.lm_head, self.vocabulary, heat, kl)
 
 
-def share_teacher(
+def shard_teacher(
     cfg: TrainConfig,
     source: Path,
     config: ModelConfig,
@@ -122,14 +122,14 @@ def share_teacher(
     """
     model = meta_decoder(config)
     model.lm_head.forward = lambda hidden: hidden  # the student's head makes the logits
-    model = share_frozen(model, Computation.of(cfg, compiled), dims)
+    model = shard_frozen(model, Computation.of(cfg, compiled), dims)
     register_fsdp_forward_method(model, "states_for_head")
     known = min(config.vocab_size, student.vocab_size)
     weights = WeightSource(cfg.run.seed, source)
     return Teacher(model, weights, dims.layout.keeps_gathered, known, cfg.objective)
 
 
-def share_frozen(
+def shard_frozen(
     model: Decoder, computation: Computation, dims: Dims, adapters: AdapterSpec | None = None
 ) -> Decoder:
     """Shard a model on the meta device for forward only, and freeze it.

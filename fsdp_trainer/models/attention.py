@@ -126,7 +126,6 @@ class DocumentAttention(PackedAttention):
     """
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         self.plan = plan_calls(self.lengths, self.row, self.window, self.device)
 
     def with_window(self, window: int | None) -> Self:
@@ -138,7 +137,6 @@ class DocumentAttention(PackedAttention):
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         plan = self.plan
         calls = self.plan.calls
         if plan.width is not None:
@@ -164,7 +162,6 @@ class MaskedAttention(PackedAttention):
     """
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         document = to_device(self.document_numbers(1), self.device)
         self.mask = (document[:, None, :, None] == document[:, None, None, :]).tril()
 
@@ -175,7 +172,6 @@ class MaskedAttention(PackedAttention):
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         return sdpa(q, k, v, self.mask, scoring)
 
 
@@ -188,7 +184,6 @@ class VarlenAttention(PackedAttention):
     """
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         sizes = np.concatenate(self.sizes(PADDING_DOCUMENT))
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self.ends = to_device(ends, self.device)
@@ -199,7 +194,6 @@ class VarlenAttention(PackedAttention):
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         assert scoring.softcap is None, "attention_choice refuses it"
         assert scoring.sinks is None, "attention_choice refuses them"
         past = -1 if self.window is None else self.window - 1
@@ -216,7 +210,6 @@ class FlexAttention(PackedAttention):
     """
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         self.documents = to_device(self.document_numbers(PADDING_DOCUMENT), self.device)
         self.blocks: Any = None
         self.flex, self.compiled_flex, self.make_blocks, self.sums = _flex(self.device.type)
@@ -230,7 +223,6 @@ class FlexAttention(PackedAttention):
         return windowed
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention."""
         flex = self.flex if torch.compiler.is_compiling() else self.compiled_flex
         sinks = scoring.sinks
         out = flex(

@@ -234,7 +234,6 @@ class ClampedExperts(Experts):
     is_transposed = True
 
     def add_parameters(self, config: ModelConfig) -> None:
-        """See Experts."""
         count = config.num_experts
         width = config.hidden_size
         inner = config.expert_size
@@ -244,7 +243,6 @@ class ClampedExperts(Experts):
         self.down_proj_bias = nn.Parameter(torch.empty(count, width))
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """See Experts."""
         inside = clamped_gate(self.product("gate_up_proj", rows, ends))
         return self.product("down_proj", inside, ends)
 

@@ -68,7 +68,6 @@ class TeacherLogits:
     def log_probabilities(
         self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
     ) -> tuple[Tensor, Tensor]:
-        """See SoftTargets."""
         weight = self.teacher.rows()[: log_student.shape[1]]
         logits = capped(F.linear(self.hidden[tokens], weight).float(), self.teacher.softcap)
         own, is_own = local_columns(head, targets, logits.shape[1])
@@ -113,7 +112,6 @@ class ListedTargets:
     def log_probabilities(
         self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
     ) -> tuple[Tensor, Tensor]:
-        """See SoftTargets."""
         ids, logs, rest, target = (part[tokens] for part in self.top)
         place = local_columns(head, ids.long(), log_student.shape[1])
         log_p = log_student.clone()

@@ -25,7 +25,7 @@ class Update(NamedTuple):
 
     device: cpu or cuda; largest: numbers in a rank's largest parameter; gradients: bytes of a
     rank's gradients. matrix: numbers in the largest complete matrix of a block; matrices: numbers
-    in all matrices of blocks. ranks: number of ranks; shards: number of ranks that share one copy.
+    in all matrices of blocks. ranks: number of ranks; shards: number of ranks that shard one copy.
     """
 
     device: str

@@ -45,11 +45,9 @@ class CopiesOnHost:
     """Copies for a device that is the host itself: into another buffer, without streams."""
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
-        """See Copies."""
         return bytes_of(storage).clone()
 
     def to_device(self, data: Tensor) -> Tensor:
-        """See Copies."""
         return data
 
     def mark(self) -> None:
@@ -72,14 +70,12 @@ class CopiesOnStreams:
         self.back = torch.cuda.Stream(device)
 
     def to_host(self, storage: torch.UntypedStorage) -> Tensor:
-        """See Copies."""
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         self.out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.out):
             return host.copy_(bytes_of(storage), non_blocking=True)
 
     def to_device(self, data: Tensor) -> Tensor:
-        """See Copies."""
         device = torch.empty(data.shape, dtype=data.dtype, device=self.device)
         # the computation may still use what was in this memory before
         self.back.wait_stream(torch.cuda.current_stream(self.device))
@@ -87,11 +83,9 @@ class CopiesOnStreams:
             return device.copy_(data, non_blocking=True)
 
     def mark(self) -> tuple[torch.cuda.Event, ...]:
-        """See Copies."""
         return self.out.record_event(), self.back.record_event()
 
     def wait(self, event: tuple[torch.cuda.Event, ...]) -> None:
-        """See Copies."""
         for each in event:
             torch.cuda.current_stream(self.device).wait_event(each)
 

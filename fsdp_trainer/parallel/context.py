@@ -55,11 +55,9 @@ class Ulysses(SplitRows):
     """
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         self.whole = LAYOUTS[self.attention](self.lengths, self.row, self.device)
 
     def with_window(self, window: int | None) -> "Ulysses":
-        """See PackedAttention."""
         windowed = super().with_window(window)
         windowed.whole = self.whole.with_window(window)
         return windowed
@@ -88,7 +86,6 @@ class Gathered(DealtByCost):
     """Layout in which each rank's queries attend to the gathered keys and values of all ranks."""
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         layout = LOCAL_QUERIES[self.attention]
         self.whole = layout(self.local_positions(), self.lengths, self.row, self.device)
         starts = np.arange(len(self.lengths))[None, :, None] * self.row
@@ -98,7 +95,6 @@ class Gathered(DealtByCost):
         self.order = to_device(np.argsort(flat), self.device)
 
     def with_window(self, window: int | None) -> "Gathered":
-        """See PackedAttention."""
         windowed = super().with_window(window)
         windowed.whole = self.whole.with_window(window)
         return windowed

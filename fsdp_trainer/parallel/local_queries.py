@@ -34,7 +34,6 @@ class LocalDocuments(DocumentAttention):
         super().__init__(*args)
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         self.plan = plan_pieces(self.own, self.lengths, self.row, self.window, self.device)
 
 
@@ -51,7 +50,6 @@ class LocalMask(MaskedAttention):
         super().__init__(*args)
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         keys = to_device(self.document_numbers(1), self.device)
         own = to_device(self.own, self.device)
         same = keys.gather(1, own)[:, :, None] == keys[:, None, :]
@@ -62,7 +60,6 @@ class LocalMask(MaskedAttention):
         self.mask = visible[:, None]
 
     def with_window(self, window: int | None) -> "LocalMask":
-        """See PackedAttention."""
         if window == self.window:
             return self
         windowed = PackedAttention.with_window(self, window)

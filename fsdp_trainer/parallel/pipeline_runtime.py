@@ -79,12 +79,10 @@ class LeanStage(PipelineStage):
             super()._setup_backward_recv_info(*args)
 
     def get_fwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
-        """See PipelineStage."""
         allocate(self.args_recv_info[chunk], self.device)
         return super().get_fwd_recv_ops(chunk)
 
     def get_bwd_recv_ops(self, chunk: int) -> list[dist.P2POp]:
-        """See PipelineStage."""
         if self.has_backward:
             allocate(self.grad_recv_info[chunk], self.device)
         return super().get_bwd_recv_ops(chunk)
@@ -96,7 +94,6 @@ class LeanStage(PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """See `get_local_bwd_output`."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -108,7 +105,6 @@ class LeanStage(PipelineStage):
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
-        """See PipelineStage."""
         phases.enter("backward")
         super().backward_one_chunk(bwd_chunk_id, *args, **options)
         if self.has_backward:

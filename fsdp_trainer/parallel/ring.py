@@ -25,7 +25,6 @@ class Ring(DealtByCost):
     """Layout in which each rank's queries attend to the keys of one rank after the other."""
 
     def prepare(self) -> None:
-        """See PackedAttention."""
         parts, rank = self.parts, self.ranks.rank
         if self.attention == "mask":
             documents = self.document_numbers(1)
@@ -34,7 +33,6 @@ class Ring(DealtByCost):
             self.steps = piece_calls(parts, rank, self.lengths, self.row, self.window, self.device)
 
     def with_window(self, window: int | None) -> "Ring":
-        """See PackedAttention."""
         if window == self.window:
             return self
         windowed = super().with_window(window)

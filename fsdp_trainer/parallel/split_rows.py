@@ -58,7 +58,6 @@ class SplitRows(PackedAttention):
         return np.arange(row).reshape(self.ranks.size, -1)
 
     def local_positions(self) -> np.ndarray:
-        """See PackedAttention."""
         return self.parts[self.ranks.rank]
 
     def document_lengths(self, positions: Tensor) -> Tensor:

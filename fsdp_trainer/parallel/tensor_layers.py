@@ -110,7 +110,6 @@ class RowLinear(TensorLinear):
         return self.tensor_ranks.sum_and_shard_tokens(super().multiplied(x))
 
     def own(self, parameter: Tensor) -> Tensor:
-        """See TensorLinear."""
         return replicated(parameter, self.tensor_ranks)
 
     def row_squares(self) -> Tensor:
@@ -125,11 +124,9 @@ class ReplicatedLinear(TensorLinear):
     """
 
     def multiplied(self, x: Tensor) -> Tensor:
-        """See TensorLinear."""
         return product(self, x, replicated(self.weight, self.tensor_ranks))
 
     def own(self, parameter: Tensor) -> Tensor:
-        """See TensorLinear."""
         return replicated(parameter, self.tensor_ranks)
 
 
@@ -166,11 +163,9 @@ class ReplicatedRouter(TensorModule, Router):
     """A replicated router for this rank's tokens."""
 
     def matrix(self) -> Tensor:
-        """See Router."""
         return replicated(self.weight, self.tensor_ranks)
 
     def offsets(self) -> Tensor | None:
-        """See Router."""
         return None if self.bias is None else replicated(self.bias, self.tensor_ranks)
 
 
@@ -178,7 +173,6 @@ class ReplicatedGate(TensorModule, Gate):
     """A replicated gate of a shared expert, for this rank's tokens."""
 
     def matrix(self) -> Tensor:
-        """See Gate."""
         return replicated(self.weight, self.tensor_ranks)
 
 
@@ -214,7 +208,6 @@ class TensorAttention(GatheredInput, Attention):
             module.register_forward_hook(gather)
 
     def local_sinks(self) -> Tensor | None:
-        """See Attention."""
         return None if self.sinks is None else local(self.sinks)
 
 
@@ -274,7 +267,6 @@ class TensorHead(TensorModule, Head):
         self.score = score_columns
 
     def rows(self) -> Tensor:
-        """See Head."""
         return local(self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -320,7 +312,6 @@ class TensorHead(TensorModule, Head):
         targets: Tensor,
         derivatives: Sequence[Tensor],
     ) -> None:
-        """See Head."""
         if self.columns:
             own, is_own = local_columns(self, targets, self.columns)
             size = self.vocab_size

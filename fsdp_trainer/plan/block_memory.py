@@ -155,7 +155,7 @@ def traced_rows(
 
 
 def with_others_keys(model: PlannedModel, traced: TracedPart, mode: str) -> TracedPart:
-    """Add to a block's bytes the keys and values that it gets from ranks that share its rows."""
+    """Add to a block's bytes the keys and values that it gets from ranks that split its rows."""
     more = others_keys(model.layout, model.part, model.number)
     return traced._replace(
         forward=traced.forward + more.forward,

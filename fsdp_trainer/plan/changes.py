@@ -153,7 +153,7 @@ def halves(number: int) -> list[int]:
     return [number // 2**i for i in range(1, number.bit_length())]
 
 
-def share_states(run: Candidate) -> Iterator[Change]:
+def shard_states(run: Candidate) -> Iterator[Change]:
     """Yield FSDP over all ranks, which together hold one copy of the states."""
     sharding = run.cfg.sharding
     if sharding.strategy != "fsdp" and run.world > 1:
@@ -341,7 +341,7 @@ SMALLER: Table = (
     recompute_more,
     offload_activations,
     fewer_rows,
-    share_states,
+    shard_states,
     divide_experts,
     gather_less,
     offload_states,

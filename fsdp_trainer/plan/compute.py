@@ -201,7 +201,7 @@ def recomputed(cfg: ActivationCheckpoint) -> Recomputed:
 
 
 def forward_flops(model: PlannedModel) -> Flops:
-    """Return the operations of one row on each of the ranks that share it.
+    """Return the operations of one row on each of the ranks that split it.
 
     Attention is counted as if the row were one document.
     """

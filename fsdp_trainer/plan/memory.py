@@ -22,7 +22,7 @@ from fsdp_trainer.plan.block_memory import (
 )
 from fsdp_trainer.plan.blocks import TracedPart
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
-from fsdp_trainer.plan.pipeline_stages import StageShare, fetched_units, matrices_of, units_of
+from fsdp_trainer.plan.pipeline_stages import RankStages, fetched_units, matrices_of, units_of
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.second_model import (
@@ -98,7 +98,7 @@ def memory(run: PlannedRun, device: str = "cuda", load: float = 1.0) -> Memory:
     Compiled blocks keep the tensors that torch's partitioner would keep. The memory with
     activation_checkpoint=budget is interpolated between none and full.
     """
-    steps = [Step(run, stages, device, load) for stages in run.stage_shares]
+    steps = [Step(run, stages, device, load) for stages in run.stages_by_rank]
     for step in steps:
         step.forward()
         step.head()
@@ -134,7 +134,7 @@ class RankUnits:
     device: str
 
     @classmethod
-    def of(cls, model: PlannedModel, stages: StageShare, device: str) -> "RankUnits":
+    def of(cls, model: PlannedModel, stages: RankStages, device: str) -> "RankUnits":
         """Return the units of a rank with these stages."""
         layout, stored = model.layout, units_of(stages, model)
         return cls(
@@ -192,7 +192,7 @@ class Activations(NamedTuple):
     waiting: float
 
     @classmethod
-    def of(cls, model: PlannedModel, stages: StageShare, device: str, load: float) -> "Activations":
+    def of(cls, model: PlannedModel, stages: RankStages, device: str, load: float) -> "Activations":
         """Return the memory on a rank with these stages."""
         layout = model.layout
         traced, shared = trace_blocks(model, device, load)
@@ -211,7 +211,7 @@ class Activations(NamedTuple):
 
 
 def _waiting(
-    model: PlannedModel, stages: StageShare, traced: list[TracedPart], shared: float, stream: float
+    model: PlannedModel, stages: RankStages, traced: list[TracedPart], shared: float, stream: float
 ) -> float:
     """Return the bytes of activations of a pipeline's forwards that wait for their backward.
 
@@ -363,7 +363,7 @@ class Step:
     unsharded in them; compared: bytes for each logit that is compared with a teacher's.
     """
 
-    def __init__(self, run: PlannedRun, stages: StageShare, device: str, load: float):
+    def __init__(self, run: PlannedRun, stages: RankStages, device: str, load: float):
         model, layout = run.model, run.layout
         self.model, self.layout, self.stages, self.device = model, layout, stages, device
         self.units = RankUnits.of(model, stages, device)

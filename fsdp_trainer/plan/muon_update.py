@@ -9,7 +9,7 @@ import torch
 
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.optim.muon_owners import rounds_of
-from fsdp_trainer.plan.pipeline_stages import StageShare, matrices_of
+from fsdp_trainer.plan.pipeline_stages import RankStages, matrices_of
 from fsdp_trainer.plan.planned_model import PlannedModel
 
 
@@ -33,7 +33,7 @@ class OwnerTraffic(NamedTuple):
         return max(whole / device.link, self.across / device.network) / efficiency
 
 
-def owner_traffic(share: StageShare, model: PlannedModel, per_node: int) -> OwnerTraffic:
+def owner_traffic(stages: RankStages, model: PlannedModel, per_node: int) -> OwnerTraffic:
     """Return the mean traffic of a rank with these stages in an update; 0 without Muon.
 
     An owner gets the parts of a matrix from the ranks of its own replica, and answers the ranks of
@@ -45,7 +45,7 @@ def owner_traffic(share: StageShare, model: PlannedModel, per_node: int) -> Owne
     replicas = model.layout.sizes["replicate"]
     shards = ranks // replicas
     number = getattr(torch, model.optim.ns_dtype).itemsize
-    own = sum(map(math.prod, matrices_of(share, model.whole))) / ranks * number
+    own = sum(map(math.prod, matrices_of(stages, model.whole))) / ranks * number
     sent, answered = own * (shards - 1) / shards, own * (replicas - 1 / shards)
     on_node = min(shards, per_node)
     across = sent * (shards - on_node) / max(1, shards - 1)
@@ -53,14 +53,14 @@ def owner_traffic(share: StageShare, model: PlannedModel, per_node: int) -> Owne
     return OwnerTraffic(sent, answered, across)
 
 
-def newton_schulz_flops(share: StageShare, model: PlannedModel) -> float:
+def newton_schulz_flops(stages: RankStages, model: PlannedModel) -> float:
     """Return the operations of an update: in each round those of the busiest owner, summed.
 
-    share: the stages that contain the owners' matrices.
+    stages: the stages that contain the owners' matrices.
     """
     if model.optim.name != "muon":
         return 0.0
-    shapes = tuple(matrices_of(share, model.whole))
+    shapes = tuple(matrices_of(stages, model.whole))
     return model.optim.ns_steps * _most_in_rounds(shapes, model.layout.stage_ranks)
 
 

@@ -11,7 +11,7 @@ from fsdp_trainer.plan.planned_model import PlannedModel
 T = TypeVar("T")
 
 
-class StageShare(NamedTuple):
+class RankStages(NamedTuple):
     """The stages of a rank: their blocks, and if the first or the last stage is among them.
 
     waiting: maximum number of forwards that wait for their backward when another one begins;
@@ -33,37 +33,38 @@ class StageShare(NamedTuple):
         return len(self.blocks) / config.num_hidden_layers
 
 
-def stage_shares(whole: ModelParts, layout: Layout) -> list[StageShare]:
-    """Return the distinct shares of a pipeline's ranks; without a pipeline, the whole model."""
+def stages_by_rank(whole: ModelParts, layout: Layout) -> list[RankStages]:
+    """Return the distinct parts of a pipeline's ranks; without a pipeline, the whole model."""
     stages = layout.stages
     if stages.ranks == 1:
-        return [StageShare(tuple(range(len(whole.kind_of))))]
+        return [RankStages(tuple(range(len(whole.kind_of))))]
     parts = blocks_by_stage(whole.model, stages.count)
-    shares = []
+    by_rank = []
     for rank in range(stages.ranks):
         numbers = stages.of_rank(rank)
         blocks = tuple(i for number in numbers for i in parts[number])
         waiting = stages.in_flight(rank, layout.micro_batches) - 1
         ends = 0 in numbers, len(parts) - 1 in numbers
         turns = len(numbers) > 1 and numbers[1] == numbers[0] + 1
-        shares.append(StageShare(blocks, *ends, waiting, turns))
-    return distinct(shares, whole.kind_of)
+        by_rank.append(RankStages(blocks, *ends, waiting, turns))
+    return distinct(by_rank, whole.kind_of)
 
 
-def matrices_of(share: StageShare, whole: ModelParts) -> list[tuple[int, int, int]]:
+def matrices_of(stages: RankStages, whole: ModelParts) -> list[tuple[int, int, int]]:
     """Return (matrices, rows, columns) of each trained stack of matrices in a rank's stages."""
-    return whole.matrices(share.of(whole.kind_of))
+    return whole.matrices(stages.of(whole.kind_of))
 
 
-def distinct(shares: list[StageShare], kind_of: list[int]) -> list[StageShare]:
-    """Return one of each group of shares that are equal but for the indices of equal blocks."""
+def distinct(by_rank: list[RankStages], kind_of: list[int]) -> list[RankStages]:
+    """Return one of each group of parts that are equal but for the indices of equal blocks."""
     kinds = {
-        (tuple(kind_of[i] for i in share.blocks), *share[1:]): share for share in reversed(shares)
+        (tuple(kind_of[i] for i in stages.blocks), *stages[1:]): stages
+        for stages in reversed(by_rank)
     }
     return list(kinds.values())[::-1]
 
 
-def units_of(share: StageShare, model: PlannedModel) -> ModelUnits:
+def units_of(stages: RankStages, model: PlannedModel) -> ModelUnits:
     """Return the units of a rank's stages.
 
     A tied embedding is also a unit of the first stage, unless the rank has the last stage as well.
@@ -72,11 +73,11 @@ def units_of(share: StageShare, model: PlannedModel) -> ModelUnits:
     units = model.own.units(formats, layout.sharding, group)
     if layout.sharding.pipeline == 1:
         return units
-    blocks = tuple(units.blocks[i] for i in share.blocks)
-    if units.tied and share.is_first and share.is_last:
+    blocks = tuple(units.blocks[i] for i in stages.blocks)
+    if units.tied and stages.is_first and stages.is_last:
         return ModelUnits(units.first, blocks, units.last, tied=True)
-    first = FsdpUnit.of([model.own.embedding], formats, group) if share.is_first else FsdpUnit()
-    last = units.last if share.is_last else FsdpUnit()
+    first = FsdpUnit.of([model.own.embedding], formats, group) if stages.is_first else FsdpUnit()
+    last = units.last if stages.is_last else FsdpUnit()
     return ModelUnits(first, blocks, last, tied=False)
 
 

@@ -6,7 +6,7 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import KnownModels
-from fsdp_trainer.plan.pipeline_stages import StageShare, stage_shares
+from fsdp_trainer.plan.pipeline_stages import RankStages, stages_by_rank
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.second_model import PlannedTeacher, named_teacher
 
@@ -49,6 +49,6 @@ class PlannedRun:
         return None if self.teacher is None or self.teacher.is_stored else self.teacher
 
     @property
-    def stage_shares(self) -> list[StageShare]:
+    def stages_by_rank(self) -> list[RankStages]:
         """The distinct stages of a pipeline's ranks; without a pipeline, the whole model."""
-        return stage_shares(self.model.whole, self.layout)
+        return stages_by_rank(self.model.whole, self.layout)

@@ -52,7 +52,7 @@ class OthersKeys(NamedTuple):
 
 
 def others_keys(layout: Layout, part: RankConfig, number: int) -> OthersKeys:
-    """Return the bytes of keys and values that a block gets from ranks that share its rows.
+    """Return the bytes of keys and values that a block gets from ranks that split its rows.
 
     number: bytes of one number.
     """
@@ -76,7 +76,7 @@ def others_keys(layout: Layout, part: RankConfig, number: int) -> OthersKeys:
 
 
 class KeyExchange(NamedTuple):
-    """The messages of a rank to the ranks that share its rows, in one block.
+    """The messages of a rank to the ranks that split its rows, in one block.
 
     numbers: how many numbers one message has; forward, backward: number of messages; receivers:
     `each` rank gets its own part, `all` get the same message, or only the `next` rank gets it.
@@ -89,7 +89,7 @@ class KeyExchange(NamedTuple):
 
 
 def exchanged(layout: Layout, part: RankConfig) -> KeyExchange:
-    """Return the messages of a rank to the ranks that share its rows, in one block."""
+    """Return the messages of a rank to the ranks that split its rows, in one block."""
     config, ranks, own = part.shape, layout.sharding.context, layout.row_tokens
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     both = 2 * keys * config.head_dim * own

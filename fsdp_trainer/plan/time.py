@@ -21,7 +21,7 @@ from fsdp_trainer.plan.compute import (
 from fsdp_trainer.plan.expert_exchange import busiest_over_mean
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
 from fsdp_trainer.plan.muon_update import newton_schulz_flops, owner_traffic
-from fsdp_trainer.plan.pipeline_stages import StageShare, units_of
+from fsdp_trainer.plan.pipeline_stages import RankStages, units_of
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.second_model import SOFT_BYTES, PlannedTeacher, teacher_units
@@ -75,7 +75,7 @@ def times(run: PlannedRun, device: Device, best: bool, load: float = 1.0) -> Tim
     fast end of measured rates of computation and links, False for the slow end; load: rows that the
     busiest rank's experts get, divided by the number with even routing.
     """
-    each = [StageTimes(run, stages, device, best, load).times() for stages in run.stage_shares]
+    each = [StageTimes(run, stages, device, best, load).times() for stages in run.stages_by_rank]
     return max(each, key=lambda times: times.step)
 
 
@@ -103,7 +103,7 @@ class StageTimes:
     """The times of a step on a rank with some stages of a pipeline. best, load: see `times`."""
 
     run: PlannedRun
-    stages: StageShare
+    stages: RankStages
     device: Device
     best: bool
     load: float
@@ -284,7 +284,7 @@ def teacher_seconds(
     return TeacherSeconds(forward + head / 3 + compared, exposed)
 
 
-def owners_seconds(stages: StageShare, model: PlannedModel, device: Device, best: bool) -> float:
+def owners_seconds(stages: RankStages, model: PlannedModel, device: Device, best: bool) -> float:
     """Return the seconds in which Muon's owners receive matrices, orthogonalise them and answer.
 
     stages: those that contain the owners' matrices.

@@ -13,7 +13,7 @@ from fsdp_trainer.plan.compute import recomputed
 from fsdp_trainer.plan.expert_exchange import EXCHANGES, HOST_WAIT, exchanged_bytes, mixtures
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
 from fsdp_trainer.plan.muon_update import owner_traffic
-from fsdp_trainer.plan.pipeline_stages import StageShare, units_of
+from fsdp_trainer.plan.pipeline_stages import RankStages, units_of
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.plan.rank_part import exchanged
@@ -111,7 +111,7 @@ class TensorTraffic(NamedTuple):
     sums: float
 
 
-def tensor_traffic(model: PlannedModel, stages: StageShare | None = None) -> TensorTraffic:
+def tensor_traffic(model: PlannedModel, stages: RankStages | None = None) -> TensorTraffic:
     """Return the messages of a tensor group. stages: those of a pipeline's rank; None for all.
 
     Each block gathers and sums twice in forward, and twice in backward; the embedding and the head
@@ -138,7 +138,7 @@ def tensor_traffic(model: PlannedModel, stages: StageShare | None = None) -> Ten
 
 
 class ContextTraffic(NamedTuple):
-    """Bytes that a rank sends in a micro-batch to the ranks that share its rows.
+    """Bytes that a rank sends in a micro-batch to the ranks that split its rows.
 
     across: the part of them that leaves the node. At the same time it receives as many.
     """
@@ -190,7 +190,7 @@ class RowTraffic(NamedTuple):
         return load * link / efficiency + self.waits * HOST_WAIT
 
 
-def expert_exchange(model: PlannedModel, group: Group, stages: StageShare) -> RowTraffic:
+def expert_exchange(model: PlannedModel, group: Group, stages: RankStages) -> RowTraffic:
     """Return the rows that a rank of an expert group sends: forward, recomputation and backward.
 
     group: the ranks among which the experts are divided; stages: those of a pipeline's rank.
@@ -228,7 +228,7 @@ class Hops(NamedTuple):
         )
 
 
-def hops(model: PlannedModel, device: Device, stages: StageShare) -> Hops:
+def hops(model: PlannedModel, device: Device, stages: RankStages) -> Hops:
     """Return the messages of a rank with these stages: its part of the residual stream."""
     layout = model.layout
     if layout.sharding.pipeline == 1:
@@ -247,12 +247,12 @@ def wire(run: PlannedRun, device: Device) -> dict[str, Wire]:
     weights are gathered once per step, and the residual stream and its gradient are sent.
     """
     groups = RankGroups.of(run.layout, device.per_node)
-    ways = [_wire_of(stages, run, device, groups) for stages in run.stage_shares]
+    ways = [_wire_of(stages, run, device, groups) for stages in run.stages_by_rank]
     return max(ways, key=lambda way: sum(one.gathered + one.reduced for one in way.values()))
 
 
 def _wire_of(
-    stages: StageShare, run: PlannedRun, device: Device, groups: RankGroups
+    stages: RankStages, run: PlannedRun, device: Device, groups: RankGroups
 ) -> dict[str, Wire]:
     """Return the bytes that a rank with these stages sends."""
     model, layout, count = run.model, run.layout, run.layout.micro_batches
@@ -303,7 +303,7 @@ class WeightTraffic(NamedTuple):
     all_reduced: float
 
 
-def weight_traffic(stages: StageShare, run: PlannedRun) -> WeightTraffic:
+def weight_traffic(stages: RankStages, run: PlannedRun) -> WeightTraffic:
     """Return the bytes of weights and gradients of a rank with these stages, and of a teacher."""
     model, layout = run.model, run.layout
     count, units = layout.micro_batches, units_of(stages, model)
@@ -358,7 +358,7 @@ def teacher_message(teacher: PlannedTeacher | None) -> float:
     return 0.0 if units.stays else units.gathered
 
 
-def freed_blocks(stages: StageShare, units: ModelUnits, model: PlannedModel) -> list[FsdpUnit]:
+def freed_blocks(stages: RankStages, units: ModelUnits, model: PlannedModel) -> list[FsdpUnit]:
     """Return the blocks that backward gathers again."""
     if model.layout.keeps_gathered:
         return []

@@ -60,7 +60,7 @@ class Code(Reward):
         None, "answers that run at the same time; null: a rank's share of the cores", minimum=1
     )
 
-    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+    def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
         if self._tests(row):
             return None

@@ -26,9 +26,9 @@ class Regex(ReferenceReward):
         """Return one score per attempt."""
         return [float(self._fits(attempt)) for attempt in attempts]
 
-    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+    def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
-        return super().row_problem(row, reference) if self.capture else None
+        return super().record_problem(row, reference) if self.capture else None
 
     def wrong_parts(self) -> str | None:
         """Return an error message if the settings do not fit together, else None."""

@@ -15,7 +15,7 @@ class Attempt:
 
     prompt: text of the last user turn. answer: text without special tokens. row: columns of the
     data row. reference: the answer in the data row, None if it has none. tokens: number of tokens
-    of the answer, None if it was not tokenised. finished: False if the answer was cut at the
+    of the answer, None if it was not tokenized. finished: False if the answer was cut at the
     maximum length. messages: all turns before the answer, () if there is only the prompt.
     """
 
@@ -50,7 +50,7 @@ class Reward:
         """Return one score per attempt."""
         raise NotImplementedError
 
-    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+    def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
         return None
 
@@ -72,7 +72,7 @@ class ReferenceReward(Reward):
         value = row.get(self.field)
         return None if value is None else str(value)
 
-    def row_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
+    def record_problem(self, row: dict[str, Any], reference: str | None) -> str | None:
         """Return the reason why answers to a row cannot be scored; None if they can."""
         if self.expected(row, reference) is not None:
             return None

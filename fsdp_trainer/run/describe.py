@@ -82,7 +82,7 @@ def tensor_groups(dims: Dims) -> str:
 
 
 def row_parts(layout: Layout, context: ContextChoice) -> list[str]:
-    """Return the line on ranks that share rows, if they do."""
+    """Return the line on ranks that split rows, if they do."""
     size = layout.sharding.context
     if size == 1:
         return []

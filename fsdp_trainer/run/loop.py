@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
-from fsdp_trainer.evaluation.scoring import sharded_shares
+from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
@@ -202,5 +202,5 @@ def task_evaluations(setup: RunSetup, shared: Shared) -> list[TrainingTasks]:
     if not cfg.evaluation.tasks:
         return []
     tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
-    shares = sharded_shares(setup.dims, setup.device)
+    shares = sharded_split(setup.dims, setup.device)
     return [TrainingTasks(*shared, cfg.train.evaluate_every, cfg, tasks, shares, setup.device)]

@@ -25,7 +25,7 @@ from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
 
 def prepare_as_rank(cfg: PrepareConfig) -> int:
-    """Tokenise the data and store a teacher's lists, as one of the ranks. Returns the exit code."""
+    """Tokenize the data and store a teacher's lists, as one of the ranks. Returns the exit code."""
     timeout = parse_duration(cfg.launch.timeout)
     env = environment_of_ranks(os.environ) or os.environ
     console = Console(quiet=env.get("RANK", "0") != "0")
@@ -51,7 +51,7 @@ def prepare_as_rank(cfg: PrepareConfig) -> int:
 
 
 def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInputs:
-    """Fetch the models and tokenise the data, reusing what an earlier rank or run left on disk."""
+    """Fetch the models and tokenize the data, reusing what an earlier rank or run left on disk."""
     progress = progress_with_heartbeat(console, world)
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
     teacher = fetch_second_model(cfg.second_model)

@@ -1,6 +1,6 @@
 """The verb `prepare`: do ahead of time what training does before its first step.
 
-Tokenises the data; with objective.top_k a teacher then reads it, on as many ranks as `launch` sets.
+Tokenizes the data; with objective.top_k a teacher then reads it, on as many ranks as `launch` sets.
 Torch is imported only if there is a teacher.
 """
 
@@ -8,15 +8,15 @@ import os
 
 from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
-from fsdp_trainer.run.tokenize_ahead import prepare_ahead
+from fsdp_trainer.run.tokenize_ahead import tokenize_ahead
 
 
 def prepare(cfg: PrepareConfig, overrides: list[str]) -> int:
     """Prepare the data, and the teacher's lists if they are stored. Returns the exit code."""
     if not cfg.second_model or not cfg.second_model.has_lists:
-        return prepare_ahead(cfg)
+        return tokenize_ahead(cfg)
     if cfg.prepare.shard:
-        code = prepare_ahead(cfg)
+        code = tokenize_ahead(cfg)
         print("teach  the teacher reads the complete data: prepare without prepare.shard")
         return code
     if starts_ranks(cfg.launch, os.environ):

@@ -178,7 +178,7 @@ class Rank:
                 self.signals.limits.watch_slurm()
 
     def prepare(self, world: World) -> RunInputs:
-        """Fetch the models and tokenise the data, unless an earlier rank or run has done so."""
+        """Fetch the models and tokenize the data, unless an earlier rank or run has done so."""
         cfg = self.cfg
         wanted = cfg.model.init_from
         gone = wanted and not is_hub_id(wanted) and not Path(wanted).exists()

@@ -1,4 +1,4 @@
-"""The command `prepare`: tokenises data before training.
+"""The command `prepare`: tokenizes data before training.
 
 The result is in the folder where `train` with the same keys looks for it.
 """
@@ -16,12 +16,12 @@ from fsdp_trainer.data.prepared_data import (
 from fsdp_trainer.data.records.preference_records import PROMPTS
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.data_statistics import summary_lines
-from fsdp_trainer.data.store.token_cache import Prepared, Reporter, preparations, prepare
+from fsdp_trainer.data.store.token_cache import Prepared, Reporter, component_stores, prepare
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
 
 
-def prepare_ahead(cfg: PrepareConfig) -> int:
+def tokenize_ahead(cfg: PrepareConfig) -> int:
     """Prepare all data, or a shard of it; return the exit code."""
     shard = parse_shard(cfg.prepare.shard)
     root = cache_root(cfg.data, cfg.run)
@@ -44,7 +44,7 @@ def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> i
     )
     if shard:
         index, count = shard
-        missing = sorted({i for one in preparations(*data) for i in one.shard(index, count)})
+        missing = sorted({i for one in component_stores(*data) for i in one.shard(index, count)})
         if missing:
             others = " ".join(f"prepare.shard={i}/{count}" for i in missing)
             console.say(

@@ -59,13 +59,13 @@ def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> in
             os.environ.setdefault(name, value)
         if cfg.compile.enabled:
             os.environ[COMPILE_CACHE] = str(compile_cache(cfg))  # torch reads it when imported
-        share_compile_threads()
+        limit_compile_threads()
         return import_run_rank()(cfg, new_folders)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def share_compile_threads() -> None:
+def limit_compile_threads() -> None:
     """Divide the cores among the ranks of this node for torch's compiler.
 
     By default each rank starts a process per core: 256 processes for 8 ranks on 32 cores.

@@ -23,7 +23,7 @@ def choose_attention(
     """Choose and set this process's attention implementation. Raises UserError if none fits.
 
     configs: architecture of the model, then that of a teacher that reads the same rows. share: see
-    Mixture.attention_cost_share. method: how ranks that share rows compute attention.
+    Mixture.attention_cost_share. method: how ranks that split rows compute attention.
     """
     # the choice must fit a head size that some kernel may not support, if there is one
     sizes = [config.head_dim for config in configs]

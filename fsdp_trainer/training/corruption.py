@@ -23,7 +23,7 @@ from fsdp_trainer.parallel.pipeline import copies_in_stages
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LOSS, ACTIVATIONS, SUMS = "loss", "gradient of the activations", "sums of the parameters' gradients"
 OWN = {LOSS, ACTIVATIONS}
-"""Results of a single rank, or of the ranks that share its rows. SUMS are wrong on all ranks if one
+"""Results of a single rank, or of the ranks that split its rows. SUMS are wrong on all ranks if one
 rank or the network has failed."""
 Ranks = tuple[int, ...]
 

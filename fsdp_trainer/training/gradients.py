@@ -30,7 +30,7 @@ class GradientSync:
 
 
 @torch.no_grad()
-def share_copied_gradients(model: nn.Module, dims: Dims) -> None:
+def sum_copied_gradients(model: nn.Module, dims: Dims) -> None:
     """Broadcast the gradients of parameters that a tensor group holds copies of. Collective.
 
     These gradients are summed in the tensor group first, then each of its ranks sums over other
@@ -74,7 +74,7 @@ def clip_gradients(
     Returns the global norm before clipping: a float32 scalar on the gradients' device, the same on
     every rank. scale: the loss scale, by which all gradients are divided first.
     """
-    share_copied_gradients(model, dims)
+    sum_copied_gradients(model, dims)
     parts: dict[int, list[Tensor]] = {}  # by replication factor
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -29,7 +29,7 @@ LEVELS = string.digits + string.ascii_lowercase
 class MicroBatchResult:
     """The result of the forward of one micro-batch.
 
-    loss: its share of the reported loss, a scalar: Σ weight · negative log-likelihood, divided by
+    loss: its part of the reported loss, a scalar: Σ weight · negative log-likelihood, divided by
     the step's Σ weight (in validation: not divided).
     objective: the value of the objective, a scalar; in validation it is the loss.
     auxiliary: named values from the blocks, such as a load-balancing loss.
@@ -85,7 +85,7 @@ class StepTotal:
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's share, a scalar."""
+        """Return the micro-batch's part, a scalar."""
         return getattr(result, self.name)
 
     def written(self, sums: list[float]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class AuxiliaryTotal:
     size: int = 1
 
     def part(self, result: MicroBatchResult) -> Tensor:
-        """Return the micro-batch's share, a scalar."""
+        """Return the micro-batch's part, a scalar."""
         return result.auxiliary[self.name]
 
     def written(self, sums: list[float]) -> dict[str, Any]:

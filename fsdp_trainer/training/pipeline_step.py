@@ -18,7 +18,7 @@ from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.loss import negative_log_likelihood
 from fsdp_trainer.training.metrics import MicroBatchResult
-from fsdp_trainer.training.step import ForwardBackward, shared_out
+from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,6 @@ class PipelineForwardBackward(ForwardBackward):
         self.checks[number] = self._own_check()
 
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """See ForwardBackward."""
         batches = self._with_empty(step, list(micro_batches))
         results = self._train(step.plan, batches)[: step.count]
         phases.enter("backward")
@@ -65,7 +64,7 @@ class PipelineForwardBackward(ForwardBackward):
         """Train on all batches; return their results on ranks with the last stage, else nothing."""
         self.checks.clear()
         weights = [batch.weights / (plan.weight or 1.0) for batch in batches]
-        batches = [shared_out(batch, plan) for batch in batches]
+        batches = [with_step_token_share(batch, plan) for batch in batches]
         scale = to_device_of(self.loss_scale.scale, weights[0]) if self.loss_scale else None
         scaled = weights if scale is None else [each * scale for each in weights]
         computed = self.pipeline.train(batches, [self.objective(each) for each in scaled])
@@ -91,7 +90,6 @@ class PipelineForwardBackward(ForwardBackward):
 
     @property
     def decoder(self) -> Any:
-        """See ForwardBackward."""
         return self.pipeline
 
     def compute_separately(

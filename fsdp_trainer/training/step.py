@@ -98,7 +98,7 @@ class ForwardBackward:
         """Run forward and backward of one micro-batch."""
         phases.enter("forward")
         weights = batch.weights / (plan.weight or 1.0)  # a step may have no targets
-        batch = shared_out(batch, plan)
+        batch = with_step_token_share(batch, plan)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else None
         scaled = weights if scale is None else weights * scale
         value, scores, auxiliary = self.forward(batch, self.objective(scaled))
@@ -170,7 +170,7 @@ class ForwardBackward:
         return 0.0 if gradient is None else 0 * gradient.sum(dtype=torch.float32).double()
 
     def _mean_losses(self, sums: Tensor) -> Tensor:
-        """Return the mean loss of each micro-batch over the ranks that share its rows. Collective.
+        """Return the mean loss of each micro-batch over the ranks that split its rows. Collective.
 
         sums: [micro-batches, 2], see `_own_loss`. A mean that is not finite is returned as inf.
         """
@@ -181,7 +181,7 @@ class ForwardBackward:
         return means.nan_to_num(torch.inf, torch.inf, torch.inf)
 
 
-def shared_out(batch: MicroBatch, plan: StepPlan) -> MicroBatch:
+def with_step_token_share(batch: MicroBatch, plan: StepPlan) -> MicroBatch:
     """Return a micro-batch whose token_share, if any, is divided by the step's number of tokens."""
     if batch.token_share is None:
         return batch

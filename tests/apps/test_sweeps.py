@@ -71,7 +71,7 @@ def sweep(enter, monkeypatch, tmp_path, capsys):
         return read_lines(tmp_path / "runs/s/sweep.jsonl")
 
     run.endings, run.trained, run.losses = {}, [], lambda cfg: [5.0, cfg.optim.lr]
-    monkeypatch.setitem(sweeps.PLACES, "local", Here)
+    monkeypatch.setitem(sweeps.SWEEP_BACKENDS, "local", Here)
     for name in ("sweep_look_seconds", "sweep_read_seconds", "sweep_tell_seconds"):
         enter(inject.setting(name, 0))
     return run
@@ -312,7 +312,7 @@ def test_each_job_has_a_stable_folder_and_a_line(sweep, tmp_path):
         (Path("runs/s/jobs"), line["job"], lr) for line, lr in zip(lines, (2, 1), strict=True)
     ]
     assert {words[-1] for _, words in sweep.trained} == {'data.cache="runs/.data"'}, (
-        "tokenised once"
+        "tokenized once"
     )
     assert lines[0]["overrides"] == [
         "model=tiny",
@@ -461,7 +461,7 @@ def test_to_overwrite_a_run_leaves_a_sweep_of_the_same_name_alone(train, tmp_pat
 OPTUNA = ["hydra/sweeper=optuna", "optim.lr=tag(log,interval(1e-4,1))"]
 
 
-def test_jobs_side_by_side_share_the_devices_out(monkeypatch, tmp_path):
+def test_jobs_side_by_side_divide_the_devices(monkeypatch, tmp_path):
     started = []
     codes = {}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from texts import make_tokenizer, samples_of, supervised_texts
 from zoo import make_model
 
-from fsdp_trainer.data.files.sources import Row
+from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.conversations import Conversation, make_reader
 from fsdp_trainer.data.templates.chat_template import MARKERS, load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -190,7 +190,7 @@ def assert_learnt_alike(both, sample, messages, tools):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_is_learnt_where_transformers_says_the_assistant_writes(both, form):
     columns, messages, tools = FORMS[form]
-    row = make_reader(columns, "auto", None, "f").read(Row(columns, ("f", 1)))
+    row = make_reader(columns, "auto", None, "f").read(Record(columns, ("f", 1)))
     (sample,), _ = samples_of(both.ours, row, both.template)
     assert_learnt_alike(both, sample, messages, tools)
 

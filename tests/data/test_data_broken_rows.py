@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.data_files import data_files
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.files.file_splits import read_rows, read_unit, split_units
-from fsdp_trainer.data.files.sources import Row, RowError, find_sources
+from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
+from fsdp_trainer.data.files.sources import Record, RecordError, find_sources
 from fsdp_trainer.data.records.conversations import FIELDS, REQUIRED, make_reader
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import load_template
@@ -114,12 +114,12 @@ ROWS = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_any_value_in_any_field_is_read_or_an_error_of_the_row(formatted):
     format, columns = formatted
-    row = Row(columns, ("f", 1))
+    row = Record(columns, ("f", 1))
     try:
         reader = make_reader(columns, format, None, "f")
         for builder in BUILDERS:
             builder.render(reader.read(row))
-    except RowError:
+    except RecordError:
         pass
 
 
@@ -191,7 +191,7 @@ def test_a_row_that_is_read_with_the_last_of_the_stack_is_an_error_of_the_row(tm
 )
 def test_json_that_python_does_not_read_is_an_error_of_the_file(tmp_path, content):
     (tmp_path / "a.json").write_text(content)
-    rows = list(read_rows(str(tmp_path / "a.json")))
+    rows = list(read_records(str(tmp_path / "a.json")))
     assert "that can be read" in rows[0].error
 
 
@@ -333,7 +333,7 @@ def test_an_array_is_read_in_bounded_memory(tmp_path):
         "[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]"
     )
     tracemalloc.start()
-    assert [row.where[1] for row in read_rows(str(tmp_path / "a.json"))] == list(range(1, 2001))
+    assert [row.where[1] for row in read_records(str(tmp_path / "a.json"))] == list(range(1, 2001))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of 20 MB
     tracemalloc.stop()
 
@@ -345,10 +345,10 @@ def test_a_line_without_an_end_is_told_before_it_fills_the_memory(tmp_path, ente
     (tmp_path / "a.jsonl").write_text(f"{GOOD}{long}\n{GOOD}")
     (tmp_path / "a.json").write_text(f"[{GOOD},{long}]")
     assert [
-        row.error and "longer than" in row.error for row in read_rows(str(tmp_path / "a.jsonl"))
+        row.error and "longer than" in row.error for row in read_records(str(tmp_path / "a.jsonl"))
     ] == [None, True, None]
     assert [
-        row.error and "in one value" in row.error for row in read_rows(str(tmp_path / "a.json"))
+        row.error and "in one value" in row.error for row in read_records(str(tmp_path / "a.json"))
     ] == [None, True]
 
 
@@ -379,7 +379,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
     assert not [*(tmp_path / "c").glob("*/meta.json")]
 
 
-def test_what_is_tokenised_needs_its_source_no_more(train, tmp_path, chats):
+def test_what_is_tokenized_needs_its_source_no_more(train, tmp_path, chats):
     file = tmp_path / "chats.jsonl"
     shutil.copy(chats, file)
     seam = inject.at("data", functools.partial(file.unlink, missing_ok=True), step=1)

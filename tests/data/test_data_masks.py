@@ -6,8 +6,8 @@ import pytest
 from texts import CHAT, SHARED, make_tokenizer, samples_of, supervised_texts, turn
 from tokenizers import AddedToken
 
-from fsdp_trainer.data.files.file_splits import read_rows
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.file_splits import read_records
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, Document, make_reader
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, Template, load_template
@@ -227,7 +227,7 @@ def test_masks_equal_those_of_transformers_on_real_data(file):
     theirs = transformers.AutoTokenizer.from_pretrained(SHARED / "bpe4k")
     ours = load_tokenizer(str(SHARED / "bpe4k"))
     template = load_template(None, ours)
-    rows = [row for _, row in zip(range(300), read_rows(str(SHARED / file)), strict=False)]
+    rows = [row for _, row in zip(range(300), read_records(str(SHARED / file)), strict=False)]
     reader = make_reader(rows[0].columns, "auto", None, file)
     for row in rows:
         (sample,), _ = samples_of(ours, reader.read(row), template, seq_len=100_000)
@@ -452,7 +452,7 @@ def test_tool_calls_and_descriptions_are_rendered_where_the_template_knows_them(
         {"from": "gpt", "value": "a"},
     ]
     columns = {"conversations": chat, "tools": '[{"name": "add"}]'}
-    row = make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
+    row = make_reader(columns, "auto", None, "f").read(Record(columns, WHERE))
     (sample,), builder = samples_of(tokenizer, row, template)
     assert supervised_texts(tokenizer, sample) == ['<call>add{"a": 1}<|im_end|>', "a<|im_end|>"]
     assert not builder.counts
@@ -466,7 +466,7 @@ def test_a_template_that_refuses_a_conversation_says_so_in_its_own_words(tokeniz
         "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% "
         "endif %}"
     )
-    with pytest.raises(RowError, match="must start with user"):
+    with pytest.raises(RecordError, match="must start with user"):
         samples_of(
             tokenizer,
             Conversation([turn("assistant", "A")], None, WHERE),
@@ -487,7 +487,7 @@ def test_reasoning_and_tool_calls_are_masked_as_the_template_marks_generation(fa
         turn("tool", "3"),
         turn("assistant", "B", reasoning_content="so"),
     ]
-    row = make_reader({"messages": chat}, "auto", None, "f").read(Row({"messages": chat}, WHERE))
+    row = make_reader({"messages": chat}, "auto", None, "f").read(Record({"messages": chat}, WHERE))
     (sample,), builder = samples_of(family, row, load_template("qwen3", family))
     assert_same_as_transformers(sample, fast, chat)
     assert not builder.counts

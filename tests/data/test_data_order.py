@@ -321,7 +321,7 @@ def test_padding_to_a_multiple_makes_micro_batches_shorter_and_changes_no_loss(t
 @pytest.fixture
 def planned(tmp_path, enter):
     """A store of 300 samples whose plans are files, as those of large ones are."""
-    enter(inject.setting("order_shared_from", 1))
+    enter(inject.setting("order_mapped_from", 1))
     writer = StoreWriter(tmp_path / "s")
     for n in range(2, 302):
         writer.write(
@@ -347,7 +347,7 @@ def wait_for_next_epoch():
 
 
 def groups(order):
-    return {group.name for group in order.shared.folder.iterdir() if group.is_dir()}
+    return {group.name for group in order.mapped.folder.iterdir() if group.is_dir()}
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "none", "stream"])
@@ -366,9 +366,9 @@ def test_a_plan_in_files_is_made_once_and_is_the_one_in_memory(planned, packing,
         assert all_rows(again) == rows
         assert again.totals(1, again.rows_per_epoch + 2) == totals
         assert isinstance(again.epoch(0).samples.base, np.memmap | mmap.mmap)
-    with inject.setting("order_shared_from", 1 << 40):
+    with inject.setting("order_mapped_from", 1 << 40):
         in_memory = RowOrder(again.store, 64, packing, shuffle, 0)
-    assert in_memory.shared is None
+    assert in_memory.mapped is None
     assert all_rows(in_memory) == rows
     assert in_memory.totals(1, again.rows_per_epoch + 2) == totals
     assert all(
@@ -406,7 +406,7 @@ def test_plans_of_long_ago_go(planned):
     other.epoch(1)
     for epoch in range(4):
         order.epoch(epoch)
-    for group in (order.shared.folder / "epoch-1", other.shared.folder / "epoch-1"):
+    for group in (order.mapped.folder / "epoch-1", other.mapped.folder / "epoch-1"):
         os.utime(group, (1, 1))
     order.epoch(4)
     assert groups(order) == {"packing", "epoch-0", "epoch-2", "epoch-3", "epoch-4"}
@@ -417,7 +417,7 @@ def test_nobody_finds_a_part_of_a_plan_that_goes(planned, monkeypatch):
     order = planned()
     expected, _ = order.epoch(1), order.epoch(2)
     for epoch in (1, 2):
-        os.utime(order.shared.folder / f"epoch-{epoch}", (epoch, epoch))
+        os.utime(order.mapped.folder / f"epoch-{epoch}", (epoch, epoch))
     monkeypatch.setattr(
         "shutil.rmtree", lambda folder, **_: (folder / "samples.npy").unlink(missing_ok=True)
     )  # so far
@@ -429,8 +429,8 @@ def test_a_plan_cut_short_by_a_crash_is_made_anew(planned):
     order = planned()
     rows = all_rows(order)
     for file, size in (
-        (order.shared.folder / "epoch-0" / "samples.npy", 130),
-        (order.shared.folder / "packing" / "offsets.npy", 0),
+        (order.mapped.folder / "epoch-0" / "samples.npy", 130),
+        (order.mapped.folder / "packing" / "offsets.npy", 0),
     ):
         rest = file.read_bytes()[:size]
         file.unlink()  # which `order` has mapped
@@ -454,7 +454,7 @@ def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
         return {"a": np.arange(3)}
 
     threads = [
-        threading.Thread(target=planned().shared.get, args=("epoch-9", make)) for _ in range(3)
+        threading.Thread(target=planned().mapped.get, args=("epoch-9", make)) for _ in range(3)
     ]
     for thread in threads:
         thread.start()

@@ -8,7 +8,7 @@ import pytest
 from texts import supervised_texts
 
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import load_template
@@ -29,7 +29,7 @@ HH = "\n\nHuman: q\n\nAssistant: "
 
 
 def read(columns):
-    return make_reader(columns, "auto", None, "f", kind="pairs").read(Row(columns, ("f", 1)))
+    return make_reader(columns, "auto", None, "f", kind="pairs").read(Record(columns, ("f", 1)))
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_answers_may_part_after_several_turns():
     ],
 )
 def test_a_pair_that_is_none_is_an_error_of_the_row(columns, reason):
-    with pytest.raises(RowError, match=reason):
+    with pytest.raises(RecordError, match=reason):
         read(columns)
 
 

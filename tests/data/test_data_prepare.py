@@ -22,7 +22,7 @@ from world import alive, wait_until
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.store import fingerprint
 from fsdp_trainer.data.store.component_store import Reporter
-from fsdp_trainer.data.store.token_cache import preparations, prepare
+from fsdp_trainer.data.store.token_cache import component_stores, prepare
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import RunFailed, UserError
@@ -110,7 +110,7 @@ def test_files_beside_the_user_are_no_modules_of_the_processes(
     assert len(made(str(data), tmp_path / "c", workers=2).train[0]) == 600
 
 
-def test_processes_that_tokenise_import_no_torch():
+def test_processes_that_tokenize_import_no_torch():
     what = (
         "import sys, fsdp_trainer.data.store.component_store; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'pyarrow', 'transformers')))"
@@ -169,7 +169,7 @@ def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, 
 
 
 def children(pid):
-    """Return the children of a process that tokenise."""
+    """Return the children of a process that tokenize."""
     pids = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread or a process that has ended
@@ -183,7 +183,7 @@ def children(pid):
 
 
 @pytest.mark.slow
-def test_processes_that_tokenise_end_with_the_one_that_started_them(tmp_path):
+def test_processes_that_tokenize_end_with_the_one_that_started_them(tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(2):  # more than one process is worth, and not done before it is killed
             file.write("".join(rows(0, 1000)) * 200)
@@ -251,7 +251,7 @@ def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
         tmp_path / "c",
         Reporter(),
     )
-    assert preparations(*how)[0].shard(0, 2) == [1]
+    assert component_stores(*how)[0].shard(0, 2) == [1]
     what(enter, next((tmp_path / "c").glob(".*/000002")))
     assert content(made(str(data), tmp_path / "c", workers=1)) == content(whole)
 
@@ -266,13 +266,13 @@ def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, man
         tmp_path / "c",
         Reporter(),
     )
-    assert preparations(*how)[0].shard(0, 2) == [1]
+    assert component_stores(*how)[0].shard(0, 2) == [1]
     parts = sorted((tmp_path / "c").glob(".*/[0-9]*"))
     with (
         inject.fails("tokenize_part", error),
         pytest.raises(type(error) if isinstance(error, UserError) else error),
     ):
-        preparations(*how)[0].shard(1, 2)
+        component_stores(*how)[0].shard(1, 2)
     assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
 
 
@@ -360,7 +360,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, data):
             made(str(data), folder)
 
 
-def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, enter):
+def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(tmp_path, enter):
     a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
     entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]
     two = made(entries, tmp_path / "c", validation=0.3)
@@ -374,11 +374,11 @@ def test_a_source_that_is_added_to_a_mixture_tokenises_no_other_anew(tmp_path, e
     assert f"q{int(line)}" in TOKENIZER.decode(two.validation.read(last)[0].tolist())
     tasks = []
 
-    def tokenise(real, task, *rest):
+    def tokenize(real, task, *rest):
         tasks.append(task[0].unit.file)
         return real(task, *rest)
 
-    enter(inject.around("tokenize_part", tokenise))
+    enter(inject.around("tokenize_part", tokenize))
     three = made([*entries, {"path": c, "weight": 1.0}], tmp_path / "c", validation=0.3)
     assert tasks == [c]
     assert [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
@@ -482,7 +482,7 @@ def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
 # --- ranks that wait ----------------------------------------------------------------------------
 
 
-def tokenise_slowly(beats, real, task, part, how, tick):
+def tokenize_slowly(beats, real, task, part, how, tick):
     """Take longer than the others are told to wait, with a sign of life now and then, or none."""
     for _ in range(16):
         time.sleep(0.3)
@@ -498,7 +498,7 @@ def waits(train, tmp_path, data, beats, code):
         f"data.cache={tmp_path / 'cache'}",
         "launch.data_timeout=4s",
     ]
-    slow = inject.around("tokenize_part", partial(tokenise_slowly, beats))
+    slow = inject.around("tokenize_part", partial(tokenize_slowly, beats))
     seam = inject.together(slow, inject.setting("beat_seconds", 0.1))
     return train("run", *how, ranks=2, seam=seam, code=code)
 

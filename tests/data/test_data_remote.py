@@ -14,7 +14,7 @@ import inject
 import pytest
 
 from fsdp_trainer.data.files import remote_files
-from fsdp_trainer.data.files.file_splits import read_rows, read_unit, split_units
+from fsdp_trainer.data.files.file_splits import read_records, read_unit, split_units
 from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.errors import Stopped, UserError
 
@@ -24,7 +24,7 @@ def texts(sources):
         row.columns["text"]
         for source in sources
         for file in source.files
-        for row in read_rows(file)
+        for row in read_records(file)
     ]
 
 

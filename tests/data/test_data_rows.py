@@ -6,8 +6,8 @@ import pytest
 from texts import samples_of, supervised_texts
 
 from fsdp_trainer.config.schema import FORMATS as CHOICES
-from fsdp_trainer.data.files.file_splits import read_rows
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.file_splits import read_records
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.record_formats import FORMATS
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
@@ -24,7 +24,7 @@ def reader_of(columns, format="auto", fields=None, kind="single"):
 
 
 def read(columns, format="auto", fields=None):
-    return reader_of(columns, format, fields).read(Row(columns, ("file", 1)))
+    return reader_of(columns, format, fields).read(Record(columns, ("file", 1)))
 
 
 def test_every_format_can_be_chosen():
@@ -67,7 +67,7 @@ def test_every_format_can_be_chosen():
 )
 def test_columns_and_turns_are_read_under_any_usual_name(columns, messages, unused):
     reader = reader_of(columns)
-    assert reader.read(Row(columns, ("file", 1))).messages == messages
+    assert reader.read(Record(columns, ("file", 1))).messages == messages
     assert " ".join(reader.unused) == unused
 
 
@@ -76,7 +76,7 @@ def test_what_is_given_beside_a_question_is_part_of_it(name):
     assert read({"question": "q", name: "c", "answer": "a"}).messages[0]["content"] == "q\nc"
     later = {"question": "q", "answer": "a"}
     reader = reader_of(later)
-    row = Row(later | {name: "c"}, ("file", 2))
+    row = Record(later | {name: "c"}, ("file", 2))
     assert reader.read(row).messages[0]["content"] == "q\nc"
 
 
@@ -90,7 +90,7 @@ def test_earlier_turns_come_first_in_any_form():
 def test_columns_that_later_rows_bring_are_read_or_named():
     reader = reader_of({"question": "q", "answer": "a"})
     later = {"question": "q", "answer": "a", "system_prompt": "s", "topic": "t"}
-    assert reader.read(Row(later, ("file", 2))).messages == [SYSTEM, *CHAT]
+    assert reader.read(Record(later, ("file", 2))).messages == [SYSTEM, *CHAT]
     assert list(reader.unused) == ["topic"]
 
 
@@ -125,7 +125,7 @@ def test_parts_of_a_turn_that_axolotl_does_not_train_are_context():
     (part,), _ = samples_of(BYTES, read({"messages": [ASK, turn]}))
     assert supervised_texts(BYTES, part) == ["two<|im_end|>"]
     detail[1]["end_offset"] = 7
-    with pytest.raises(RowError, match="train_detail names characters 4 to 7 of 7"):
+    with pytest.raises(RecordError, match="train_detail names characters 4 to 7 of 7"):
         read({"messages": [ASK, turn]})
 
 
@@ -133,7 +133,7 @@ def test_pairs_are_read_under_any_names_through_fields():
     columns = {"q": "q", "response_j": "a", "response_k": "b", "date": "d"}
     fields = {"prompt": "q", "chosen": "response_j", "rejected": "response_k"}
     reader = reader_of(columns, fields=fields, kind="pairs")
-    pair = reader.read(Row(columns, ("file", 1)))
+    pair = reader.read(Record(columns, ("file", 1)))
     assert (pair.prompt, pair.chosen) == ([ASK], [REPLY])
     assert list(reader.unused) == ["date"]
     with pytest.raises(UserError, match=r"{prompt: q, completion: response_j}"):
@@ -173,7 +173,7 @@ def test_preview_shows_pairs_under_any_names(world, tmp_path):
     ],
 )
 def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, message):
-    with pytest.raises((RowError, UserError), match="(?s)" + message):
+    with pytest.raises((RecordError, UserError), match="(?s)" + message):
         try:
             read(columns)
         except UserError as error:
@@ -183,7 +183,7 @@ def test_errors_name_the_column_in_the_file_and_hints_fit_the_row(columns, messa
 def test_the_text_of_rows_with_pictures_is_read_where_that_is_said():
     columns = {"messages": CHAT, "images": ["a.png"]}
     reader = reader_of(columns, fields={"messages": "messages"})
-    assert reader.read(Row(columns, ("file", 1))).messages == CHAT
+    assert reader.read(Record(columns, ("file", 1))).messages == CHAT
     assert list(reader.unused) == ["images"]
     assert read(columns | {"images": []}).messages == CHAT
 
@@ -212,7 +212,7 @@ def test_tokens_are_trained_on_as_they_are():
     ],
 )
 def test_tokens_that_cannot_be_trained_on_are_refused(columns, message):
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(RecordError, match=message):
         samples_of(BYTES, read(columns))
 
 
@@ -227,17 +227,17 @@ def test_segments_are_learnt_where_their_label_is_true():
     )
     assert supervised_texts(BYTES, sample) == ["yes<|im_end|>"]
     assert not builder.counts
-    with pytest.raises(RowError, match="needs a text and a label"):
+    with pytest.raises(RecordError, match="needs a text and a label"):
         read({"segments": [{"text": "x"}]}, format="segments")
 
 
 def test_one_object_that_is_a_conversation_is_one_row(tmp_path):
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"conversations": [{"from": "human", "value": "q"}]}, indent=1))
-    (row,) = read_rows(str(file))
+    (row,) = read_records(str(file))
     assert list(row.columns) == ["conversations"]
     file.write_text(json.dumps({"data": [{"question": "q", "answer": "a"}] * 2}, indent=1))
-    assert len(list(read_rows(str(file)))) == 2
+    assert len(list(read_records(str(file)))) == 2
 
 
 def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, world, tmp_path):

@@ -11,11 +11,11 @@ import pytest
 from fsdp_trainer.data.files.file_splits import (
     Lines,
     lines_before,
-    read_rows,
+    read_records,
     read_unit,
     split_units,
 )
-from fsdp_trainer.data.files.sources import Problems, Row, RowError, find_sources
+from fsdp_trainer.data.files.sources import Problems, Record, RecordError, find_sources
 from fsdp_trainer.data.records.conversations import Conversation, Document, make_reader
 from fsdp_trainer.errors import UserError
 
@@ -30,7 +30,7 @@ def written(folder, name, content):
 
 
 def read(columns, format="auto", fields=None):
-    return make_reader(columns, format, fields, "file").read(Row(columns, ("file", 1)))
+    return make_reader(columns, format, fields, "file").read(Record(columns, ("file", 1)))
 
 
 @pytest.mark.parametrize(
@@ -47,11 +47,11 @@ def read(columns, format="auto", fields=None):
     ],
 )
 def test_every_row_knows_its_line(tmp_path, name, content, lines):
-    assert [row.where[1] for row in read_rows(written(tmp_path, name, content))] == lines
+    assert [row.where[1] for row in read_records(written(tmp_path, name, content))] == lines
 
 
 def test_blank_lines_separate_documents(tmp_path):
-    rows = read_rows(written(tmp_path, "a.txt", "one\ntwo\n\nthree\n"))
+    rows = read_records(written(tmp_path, "a.txt", "one\ntwo\n\nthree\n"))
     assert [row.columns["text"] for row in rows] == ["one\ntwo", "three"]
 
 
@@ -152,7 +152,7 @@ def test_a_name_with_a_dot_leads_into_a_column():
     columns = {"request": {"body": {"turns": CHAT["messages"]}}, "a.b": "t"}
     assert read(columns, fields={"messages": "request.body.turns"}).messages == QUESTION_ANSWER
     assert read(columns, fields={"text": "a.b"}).text == "t"
-    with pytest.raises(RowError, match=r"has no 'request\.wat\.turns'"):
+    with pytest.raises(RecordError, match=r"has no 'request\.wat\.turns'"):
         read(columns, fields={"messages": "request.wat.turns"})
 
 
@@ -279,7 +279,7 @@ def test_tool_calls_of_openai_have_their_arguments_read():
     ],
 )
 def test_columns_of_the_wrong_type_are_an_error_of_the_row(columns):
-    with pytest.raises(RowError):
+    with pytest.raises(RecordError):
         read(columns)
 
 
@@ -300,7 +300,7 @@ def test_field_maps_that_fit_no_format_are_refused(fields):
 
 @pytest.mark.parametrize("column", [None, 5, ["a"]])
 def test_a_column_that_is_no_text_is_one_that_the_row_lacks(column):
-    with pytest.raises(RowError, match="its columns: answer"):
+    with pytest.raises(RecordError, match="its columns: answer"):
         read({"answer": "1"}, fields={"prompt": column, "completion": "answer"})
 
 
@@ -320,7 +320,7 @@ def test_an_empty_list_of_conversations_is_still_sharegpt():
 
 def test_line_ends_of_windows_are_not_text(tmp_path):
     assert [
-        row.columns["text"] for row in read_rows(written(tmp_path, "a.txt", b"a\r\nb\r\n\r\nc"))
+        row.columns["text"] for row in read_records(written(tmp_path, "a.txt", b"a\r\nb\r\n\r\nc"))
     ] == ["a\nb", "c"]
 
 
@@ -371,7 +371,7 @@ KINDS = [
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, name):
-    rows = list(read_rows(write_table(tmp_path / name, TABLE)))
+    rows = list(read_records(write_table(tmp_path / name, TABLE)))
     assert [
         row.columns for row in rows
     ] == TABLE  # Arrow fills a struct's missing keys with null: they are gone again
@@ -397,7 +397,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, name):
     path = tmp_path / name
     write_table(path, TABLE)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    *whole, last = read_rows(str(path))
+    *whole, last = read_records(str(path))
     assert "from here on" in last.error
     assert last.where == (str(path), len(whole) + 1)
     assert not any(row.error for row in whole)
@@ -408,7 +408,7 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
         'prompt,completion\r\nq,a\r\n"two\r\nlines","an '
         '""x"""\r\nq,a,b\r\n\r\ncaf\udce9,a\r\nq,"no end'
     )
-    rows = list(read_rows(written(tmp_path, "a.csv", text.encode("utf-8", "surrogateescape"))))
+    rows = list(read_records(written(tmp_path, "a.csv", text.encode("utf-8", "surrogateescape"))))
     assert [row.where[1] for row in rows] == [2, 3, 5, 7, 8]
     assert [row.columns for row in rows[:2]] == [
         {"prompt": "q", "completion": "a"},
@@ -421,9 +421,9 @@ def test_csv_is_read_with_quotes_and_line_breaks_and_named_by_line(tmp_path):
         )
     ] == [True] * 3
     assert (
-        next(read_rows(written(tmp_path, "b.tsv", "text\tn\n" + "x" * 200_000 + "\t1\n"))).columns[
-            "text"
-        ]
+        next(
+            read_records(written(tmp_path, "b.tsv", "text\tn\n" + "x" * 200_000 + "\t1\n"))
+        ).columns["text"]
         == "x" * 200_000
     )
 
@@ -556,7 +556,7 @@ def test_turns_as_json_text_are_read():
 
 
 def test_a_part_that_is_no_text_is_refused_by_its_type():
-    with pytest.raises(RowError, match="'image_url'"):
+    with pytest.raises(RecordError, match="'image_url'"):
         read(
             {
                 "messages": [
@@ -610,7 +610,7 @@ def test_units_of_a_text_hold_each_row_once_and_in_order(tmp_path, name, bytes_e
     file = written(tmp_path, name, TEXTS[name])
     units = split_units(file, bytes_each)
     assert (len(units) > 1) == (bytes_each < 1000)
-    assert [(r.columns, r.where[1], r.error) for r in read_rows(file)] == [
+    assert [(r.columns, r.where[1], r.error) for r in read_records(file)] == [
         (row.columns, lines_before(unit) + row.where[1], row.error)
         for unit in units
         for row in read_unit(unit)

@@ -1,4 +1,4 @@
-"""Tokenised once, whole or not at all, and again when anything that matters has changed."""
+"""Tokenized once, whole or not at all, and again when anything that matters has changed."""
 
 import json
 
@@ -57,13 +57,13 @@ def test_another_rank_opens_what_one_has_prepared(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_the_same_data_is_tokenised_once_and_a_change_is_noticed(tmp_path, monkeypatch):
+def test_the_same_data_is_tokenized_once_and_a_change_is_noticed(tmp_path, monkeypatch):
     a = chats(tmp_path / "a.jsonl", 30)
     base = {"path": a}
     first = prepared(tmp_path / "c", **base)
     chats(tmp_path / "copy.jsonl", 30)
     with monkeypatch.context() as m:
-        m.setattr(preparing.Preparation, "_make", None)
+        m.setattr(preparing.ComponentStores, "_make", None)
         assert prepared(tmp_path / "c", **base).fingerprint == first.fingerprint
         assert (
             prepared(tmp_path / "c", path=str(tmp_path / "copy.jsonl")).fingerprint

@@ -9,7 +9,7 @@ import json
 import pytest
 from texts import make_tokenizer, samples_of, supervised_texts, turn
 
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, make_reader
 from fsdp_trainer.data.store.findings import KINDS
 from fsdp_trainer.data.templates.chat_template import Template, load_template
@@ -237,7 +237,7 @@ def tokenizer(tmp_path_factory):
 
 def row_of(messages, tools=None):
     columns = {"messages": messages} | ({"tools": tools} if tools else {})
-    return make_reader(columns, "auto", None, "f").read(Row(columns, WHERE))
+    return make_reader(columns, "auto", None, "f").read(Record(columns, WHERE))
 
 
 def rendered(tokenizer, source, messages, tools=None, **options):
@@ -520,7 +520,7 @@ def test_a_turn_whose_beginning_cannot_be_told_is_refused_with_a_remedy(tokenize
         "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
     )
     row = Conversation([turn("user", "ab"), turn("assistant", "cd")], None, WHERE)
-    with pytest.raises(RowError, match=r"data\.template=chatml"):
+    with pytest.raises(RecordError, match=r"data\.template=chatml"):
         samples_of(tokenizer, row, Template("t", source, {}))
 
 
@@ -674,5 +674,5 @@ def test_a_template_reads_turns_and_texts_as_in_jinja(expression, text):
 )
 def test_a_template_cannot_leave_the_sandbox(expression):
     template = Template("t", "{{ " + expression + " }}", SPECIAL)
-    with pytest.raises(RowError):
+    with pytest.raises(RecordError):
         template.render([{"role": "user", "content": "hello"}])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from texts import SHARED, make_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
@@ -273,7 +273,7 @@ def test_templates_do_not_know_the_day_and_cannot_reach_python():
         ).render([])
         == '26 Jul 2024{"a": "<"}'
     )
-    with pytest.raises(RowError):
+    with pytest.raises(RecordError):
         Template("t", "{{ ''.__class__.__mro__ }}", {}).render([])
 
 

@@ -6,7 +6,7 @@ from chat_templates import LONG_STYLES, OPAQUE, UNUSUAL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, Template
 from fsdp_trainer.data.templates.template_language import (
     DEFAULT_DATE,
@@ -57,7 +57,14 @@ def conversations(draw):
 def text_or_error(render):
     try:
         return render()
-    except (RowError, jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+    except (
+        RecordError,
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as e:
         return "refused", str(e).removeprefix(
             "the chat template (of a test) cannot render this conversation: "
         )

@@ -1,4 +1,4 @@
-"""However the work of tokenising is divided, cut short or looked up, the tokens are the same."""
+"""However the work of tokenizing is divided, cut short or looked up, the tokens are the same."""
 
 import gzip
 import json
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.store import component_store
-from fsdp_trainer.data.store.token_cache import preparations, prepare
+from fsdp_trainer.data.store.token_cache import component_stores, prepare
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -88,7 +88,7 @@ def test_any_cut_into_parts_shards_and_interruptions_gives_the_same_samples(
         )
         try:
             for i in draw.draw(st.permutations(range(shards)))[: draw.draw(st.integers(0, shards))]:
-                preparations(*how)[0].shard(i, shards)
+                component_stores(*how)[0].shard(i, shards)
             again = columns(prepared(folder / "parts", files, **options))
         except UserError as error:
             again = type(error)

@@ -197,7 +197,7 @@ def test_adapters_have_their_part_in_long_answers(run):
     assert adapted == [[recomputed(model, prompt, 20)] for prompt in prompts]
 
 
-def own_share(folder):
+def own_part(folder):
     """Texts of this rank's prompts, of which rank 1 has none, and forwards of each rank."""
     import torch.distributed as dist
 
@@ -221,7 +221,7 @@ def own_share(folder):
 def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers(
     run, speaker, world
 ):
-    results = world.call(3, own_share, run)
+    results = world.call(3, own_part, run)
     expected = generate_tokens(
         speaker.model, encoded(speaker, "abc", "a longer prompt", "x"), {1}, SAMPLING
     )

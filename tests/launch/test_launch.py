@@ -27,7 +27,7 @@ from fsdp_trainer.launch.nodes import first_host, free_port
 from fsdp_trainer.launch.start import RankProcesses, advice_after_kill, ranks_to_start
 from fsdp_trainer.launch.world import environment_of_ranks, rendezvous
 from fsdp_trainer.run.run_lock import RunLock
-from fsdp_trainer.run.verb import share_compile_threads
+from fsdp_trainer.run.verb import limit_compile_threads
 
 SELF = [sys.executable, "-m", "fsdp_trainer"]
 TORCHRUN = [
@@ -599,17 +599,17 @@ def test_how_many_ranks_a_node_gets():
     assert ranks_to_start(Launch(device="cpu")) == 1
 
 
-def test_the_ranks_of_a_node_share_its_cores_for_compiling(monkeypatch):
+def test_the_ranks_of_a_node_divide_its_cores_for_compiling(monkeypatch):
     name = "TORCHINDUCTOR_COMPILE_THREADS"
     monkeypatch.setenv(name, "")
     monkeypatch.delenv(name)
-    share_compile_threads()
+    limit_compile_threads()
     assert name not in os.environ, "one rank alone has torch's default"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * cores()))
-    share_compile_threads()
+    limit_compile_threads()
     assert os.environ[name] == "1"
     monkeypatch.setenv(name, "5")
-    share_compile_threads()
+    limit_compile_threads()
     assert os.environ[name] == "5"
 
 

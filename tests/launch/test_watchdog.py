@@ -372,7 +372,7 @@ def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process)
         assert len(ended) == done
 
 
-@pytest.mark.parametrize("full", ["share", "touch", "start_watchdog"])
+@pytest.mark.parametrize("full", ["open_slot", "touch", "start_watchdog"])
 def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full):
     run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
     assert len(run.metrics) == 1
@@ -382,7 +382,7 @@ def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full):
 @contextlib.contextmanager
 def no_room(full):
     where = {
-        "share": (os, "posix_fallocate"),
+        "open_slot": (os, "posix_fallocate"),
         "touch": (Path, "touch"),
         "start_watchdog": (subprocess, "Popen"),
     }[full]
@@ -560,7 +560,7 @@ def board(tmp_path):
     board = tmp_path / "board"
     board.touch()
     phases.begin()
-    slots.share(board, 1, 5)
+    slots.open_slot(board, 1, 5)
     yield board
     slots.leave()
 
@@ -610,7 +610,7 @@ def test_a_run_in_a_worker_thread_leaves_the_main_thread_to_the_next(tmp_path):
 
     def in_a_thread():
         phases.begin()
-        slots.share(tmp_path / "board", 0, 0)
+        slots.open_slot(tmp_path / "board", 0, 0)
         phases.enter("forward", 3)
         slots.leave()
 

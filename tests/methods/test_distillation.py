@@ -37,7 +37,7 @@ from fsdp_trainer.methods.distillation import (
     Distillation,
     TeacherMetrics,
 )
-from fsdp_trainer.methods.teacher import share_teacher
+from fsdp_trainer.methods.teacher import shard_teacher
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder
@@ -318,7 +318,7 @@ def distil_once(kind, settings):
     config, teacher_config = student_and_teacher(kind, cfg.sharding.tensor)
     compiled = bool(settings.get("compiled"))
     with compiled_quickly() if compiled else nullcontext():
-        teacher = share_teacher(cfg, Path(), teacher_config, config, dims, compiled)
+        teacher = shard_teacher(cfg, Path(), teacher_config, config, dims, compiled)
         model = meta_decoder(config)
         model.lm_head.chunk_mib = 1 / 128
         adapters = resolve_adapters(cfg.adapter, config)
@@ -528,7 +528,7 @@ def without_teacher():
     def refuse(*_):
         raise AssertionError("a teacher was built")
 
-    with mock.patch("fsdp_trainer.methods.stored_teacher.share_teacher", refuse):
+    with mock.patch("fsdp_trainer.methods.stored_teacher.shard_teacher", refuse):
         yield
 
 
@@ -592,7 +592,7 @@ def held(cfg, config, teacher_config):
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     dims = Dims(layout_of(cfg), "cpu", 60)
-    teacher = share_teacher(cfg, Path(), teacher_config, config, dims, False)
+    teacher = shard_teacher(cfg, Path(), teacher_config, config, dims, False)
     model = parallelize(meta_decoder(config), dims, Computation.of(cfg))
     optimizer = build_optimizer(model, cfg.optim)
     for one in (teacher.model, model):

@@ -329,8 +329,8 @@ def test_code_where_it_cannot_be_confined_is_refused(monkeypatch):
 
 def test_a_row_without_tests_is_refused():
     (reward,) = make_rewards(["code"])
-    assert "'tests' or 'test_list' or 'test'" in reward.row_problem({"prompt": "a"}, None)
-    assert reward.row_problem({"tests": "pass"}, None) is None
+    assert "'tests' or 'test_list' or 'test'" in reward.record_problem({"prompt": "a"}, None)
+    assert reward.record_problem({"tests": "pass"}, None) is None
 
 
 @pytest.fixture

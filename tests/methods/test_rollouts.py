@@ -12,7 +12,7 @@ from recipe import planned
 from fsdp_trainer.apps.quickstart import quickstart_rl
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
-from fsdp_trainer.data.files.sources import Row
+from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.records.prompts import make_prompt_reader
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.methods.answers import (
@@ -55,7 +55,7 @@ ROWS = [
 @pytest.mark.parametrize("columns, prompt, reference", ROWS, ids=lambda x: None)
 def test_rows_of_many_formats_are_prompts_and_keep_their_columns(columns, prompt, reference):
     reader = make_prompt_reader(columns, "auto", None, "f")
-    stored = json.loads(reader.read(Row(columns, ("f", 1))).as_json)
+    stored = json.loads(reader.read(Record(columns, ("f", 1))).as_json)
     messages = columns.get("messages", [{"role": "user", "content": prompt}])
     wanted = {"prompt": prompt, "reference": reference, "row": columns, "messages": messages}
     assert stored == wanted

@@ -192,7 +192,7 @@ def alone(sizes, settings):
         return first, *take_steps(model, cfg, None, rows, batch_of, weight_of)
 
 
-def shared(sizes, settings):
+def split(sizes, settings):
     """This rank's part."""
     dist.init_process_group("gloo")
     cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
@@ -235,7 +235,7 @@ CASES = {
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = alone(sizes, settings)
-    for got in world.call(ranks, shared, sizes, settings):
+    for got in world.call(ranks, split, sizes, settings):
         assert_same(got, expected)
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share rows compute what one plain process does."""
+"""Context parallelism: ranks that split rows compute what one plain process does."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def plain(sizes, settings):
     return first, *take_steps_on_rows(model, cfg, None, Assembler(ROW, 1, 1, 0, 1, CPU))
 
 
-def shared(sizes, settings):
+def split(sizes, settings):
     """This rank's part."""
     dist.init_process_group("gloo")
     cfg, config = configuration(settings), ModelConfig(**{**SIZES, **sizes})
@@ -179,10 +179,10 @@ QUICK = ("two",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
+def test_ranks_that_split_rows_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
-    for got in world.call(ranks, shared, sizes, settings):
+    for got in world.call(ranks, split, sizes, settings):
         assert_same(got, expected)
 
 
@@ -190,7 +190,7 @@ def test_ranks_that_share_rows_compute_what_one_process_does(world, case):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
+def test_a_run_goes_on_with_rows_split_and_not(train, tmp_path):
     (tmp_path / "data").mkdir()
     for name, start_at in (("a", 0), ("b", 200)):
         write_chats(tmp_path / "data" / f"{name}.jsonl", 60, start_at)
@@ -219,7 +219,7 @@ def test_a_run_goes_on_with_rows_shared_and_not(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_export_is_the_same_bytes_whoever_shared_the_rows(train, tmp_path, world):
+def test_an_export_is_the_same_bytes_however_rows_were_split(train, tmp_path, world):
     how = ["train.steps=1", "sharding.context=2", "checkpoint.export_hf=true"]
     run = train("run", *how, "sharding.context_method=gathered", ranks=2)
     out = tmp_path / "out"
@@ -228,7 +228,7 @@ def test_an_export_is_the_same_bytes_whoever_shared_the_rows(train, tmp_path, wo
 
 
 @pytest.mark.slow
-def test_streamed_rows_are_shared(train):
+def test_streamed_rows_are_split(train):
     how = ["data.streaming=true", "train.steps=3", "schedule=constant"]
     whole = train("whole", *how)
     run = train("run", *how, "sharding.context=2", ranks=2)
@@ -269,8 +269,8 @@ def test_the_slowest_rank_computes_little_more_than_the_mean(ranks, lengths, win
     ],
 )
 def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row, softcap, method):
-    shared = Sharding(context=4)
-    assert choose_context_method(shared, heads, row, softcap).method == method
+    split = Sharding(context=4)
+    assert choose_context_method(split, heads, row, softcap).method == method
 
 
 @pytest.mark.parametrize(
@@ -304,5 +304,5 @@ def test_whole_heads_are_dealt_where_they_divide_and_else_keys_travel(heads, row
         ),
     ],
 )
-def test_what_cannot_be_shared_is_refused_before_anything_starts(train, typed, words):
+def test_what_cannot_be_split_is_refused_before_anything_starts(train, typed, words):
     assert words in train("run", *typed, ranks=1, code=2).err

@@ -83,7 +83,7 @@ def built(cfg, config, compiled=False):
     return model, dims
 
 
-def shared(sizes, settings):
+def split(sizes, settings):
     """This rank's part."""
     cfg, config = configuration(settings), ModelConfig(**{**QWEN, **sizes})
     model, dims = built(cfg, config, settings.get("compiled", False))
@@ -187,7 +187,7 @@ QUICK = ("two",)
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
-    for got in world.call(ranks, shared, sizes, settings):
+    for got in world.call(ranks, split, sizes, settings):
         assert_same(got, expected, settings.get("tolerance", 1e-5))
 
 

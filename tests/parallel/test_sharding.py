@@ -217,7 +217,7 @@ def meta(**sizes) -> Decoder:
     ],
     ids=["fsdp", "pure, 3 blocks", "hsdp", "ddp", "ddp pure", "kept gathered"],
 )
-def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_shared_out(
+def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_over_the_ranks(
     sharding, dtype, ranks, wanted
 ):
     model = meta()
@@ -391,7 +391,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic_before_data_or_w
     assert "16.0 GiB for each rank" in run.err
     assert "ranks with the same memory each" in run.err
     assert not run.folder.exists(), "a refused start leaves no folder"
-    assert not (tmp_path / "cache").exists(), "nothing was tokenised"
+    assert not (tmp_path / "cache").exists(), "nothing was tokenized"
     assert (
         "÷"
         not in train(

@@ -318,7 +318,7 @@ def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path)
         (["sharding.tensor=2", "data.pad_to_multiple=3"], "Use data.pad_to_multiple=4"),
     ],
 )
-def test_what_cannot_be_shared_is_refused_with_what_can(train, overrides, words):
+def test_what_cannot_be_sharded_is_refused_with_what_can(train, overrides, words):
     run = train("refused", *overrides, code=2)
     assert words in " ".join(run.err.split())
 

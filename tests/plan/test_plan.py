@@ -130,7 +130,7 @@ def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, 
     assert tensor.across == 0
 
 
-def test_a_tensor_group_shares_states_and_activations():
+def test_a_tensor_group_splits_states_and_activations():
     words = ("model=llama3_70b", "plan.gpu=h100", "batch.seq_len=8192", "batch.rows=64")
     alone = planned(*words, "plan.world_size=64")
     shared = planned(*words, "plan.world_size=64", "sharding.tensor=8")
@@ -144,7 +144,7 @@ def test_a_tensor_group_shares_states_and_activations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ulysses", "gathered", "ring"])
-def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
+def test_the_bytes_that_ranks_exchange_which_split_rows_are_those_of_a_real_run(
     train, tmp_path, method
 ):
     words = ["sharding.context=2", f"sharding.context_method={method}", "train.steps=2",
@@ -161,7 +161,7 @@ def test_the_bytes_that_ranks_exchange_which_share_rows_are_those_of_a_real_run(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_rows_share_activations_and_states():
+def test_ranks_that_split_rows_split_activations_and_states():
     words = (
         "model=llama3_8b", "plan.gpu=h100", "batch.seq_len=65536", "batch.rows=8",
         "model.max_position_embeddings=65536", "batch.micro_rows=1", "plan.world_size=8",

@@ -170,8 +170,8 @@ def for_ever(*_):
     time.sleep(100)
 
 
-def slow_tokenising():
-    """Let rank 0 tokenise for ever, and send the signal to rank 1, which waits for it."""
+def slow_tokenizing():
+    """Let rank 0 tokenize for ever, and send the signal to rank 1, which waits for it."""
     return inject.together(
         inject.around("wait_for_node", interrupted, rank=1),
         inject.around("tokenize_texts", for_ever),
@@ -179,12 +179,12 @@ def slow_tokenising():
 
 
 @pytest.mark.slow
-def test_a_signal_while_another_rank_tokenises_ends_all_and_leaves_nothing_half_made(
+def test_a_signal_while_another_rank_tokenizes_ends_all_and_leaves_nothing_half_made(
     train, tmp_path
 ):
     other = write_chats(tmp_path / "other.jsonl", 50)
     how = ["train.steps=1", f"data.path={other}", f"data.cache={tmp_path / 'cache'}"]
-    stopped = train("run", *how, ranks=2, seam=slow_tokenising(), code=75)
+    stopped = train("run", *how, ranks=2, seam=slow_tokenizing(), code=75)
     assert end_of(stopped) == ("end", 75)
     assert stopped.events[-1]["reason"] == "SIGINT"
     assert "the same command resumes" in stopped.out

@@ -86,7 +86,6 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
         """A server that ends all answers at a signal, before it waits for their connections."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            """See uvicorn."""
             engine.close()
             super().handle_exit(sig, frame)
 

@@ -14,7 +14,7 @@ from fsdp_trainer.config.paths import find_checkpoint
 from fsdp_trainer.config.schema import Batch, Precision, Sharding
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.evaluation.scoring import Scorer, sharded_shares
+from fsdp_trainer.evaluation.scoring import Scorer, sharded_split
 from fsdp_trainer.models.decoder import meta_decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
@@ -62,4 +62,4 @@ def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     allocate(model, device)
     model.eval().requires_grad_(False)
     read_into(model, source)
-    return Scorer(model, cfg.rows, device, sharded_shares(dims, device))
+    return Scorer(model, cfg.rows, device, sharded_split(dims, device))

@@ -1,4 +1,4 @@
-"""One rank of an evaluation: it computes a share of the requests on the model or a shard of it."""
+"""One rank of an evaluation: it computes a part of the requests on the model or a shard of it."""
 
 import json
 import os

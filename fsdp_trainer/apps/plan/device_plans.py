@@ -15,7 +15,7 @@ LIKELY = (0.2, 0.65)
 
 
 @dataclass(frozen=True)
-class Answer:
+class DevicePlans:
     """The plans for one kind of device, smallest world first. Every list has an entry per world.
 
     uneven: the plan with plan.expert_load; None if experts are not divided among ranks;
@@ -36,9 +36,9 @@ class Answer:
         return next((i for i, plan in enumerate(self.plans) if plan.fits), len(self.plans) - 1)
 
 
-def answer_for(
+def plans_for_device(
     cfg: PlanConfig, config: ModelConfig, assumed: list[str], known: KnownModels
-) -> Answer:
+) -> DevicePlans:
     """Return the answer for the device that `cfg` names. Raises UserError if it names none.
 
     known: models of earlier plans.
@@ -51,7 +51,7 @@ def answer_for(
             f"plan.efficiency={cfg.plan.efficiency:g}, though published trainings reach "
             f"{LIKELY[0]} to {LIKELY[1]} of the peak"
         )
-    return Answer(
+    return DevicePlans(
         plans=plans,
         uneven=[uneven(cfg, run) for run in runs],
         suggestions=[suggest(run) for run in runs],

@@ -125,8 +125,8 @@ def context_groups(run: Candidate) -> Iterator[Choice]:
         keys = keys | {"sharding.context_method": "auto"}
         cfg = run.changed(keys).cfg
         if not any(context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, run.config)):
-            shares_rows = keys["sharding.context"] > 1
-            yield Choice((*overrides, *auto) if shares_rows else overrides, keys)
+            splits_rows = keys["sharding.context"] > 1
+            yield Choice((*overrides, *auto) if splits_rows else overrides, keys)
 
 
 def _groups(name: str, run: Candidate, largest: int) -> Iterator[Choice]:

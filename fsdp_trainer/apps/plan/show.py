@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_trainer.apps.plan.device_plans import Answer
+from fsdp_trainer.apps.plan.device_plans import DevicePlans
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -26,7 +26,7 @@ UNTIMED = "its speed is not in the table: set it with  plan.tflops=N"
 COMPARED = "; GPU time below is compared as on an H100"
 
 
-def as_json(cfg: PlanConfig, answer: Answer) -> dict[str, Any]:
+def as_json(cfg: PlanConfig, answer: DevicePlans) -> dict[str, Any]:
     """Return the plan for one kind of device.
 
     With several world sizes it is that of the smallest one that fits, else of the largest, and
@@ -148,7 +148,7 @@ def steps_of(cfg: PlanConfig, plan: RunPlan) -> int | None:
     return cfg.train.steps
 
 
-def show(cfg: PlanConfig, config: ModelConfig, answer: Answer) -> None:
+def show(cfg: PlanConfig, config: ModelConfig, answer: DevicePlans) -> None:
     """Print the plan for one kind of device.
 
     With several world sizes a table of all comes first, then the smallest that fits, else the

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from fsdp_trainer.apps.plan.device_plans import Answer
+from fsdp_trainer.apps.plan.device_plans import DevicePlans
 from fsdp_trainer.apps.plan.show import cost_text, show_head, yes_or_no
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
@@ -29,7 +29,7 @@ class GpuRow(NamedTuple):
     change: list[str | Text]
 
 
-def show_gpus(cfg: PlanConfig, config: ModelConfig, answers: list[Answer]) -> None:
+def show_gpus(cfg: PlanConfig, config: ModelConfig, answers: list[DevicePlans]) -> None:
     """Print a table of the GPUs, with the best change for each that does not fit.
 
     In a narrow terminal the changes are below the table.

@@ -21,7 +21,7 @@ def plan(cfg: PlanConfig) -> int:
         cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
     ):
         raise nothing_to_plan_for()  # before torch is imported
-    from fsdp_trainer.apps.plan.device_plans import answer_for
+    from fsdp_trainer.apps.plan.device_plans import plans_for_device
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
     from fsdp_trainer.plan.fsdp_units import KnownModels
@@ -33,7 +33,7 @@ def plan(cfg: PlanConfig) -> int:
     if cfg.plan.search:
         return search(cfg, config, assumed)
     known = KnownModels()
-    answers = [answer_for(one, config, assumed, known) for one in each_gpu(cfg)]
+    answers = [plans_for_device(one, config, assumed, known) for one in each_gpu(cfg)]
     if cfg.plan.format == "json":
         objects = [as_json(cfg, answer) for answer in answers]
         is_list = len(answers) > 1 or isinstance(cfg.plan.gpu, list)

@@ -107,11 +107,11 @@ class Board:
 
 def job_id(overrides: Sequence[str]) -> str:
     """Return the name of a job's folder: a hash of its sorted overrides, without run.root."""
-    text = "\n".join(sorted(without_place(overrides)))
+    text = "\n".join(sorted(without_run_folder(overrides)))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def without_place(overrides: Sequence[str]) -> list[str]:
+def without_run_folder(overrides: Sequence[str]) -> list[str]:
     """Return the overrides without run.root and run.name."""
     words = [word.replace("\\:", ":") for word in overrides]  # Hydra escapes colons needlessly
     return [word for word in words if word.partition("=")[0] not in ("run.root", "run.name")]

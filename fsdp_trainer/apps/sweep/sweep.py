@@ -25,10 +25,10 @@ from fsdp_trainer.apps.sweep.jobs import (
     objective,
     table,
     varying,
-    without_place,
+    without_run_folder,
 )
 from fsdp_trainer.apps.sweep.slurm import Shown
-from fsdp_trainer.apps.sweep.sweep_backends import PLACES, JobHandle, Place
+from fsdp_trainer.apps.sweep.sweep_backends import SWEEP_BACKENDS, JobHandle, SweepBackend
 from fsdp_trainer.base.process import ECHO_SECONDS, SIGNALS, STOPPED
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.composing.overrides import quoted
@@ -174,7 +174,7 @@ class Jobs:
         self._finished: dict[str, bool] = {}  # whether a job's folder held its finished run
         self._running: dict[str, RunningJob] = {}
         self._board = Board()
-        self._place: Place | None = None  # known with the first configuration
+        self._backend: SweepBackend | None = None  # known with the first configuration
 
     def run_study(self) -> None:
         """Search with optuna. Raises SweepStopped after a signal."""
@@ -204,7 +204,9 @@ class Jobs:
         """
         waiting: deque[str] = deque()
         while not self.received:
-            room = (self._place.at_once if self._place else 1) - len(self._running) - len(waiting)
+            room = (
+                (self._backend.at_once if self._backend else 1) - len(self._running) - len(waiting)
+            )
             next_jobs = search.ask(room) if room > 0 else []
             waiting += self._accept(next_jobs, search)
             self._start_waiting(waiting, search)
@@ -233,7 +235,7 @@ class Jobs:
             job = self.jobs.get(id)
             if job is None:
                 folder = str(self.folder / "jobs" / id)
-                job = self.jobs[id] = Job(id, folder, without_place(overrides))
+                job = self.jobs[id] = Job(id, folder, without_run_folder(overrides))
                 self._check(job, list(overrides))
                 new.append(id)
             elif job.state not in ("waiting", "running"):
@@ -258,7 +260,7 @@ class Jobs:
                 self._end(self.jobs[id], code, started)
                 search.tell(self.jobs[id])
                 self.write()
-        if self._place and self._place.at_once > 1:
+        if self._backend and self._backend.at_once > 1:
             titles = self._titles()
             running = self._running.items()
             self._board.show({titles[id]: job.summary() for id, job in running})
@@ -346,7 +348,7 @@ class Jobs:
             job.reason = "; ".join(reasons) or error.title
             self._refused[job.job] = error
             return
-        if cfg.data.cache is None:  # tokenise once for all jobs and other runs
+        if cfg.data.cache is None:  # tokenize once for all jobs and other runs
             cfg.data.cache = str(self.line.root / ".data")
             words.append(f"data.cache={quoted(cfg.data.cache)}")
         if cfg.launch.hosts:
@@ -355,11 +357,11 @@ class Jobs:
                 "Leave it out; over several nodes each:  hydra/launcher=slurm"
             )
             raise UserError("the sweep cannot be started", [Problem("launch.hosts", reason)])
-        self._place = self._place or PLACES[self.line.launcher](
+        self._backend = self._backend or SWEEP_BACKENDS[self.line.launcher](
             self.line.launcher_settings, cfg.launch
         )
         self._words[job.job], self._configurations[job.job] = words, cfg
-        problem = does_not_fit(cfg, self._place)
+        problem = does_not_fit(cfg, self._backend)
         if problem:
             job.state, job.reason = "does not fit", problem
 
@@ -390,9 +392,9 @@ class Jobs:
     def _has_room(self, id: str) -> bool:
         """Return True if a job can start now, or need not be started."""
         cfg = self._configurations.get(id)
-        if cfg is None or not self._place or self._nothing_to_do(id):
+        if cfg is None or not self._backend or self._nothing_to_do(id):
             return True
-        return self._place.has_room(cfg.launch) and not self.received
+        return self._backend.has_room(cfg.launch) and not self.received
 
     def _nothing_to_do(self, id: str) -> str:
         """Return the reason why a job need not be started; "" if it must be."""
@@ -416,14 +418,14 @@ class Jobs:
             job.objective = objective(Path(job.folder), self.line.metric)
         elif state:
             print(self._refused.get(id, job.reason), file=sys.stderr, flush=True)
-        elif cfg and self._place:
-            self._start(job, cfg, self._place)
+        elif cfg and self._backend:
+            self._start(job, cfg, self._backend)
         self.write()
 
-    def _start(self, job: Job, cfg: TrainConfig, place: Place) -> None:
+    def _start(self, job: Job, cfg: TrainConfig, backend: SweepBackend) -> None:
         words, began = [*self.line.config_flag, *self._words[job.job]], time.time()
         try:
-            handle = place.start(cfg, words, Path(job.folder) / "output.log")
+            handle = backend.start(cfg, words, Path(job.folder) / "output.log")
         except (RunFailed, OSError) as error:  # Slurm rejected it, or a disk error
             job.state, job.exit_code = "failed", 1
             job.reason = f"cannot be started: {str(error).removeprefix('fsdp-trainer: ')}"
@@ -461,7 +463,7 @@ class Jobs:
 
     def _print_end(self, job: Job) -> None:
         """Print how a job ended, unless the job itself prints to the terminal."""
-        if not self._place or self._place.at_once == 1:
+        if not self._backend or self._backend.at_once == 1:
             return
         value = "" if job.objective is None else f"  objective {job.objective:.4f}"
         print(f"{self._titles()[job.job]}  {job.state}{value}  {duration(job.seconds)}", flush=True)
@@ -473,12 +475,12 @@ def key_of(problem: Problem) -> str:
     return problem.what.split("=")[0].lstrip("+")
 
 
-def does_not_fit(cfg: TrainConfig, place: Place) -> str | None:
+def does_not_fit(cfg: TrainConfig, backend: SweepBackend) -> str | None:
     """Return a text if a job needs too much memory, with an override that helps, else None.
 
     Uses the estimate of `plan`. Returns None also if the available memory is unknown.
     """
-    limit, world = place.memory_gib(), place.world(cfg.launch)
+    limit, world = backend.memory_gib(), backend.world(cfg.launch)
     if limit is None:
         return None
     # imported here because they import torch, which a sweep without a memory limit does not need

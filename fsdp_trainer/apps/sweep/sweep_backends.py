@@ -28,7 +28,7 @@ class JobHandle(Protocol):
         """Send a signal. Does nothing if the job has ended."""
 
 
-class Place(Protocol):
+class SweepBackend(Protocol):
     """Starts jobs, as many at the same time as there is room for."""
 
     at_once: int
@@ -157,4 +157,7 @@ def devices(cfg: Launch) -> list[str]:
     )
 
 
-PLACES: dict[str, Callable[[Any, Launch], Place]] = {"local": OnThisNode, "slurm": OnSlurm}
+SWEEP_BACKENDS: dict[str, Callable[[Any, Launch], SweepBackend]] = {
+    "local": OnThisNode,
+    "slurm": OnSlurm,
+}

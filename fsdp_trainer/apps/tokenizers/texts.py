@@ -12,7 +12,7 @@ from itertools import chain
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.file_splits import Unit, lines_before, read_unit, split_units
-from fsdp_trainer.data.files.sources import Problems, Row, RowError, Source
+from fsdp_trainer.data.files.sources import Problems, Record, RecordError, Source
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -123,12 +123,12 @@ class Corpus:
         ]
         random.Random(self.seed).shuffle(units)
         for source, unit in units:
-            for place, texts in self._rows(source, unit):
+            for place, texts in self._records(source, unit):
                 for text in texts:
                     yield source.name, text, place
             self.problems.raise_if_failing()
 
-    def _rows(self, source: Source, unit: Unit) -> Iterator[tuple[float, list[str]]]:
+    def _records(self, source: Source, unit: Unit) -> Iterator[tuple[float, list[str]]]:
         """Yield (place, texts) of each row of a unit that can be read."""
         format, fields = source.columns(self.data)
         reader: Reader | None = None
@@ -137,10 +137,10 @@ class Corpus:
             first = first_reader(unit.file, unit.stamp, format, items)
             reader = first.again() if first else None
 
-        def choose(row: Row) -> Reader:
+        def choose(row: Record) -> Reader:
             return reader or choose_reader(self.data, row.columns, unit.file, format, fields)
 
-        def refuse(row: Row, reason: str) -> None:
+        def refuse(row: Record, reason: str) -> None:
             number = row.where[1] + (lines_before(unit) if unit.start else 0)
             self.problems.add((unit.file, number), reason)
 
@@ -155,14 +155,14 @@ class Corpus:
 def place_and_texts(row: Readable) -> tuple[float, list[str]]:
     """Return a row's place in [0, 1), by which it is held out, and its texts.
 
-    Raises RowError for a row with half a character, UserError for one that has no text.
+    Raises RecordError for a row with half a character, UserError for one that has no text.
     """
     texts = [text for text in texts_of(row) if text]
     try:
         for text in texts:
             text.encode()
     except UnicodeEncodeError:
-        raise RowError("holds half a character") from None
+        raise RecordError("holds half a character") from None
     return content_place(row), texts
 
 

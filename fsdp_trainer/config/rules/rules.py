@@ -20,7 +20,7 @@ from fsdp_trainer.config.rules.rules_computing import (
     four_bits,
     moments,
     replicas,
-    shared_rows,
+    split_rows,
     stages,
 )
 from fsdp_trainer.config.rules.rules_data import (
@@ -80,7 +80,7 @@ def unused_keys(cfg: Any, report: Report) -> Violations:
 RULES: tuple[Rule, ...] = (
     replicas,
     dimensions,
-    shared_rows,
+    split_rows,
     stages,
     collectives,
     activation_checkpointing,

@@ -52,7 +52,7 @@ def replicas(cfg: TrainConfig, report: Report) -> Violations:
 
 
 def dimensions(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the ranks of a tensor group can share the tokens of a padded row.
+    """Check that the ranks of a tensor group can split the tokens of a padded row.
 
     models/resolve.py checks that they divide the model's sizes.
     """
@@ -69,8 +69,8 @@ def dimensions(cfg: TrainConfig, report: Report) -> Violations:
         )
 
 
-def shared_rows(cfg: TrainConfig, report: Report) -> Violations:
-    """Check that the ranks that share a row divide its tokens and know its length.
+def split_rows(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the ranks that split a row divide its tokens and know its length.
 
     models/resolve.py checks the model's heads.
     """
@@ -239,8 +239,8 @@ def float8(cfg: TrainConfig, report: Report) -> Violations:
     """Check that float8 has a GPU, bfloat16 parameters, and a multiple of 16 tokens."""
     if cfg.precision.float8 is None:
         return
-    shares = cfg.sharding.context
-    tokens = cfg.batch.seq_len // shares * cfg.batch.micro_rows
+    ranks = cfg.sharding.context
+    tokens = cfg.batch.seq_len // ranks * cfg.batch.micro_rows
     if cfg.launch.device == "cpu":
         yield (
             "precision.float8",
@@ -257,7 +257,7 @@ def float8(cfg: TrainConfig, report: Report) -> Violations:
             "batch.seq_len",
             f"float8 products need a multiple of 16 tokens, not {tokens:,} (seq_len × "
             f"micro_rows on each rank).\n"
-            f"Use  batch.seq_len={round_up(cfg.batch.seq_len, 16 * shares)}",
+            f"Use  batch.seq_len={round_up(cfg.batch.seq_len, 16 * ranks)}",
         )
 
 

@@ -59,7 +59,7 @@ def streaming(cfg: TrainConfig, report: Report) -> Violations:
     if isinstance(cfg, PrepareConfig):
         yield (
             "data.streaming",
-            "a stream is tokenised while it is trained on: there is nothing to prepare.\n"
+            "a stream is tokenized while it is trained on: there is nothing to prepare.\n"
             "Use  data.streaming=false",
         )
     elif cfg.train.steps is None and not isinstance(cfg, PreviewConfig):

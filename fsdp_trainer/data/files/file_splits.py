@@ -25,8 +25,8 @@ from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, is_url, kind
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.json_values import LONGEST, parse_object, read_list
 from fsdp_trainer.data.files.remote_files import open_remote
-from fsdp_trainer.data.files.sources import Row
-from fsdp_trainer.data.files.tables import open_zstd, read_arrow, read_csv, rows_of_parts
+from fsdp_trainer.data.files.sources import Record
+from fsdp_trainer.data.files.tables import open_zstd, read_arrow, read_csv, records_of_parts
 from fsdp_trainer.errors import Problem, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
@@ -91,7 +91,7 @@ def _size(file: str) -> int:
 
 def _edges_of_parts(file: str, suffix: str, bytes_each: int) -> list[int]:
     """Return the index of the first row group or batch of each unit."""
-    rows = rows_of_parts(_table(file, None), suffix)
+    rows = records_of_parts(_table(file, None), suffix)
     bytes_a_row = _size(file) / max(1, sum(rows))
     edges, held = [0], 0.0
     for part, n in enumerate(rows):
@@ -119,7 +119,7 @@ class Lines:
         if not unit.start:
             return 0
         if suffix in ARROW:
-            return sum(rows_of_parts(_table(unit.file, None), suffix)[: unit.start])
+            return sum(records_of_parts(_table(unit.file, None), suffix)[: unit.start])
         if unit.file != self._file or unit.start <= self._at:  # a file may be named twice
             self._file, self._at, self._lines = unit.file, 0, 1
         with open_raw(unit.file) as file:
@@ -129,12 +129,12 @@ class Lines:
         return self._lines
 
 
-def read_rows(file: str) -> Iterator[Row]:
+def read_records(file: str) -> Iterator[Record]:
     """Yield the rows of one file, in order, with bounded memory."""
     yield from read_unit(Unit(file))
 
 
-def read_unit(unit: Unit) -> Iterator[Row]:
+def read_unit(unit: Unit) -> Iterator[Record]:
     """Yield the rows of a unit, in order; `row.where` counts from the unit's own first line.
 
     Raises UserError if the file changes in the meantime.
@@ -142,7 +142,7 @@ def read_unit(unit: Unit) -> Iterator[Row]:
     number = 0
     try:
         _check_stamp(unit)
-        for row in _rows(unit, *kind(unit.file)):
+        for row in _records(unit, *kind(unit.file)):
             number = row.where[1]
             yield row
         _check_stamp(unit)
@@ -151,7 +151,7 @@ def read_unit(unit: Unit) -> Iterator[Row]:
     except Exception as e:
         content = isinstance(e, EOFError | OSError | zlib.error) and not getattr(e, "errno", None)
         if content and not (is_url(unit.file) and isinstance(e, OSError)):
-            yield Row({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
+            yield Record({}, (unit.file, number + 1), f"cannot be read from here on: {e}")
         elif isinstance(e, OSError) or is_url(unit.file):
             # an error of the disk or the network: skipping it would lose rows unnoticed
             raise _lost(
@@ -181,21 +181,24 @@ def _lost(unit: Unit, line: int, reason: str) -> UserError:
     )
 
 
-def _rows(unit: Unit, suffix: str, compression: str | None) -> Iterator[Row]:
+def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Record]:
     file = unit.file
     if file in quickstart_data.TASKS:
         yield from (
-            Row(columns, (file, i)) for i, columns in enumerate(quickstart_data.rows(file), start=1)
+            Record(columns, (file, i))
+            for i, columns in enumerate(quickstart_data.rows(file), start=1)
         )
     elif suffix in ARROW:
         records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
-        yield from (Row(columns, (file, number), error) for number, columns, error in records)
+        yield from (Record(columns, (file, number), error) for number, columns, error in records)
     elif not unit.start and _first_bytes(file, 2) in UTF_16:
-        yield Row({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
+        yield Record({}, (file, 1), "is UTF-16. Convert the file:  iconv -f utf-16 -t utf-8")
     elif suffix in CSV:
         with _open(file) as opened:
             records = read_csv(opened, "\t" if suffix == ".tsv" else ",")
-            yield from (Row(columns, (file, number), error) for number, columns, error in records)
+            yield from (
+                Record(columns, (file, number), error) for number, columns, error in records
+            )
     elif suffix in TEXT:
         yield from _read_text(unit)
     elif _is_json_lines(file, suffix):
@@ -329,10 +332,10 @@ def _own_lines(unit: Unit) -> Iterator[Line]:
                 yield line
 
 
-def _read_jsonl(unit: Unit) -> Iterator[Row]:
+def _read_jsonl(unit: Unit) -> Iterator[Record]:
     for number, _, text, error in _own_lines(unit):
         where = unit.file, number
-        yield Row({}, where, error) if error else parse_object(text, where)
+        yield Record({}, where, error) if error else parse_object(text, where)
 
 
 @lru_cache
@@ -341,7 +344,7 @@ def _is_separated(file: str, mark: tuple[int, int] | None) -> bool:
     return bool(BLANK.search(b"\n" + _first_bytes(file, HEAD).removeprefix(BYTE_ORDER_MARK)))
 
 
-def _read_text(unit: Unit) -> Iterator[Row]:
+def _read_text(unit: Unit) -> Iterator[Record]:
     """Yield the documents that begin in a unit: separated by blank lines, else one per line."""
     if _is_separated(unit.file, stamp(unit.file)):
         yield from (_document(unit.file, lines) for lines in _paragraphs(unit))
@@ -369,10 +372,10 @@ def _paragraphs(unit: Unit) -> Iterator[list[Line]]:
         yield lines
 
 
-def _document(file: str, lines: list[Line]) -> Row:
+def _document(file: str, lines: list[Line]) -> Record:
     """Return the document of some lines; its error is the first one among its lines."""
     for number, _, _, error in lines:
         if error:
-            return Row({}, (file, number), error)
+            return Record({}, (file, number), error)
     text = "".join([text for _, _, text, _ in lines]).replace("\r\n", "\n").rstrip("\n")
-    return Row({"text": text}, (file, lines[0][0]))
+    return Record({"text": text}, (file, lines[0][0]))

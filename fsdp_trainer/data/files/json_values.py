@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.record_formats import is_turn
 
 CHUNK = 1 << 20  # bytes of a list that are read at once
@@ -19,7 +19,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     columns = dict(pairs)
     if len(columns) < len(pairs):
         names = [name for name, _ in pairs]
-        raise RowError(
+        raise RecordError(
             f"has {next(name for name in names if names.count(name) > 1)!r} twice in one object"
         )
     return columns
@@ -30,22 +30,22 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lambda _: None)
 
 
-def parse_object(text: str, where: tuple[str, int]) -> Row:
+def parse_object(text: str, where: tuple[str, int]) -> Record:
     """Return a line of JSON as a row, with an error if it cannot be used."""
     try:
-        return _row(DECODER.decode(text), where)
-    except RowError as e:
-        return Row({}, where, str(e))
+        return _record(DECODER.decode(text), where)
+    except RecordError as e:
+        return Record({}, where, str(e))
     except json.JSONDecodeError as e:
-        return Row({}, where, f"is not JSON (character {e.pos + 1}: {e.msg})")
+        return Record({}, where, f"is not JSON (character {e.pos + 1}: {e.msg})")
     except (ValueError, RecursionError) as e:
-        return Row({}, where, _beyond(e))
+        return Record({}, where, _beyond(e))
 
 
-def _row(value: Any, where: tuple[str, int]) -> Row:
+def _record(value: Any, where: tuple[str, int]) -> Record:
     if isinstance(value, dict):
-        return Row(value, where)
-    return Row(
+        return Record(value, where)
+    return Record(
         {},
         where,
         f"is a JSON {type(value).__name__}, not an object with columns: {str(value)[:60]}",
@@ -60,7 +60,7 @@ def _beyond(error: Exception) -> str:
     )
 
 
-def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
+def read_list(file: BinaryIO, name: str) -> Iterator[Record]:
     """Yield the elements of the file's array, or of the only list in its object, as rows.
 
     file: must be seekable.
@@ -70,11 +70,11 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
         opening = values.peek()
         if opening == "{" and [is_list for _, is_list in values.members()].count(True) == 1:
             if _is_one_conversation(file):
-                yield _row(_Values(file).value(), (name, 1))
+                yield _record(_Values(file).value(), (name, 1))
                 return
             values = _list_of_object(file)
         elif opening != "[":
-            yield Row(
+            yield Record(
                 {},
                 (name, 1),
                 "holds neither an array of objects nor an object with exactly one list",
@@ -82,19 +82,23 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Row]:
             return
         for value in values.elements():
             where = (name, values.line)
-            yield Row({}, where, str(value)) if isinstance(value, RowError) else _row(value, where)
+            yield (
+                Record({}, where, str(value))
+                if isinstance(value, RecordError)
+                else _record(value, where)
+            )
         values.position += 1
         if opening == "[" and values.peek():
             raise json.JSONDecodeError("something follows the array", values.text, values.position)
     except json.JSONDecodeError as e:
         line = values.line_of(e.pos)
-        yield Row(
+        yield Record(
             {},
             (name, line),
             f"is not JSON from here on (column {values.column_of(e.pos)}: {e.msg})",
         )
     except (ValueError, RecursionError) as e:
-        yield Row({}, (name, values.line_of(values.position)), _beyond(e))
+        yield Record({}, (name, values.line_of(values.position)), _beyond(e))
 
 
 def _list_of_object(file: BinaryIO) -> "_Values":
@@ -162,7 +166,7 @@ class _Values:
                 return self.text[self.position : self.position + 1]
 
     def elements(self) -> Iterator[Any]:
-        """Yield the values of the list that begins here, or a RowError for an unusable one.
+        """Yield the values of the list that begins here, or a RecordError for an unusable one.
 
         Ends at the closing bracket.
         """
@@ -171,7 +175,7 @@ class _Values:
             self._count()
             try:
                 yield self.value()
-            except RowError as e:
+            except RecordError as e:
                 yield e
             if self.peek() != "]":
                 self._expect(",")
@@ -202,7 +206,7 @@ class _Values:
         self.position += 1
 
     def value(self) -> Any:
-        """Return the value that begins here; RowError if it is complete and cannot be used."""
+        """Return the value that begins here; RecordError if it is complete and cannot be used."""
         self.peek()
         while True:
             try:
@@ -214,17 +218,17 @@ class _Values:
             if end < len(self.text) or not self._more():  # otherwise a number may continue
                 break
         text, self.position = self.text[self.position : end], end
-        if isinstance(value, RowError):
+        if isinstance(value, RecordError):
             raise value
         if not text.isascii() and LOST.search(text):
-            raise RowError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
+            raise RecordError("is not UTF-8. Convert the file:  iconv -f latin1 -t utf-8")
         return value
 
     def _parse(self) -> tuple[Any, int]:
-        """Return the next value, or a RowError instead, and the position of its end."""
+        """Return the next value, or a RecordError instead, and the position of its end."""
         try:
             return DECODER.raw_decode(self.text, self.position)
-        except RowError as error:  # raised before the end was known
+        except RecordError as error:  # raised before the end was known
             return error, json.JSONDecoder().raw_decode(self.text, self.position)[1]
 
     def _is_cut(self, error: json.JSONDecodeError) -> bool:

@@ -1,6 +1,6 @@
 """Sources of data and their files.
 
-Also defines the rows that `units.py` reads from them, and the handling of unreadable rows.
+Also defines the records that `file_splits.py` reads from them, and the handling of unreadable ones.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ SHOWN = 5
 MOST_SOURCES = 16  # a folder with more files is a single source
 
 
-class RowError(ValueError):
-    """Raised for a row that cannot be read; the message is the reason."""
+class RecordError(ValueError):
+    """Raised for a record that cannot be read; the message is the reason."""
 
 
 @dataclass
-class Row:
+class Record:
     """One record. error: reason why it could not be read."""
 
     columns: dict[str, Any]

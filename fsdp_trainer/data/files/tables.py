@@ -93,7 +93,7 @@ def read_arrow(
         yield number + 1, {}, f"cannot be read from here on: {str(e).splitlines()[0]}"
 
 
-def rows_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
+def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
     """Return the number of rows in each row group or batch that can be read by itself.
 
     Empty for a stream, and for a file that cannot be read.

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
-from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, Arrays, SharedArrays
+from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, Arrays, MappedArrays
 from fsdp_trainer.data.store.stored_values import SampleColumns
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.errors import Problem, UserError
@@ -165,10 +165,10 @@ class RowOrder:
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
         tokens = len(store.tokens)
         rows = -(-tokens // seq_len)
-        self.shared: SharedArrays | None = None
+        self.mapped: MappedArrays | None = None
         """None if there is so little data that every rank makes its own plans."""
-        if max(len(store.lengths), rows) >= SHARED_FROM:
-            self.shared = SharedArrays(store.folder / "plans" / self._plan_key())
+        if max(len(store.lengths), rows) >= MAPPED_FROM:
+            self.mapped = MappedArrays(store.folder / "plans" / self._plan_key())
         self._groups = self._checked_groups()
         if packing != "stream":
             self._packing = self._once("packing", self._pack)
@@ -189,11 +189,11 @@ class RowOrder:
     @property
     def note(self) -> str | None:
         """A message about a problem with the plans' files; None if there is none."""
-        if self.shared is None or self.shared.problem is None:
+        if self.mapped is None or self.mapped.problem is None:
             return None
         return (
             "the order of the rows cannot be stored next to the data, so every rank makes its own"
-            f" and keeps it in memory: {self.shared.problem}"
+            f" and keeps it in memory: {self.mapped.problem}"
         )
 
     def row(self, index: int) -> list[tuple[int, int, int]]:
@@ -223,7 +223,7 @@ class RowOrder:
         places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
         tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
         firsts = self.store.offsets[samples] + starts
-        if self.shared:
+        if self.mapped:
             self.store.fetch(firsts, lengths)
         in_store = ranges(firsts, lengths)
         following = in_store + 1
@@ -361,7 +361,7 @@ class RowOrder:
             epoch = int(epochs[part[0]])
             yield self.epoch(epoch if self.shuffle else 0), rows[part]
             is_second_half = 2 * rows[part[-1]] >= self.rows_per_epoch
-            if self.shared and self.shuffle and epoch >= self._ahead and is_second_half:
+            if self.mapped and self.shuffle and epoch >= self._ahead and is_second_half:
                 self._ahead = epoch + 1
                 threading.Thread(
                     target=self.epoch, args=(self._ahead,), name="next epoch", daemon=True
@@ -388,7 +388,7 @@ class RowOrder:
 
     def _once(self, name: str, make: Callable[[], Arrays]) -> Arrays:
         """Return the arrays of `make`, which only one rank of a node calls for much data."""
-        return self.shared.get(name, make) if self.shared else make()
+        return self.mapped.get(name, make) if self.mapped else make()
 
     def _pack(self) -> Arrays:
         lengths = self._packed_lengths()

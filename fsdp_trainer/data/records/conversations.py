@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.messages import (
     Message,
     read_turns,
@@ -70,7 +70,7 @@ class Document:
 
 
 @dataclass
-class Pretokenised:
+class Pretokenized:
     """Tokens that are trained on unchanged, and which of them are supervised."""
 
     tokens: list[int]
@@ -80,14 +80,14 @@ class Pretokenised:
 
 @dataclass
 class Segments:
-    """Texts that are tokenised separately and then joined, and which of them are supervised."""
+    """Texts that are tokenized separately and then joined, and which of them are supervised."""
 
     texts: list[str]
     learnt: list[bool]
     where: tuple[str, int]
 
 
-Readable = Conversation | Document | Pretokenised | Segments | Preference | LabelledAnswer
+Readable = Conversation | Document | Pretokenized | Segments | Preference | LabelledAnswer
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Reader:
         """Return a new reader for other rows of the same file."""
         return replace(self, unused={}, _by_columns={})
 
-    def columns_of(self, row: Row) -> dict[str, str]:
+    def columns_of(self, row: Record) -> dict[str, str]:
         """Return the column of each meaning in this row, cached for rows with equal columns."""
         key = tuple(row.columns)
         if key not in self._by_columns:
@@ -129,14 +129,14 @@ class Reader:
             self.unused |= dict.fromkeys(unused_columns(row.columns, used.values()))
         return self._by_columns[key]
 
-    def values(self, row: Row) -> dict[str, Any]:
-        """Return the row's values by meaning. RowError if a required one is missing or null."""
+    def values(self, row: Record) -> dict[str, Any]:
+        """Return the row's values by meaning. RecordError if a required one is missing or null."""
         used = self.columns_of(row)
         if not self.text_only:
             others = {name: row.columns[name] for name in row.columns if name in self.unused}
             media = media_of(others)
             if media:
-                raise RowError(f"holds {media}, and only text is read.\n{self._text_alone()}")
+                raise RecordError(f"holds {media}, and only text is read.\n{self._text_alone()}")
         values = {
             meaning: column_value(row.columns, used[meaning]) if meaning in used else None
             for meaning in FORMATS[self.format]
@@ -144,15 +144,15 @@ class Reader:
         for meaning in REQUIRED[self.format]:
             if values[meaning] is None:
                 column = used.get(meaning, meaning)
-                raise RowError(
+                raise RecordError(
                     f"{column!r} is null"
                     if column in row.columns
                     else f"has no {column!r}; its columns: {' '.join(row.columns) or 'none'}"
                 )
         return values
 
-    def read(self, row: Row) -> Readable:
-        """Return the row's content. RowError if a column is missing or has the wrong type."""
+    def read(self, row: Record) -> Readable:
+        """Return the row's content. RecordError if a column is missing or has the wrong type."""
         values = self.values(row)
         return READERS[self.format](Values(values, self.columns_of(row), row.where))
 
@@ -342,7 +342,7 @@ def _read_document(values: Values) -> Document:
     return Document(values.text("text"), values.where)
 
 
-def _read_tokens(values: Values) -> Pretokenised:
+def _read_tokens(values: Values) -> Pretokenized:
     """Return tokens without padding; those with label -100 or `loss_mask` 0 are not supervised."""
     lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
     tokens = lists["input_ids"] or []
@@ -350,7 +350,7 @@ def _read_tokens(values: Values) -> Pretokenised:
     for key, numbers in lists.items():
         if numbers is not None and len(numbers) != size:
             name, ids = values.name(key), values.name("input_ids")
-            raise RowError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
+            raise RecordError(f"{name!r} has {len(numbers)} numbers, {ids!r} has {size}")
     labels = lists["labels"] or tokens
     _require_labels(values, tokens, labels)
     mask = lists["loss_mask"] or [1] * size
@@ -361,14 +361,14 @@ def _read_tokens(values: Values) -> Pretokenised:
         for token, label, in_loss, is_attended in columns
         if is_attended
     ]
-    return Pretokenised([token for token, _ in real], [used for _, used in real], values.where)
+    return Pretokenized([token for token, _ in real], [used for _, used in real], values.where)
 
 
 def _require_labels(values: Values, tokens: list[int], labels: list[int]) -> None:
-    """Raise RowError for a label that is neither its token nor UNSUPERVISED."""
+    """Raise RecordError for a label that is neither its token nor UNSUPERVISED."""
     for place, (token, label) in enumerate(zip(tokens, labels, strict=True)):
         if label not in (token, UNSUPERVISED):
-            raise RowError(
+            raise RecordError(
                 f"{values.name('labels')!r} has {label} at place {place}, where the token is "
                 f"{token}: a label is the token of its own place, or {UNSUPERVISED}"
             )
@@ -380,7 +380,9 @@ def _numbers(values: Values, meaning: str) -> list[int] | None:
         return None
     if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
         name = values.name(meaning)
-        raise RowError(f"{name!r} should be a list of whole numbers, it is {shown_value(numbers)}")
+        raise RecordError(
+            f"{name!r} should be a list of whole numbers, it is {shown_value(numbers)}"
+        )
     return numbers
 
 
@@ -388,12 +390,12 @@ def _read_segments(values: Values) -> Segments:
     """Return axolotl's segments: a list of `text` and `label`, which is true if supervised."""
     segments, name = parsed(values["segments"]), values.name("segments")
     if not isinstance(segments, list) or not segments:
-        raise RowError(
+        raise RecordError(
             f"{name!r} should be a list of text and label, it is {shown_value(segments)}"
         )
     for segment in segments:
         if not isinstance(segment, dict) or not isinstance(segment.get("label"), bool | int):
-            raise RowError(
+            raise RecordError(
                 f"{name!r} needs a text and a label of true or false, it holds"
                 f" {shown_value(segment)}"
             )

@@ -4,7 +4,7 @@ import json
 from itertools import cycle
 from typing import Any
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.record_formats import (
     ROLE_KEYS,
     ROLES,
@@ -41,7 +41,7 @@ def read_turns(value: Any, column: str = "messages") -> list[Message]:
     if isinstance(value, dict):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise RowError(f"{column!r} should be a list of turns, it is {shown_value(value)}")
+        raise RecordError(f"{column!r} should be a list of turns, it is {shown_value(value)}")
     if len(value) > 1 and all(isinstance(turn, str) and turn[:1] != "{" for turn in value):
         roles = cycle(("user", "assistant"))
         return [{"role": role, "content": text} for role, text in zip(roles, value, strict=False)]
@@ -53,7 +53,7 @@ def _as_object(turn: Any, column: str) -> dict:
     if isinstance(turn, list) and len(turn) == 2:
         return {"user": turn[0], "assistant": turn[1]}
     if not isinstance(turn, dict):
-        raise RowError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
+        raise RecordError(f"{column!r} should be a list of turns, it holds {shown_value(turn)}")
     return turn
 
 
@@ -76,7 +76,7 @@ def _turn(turn: Any, column: str) -> list[Message]:
     role = next((turn[key] for key in ROLE_KEYS if turn.get(key) is not None), None)
     if role is None:
         keys = " ".join(map(str, turn)) or "none"
-        raise RowError(
+        raise RecordError(
             f"{column!r} has a turn without a role (role and content, or from and value); "
             f"its keys: {keys}"
         )
@@ -103,12 +103,12 @@ def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
 
 def _message(turn: dict, role: Any, content: Any) -> Message:
     if not isinstance(role, str) or role.strip().lower() not in ROLES:
-        raise RowError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
+        raise RecordError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
     role = role.strip().lower()
     others = _others(turn)
     media = media_of(others)
     if media:
-        raise RowError(f"a turn holds {media}: only text, reasoning and tool calls are read")
+        raise RecordError(f"a turn holds {media}: only text, reasoning and tool calls are read")
     text, reasoning, calls = content_of(content, turn)
     message: Message = {"role": ROLES[role], "content": text, **others}
     if turn.get("train_detail"):
@@ -142,12 +142,12 @@ def _context_parts(details: Any, length: int) -> list[tuple[int, int]]:
         start, end = values.get("begin_offset"), values.get("end_offset")
         train = values.get("train")
         if type(start) is not int or type(end) is not int or not isinstance(train, bool):
-            raise RowError(
+            raise RecordError(
                 "train_detail should be a list of begin_offset, end_offset and train, "
                 f"it holds {shown_value(detail)}"
             )
         if not 0 <= start <= end < length:
-            raise RowError(f"train_detail names characters {start} to {end} of {length}")
+            raise RecordError(f"train_detail names characters {start} to {end} of {length}")
         if not train:
             parts.append((start, end + 1))
     return parts
@@ -158,7 +158,7 @@ def _named_calls(turn: dict) -> list:
     if not calls:
         calls = [turn["function_call"]] if turn.get("function_call") else []
     if not isinstance(calls, list):
-        raise RowError(f"tool_calls should be a list, they are {shown_value(calls)}")
+        raise RecordError(f"tool_calls should be a list, they are {shown_value(calls)}")
     return calls
 
 
@@ -190,20 +190,20 @@ def content_of(
 
 
 def _joined(texts: list, what: str) -> str:
-    """Return the texts joined; RowError if one is not a string. what: name for the message."""
+    """Return the texts joined; RecordError if one is not a string. what: name for the message."""
     for text in texts:
         if not isinstance(text, str):
-            raise RowError(f"{what} should be text, it is {shown_value(text)}")
+            raise RecordError(f"{what} should be text, it is {shown_value(text)}")
     return "".join(texts)
 
 
 def _part(part: Any, what: str) -> tuple[str, Any]:
     """Return the kind and value of one part of a turn's content."""
     if not isinstance(part, dict):
-        raise RowError(f"{what} should be text, it is {shown_value(part)}")
+        raise RecordError(f"{what} should be text, it is {shown_value(part)}")
     type = part.get("type", "text")
     if not isinstance(type, str) or type not in PARTS:
-        raise RowError(
+        raise RecordError(
             f"{what} has a part of type {type!r}: only text, reasoning and tool calls are read"
         )
     value = next(
@@ -218,7 +218,7 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
 def _weight(weight: Any) -> float:
     # 3.4e38: the maximum of float32
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 3.4e38:
-        raise RowError(
+        raise RecordError(
             f"the weight of a turn should be a number of 0 or more, it is {shown_value(weight)}"
         )
     return float(weight)
@@ -229,7 +229,7 @@ def tool_call(call: Any) -> dict:
     call = parsed(call)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise RowError(f"a tool call needs a name and arguments, it is {shown_value(call)}")
+        raise RecordError(f"a tool call needs a name and arguments, it is {shown_value(call)}")
     arguments = parsed(
         next(
             (function[name] for name in ("arguments", "input", "parameters") if name in function),
@@ -264,7 +264,7 @@ def tools_of(tools: Any, column: str = "tools") -> list[dict] | None:
         return None
     tools = [parsed(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{column!r} should be a list of objects, it is {shown_value(tools)}")
+        raise RecordError(f"{column!r} should be a list of objects, it is {shown_value(tools)}")
     return [
         _plain(tool if "function" in tool else {"type": "function", "function": tool})
         for tool in tools
@@ -281,7 +281,7 @@ def _plain(value: dict) -> dict:
 
 def text_of(value: Any, column: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{column!r} should be text, it is {shown_value(value)}")
+        raise RecordError(f"{column!r} should be text, it is {shown_value(value)}")
     return value
 
 

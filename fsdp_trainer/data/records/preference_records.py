@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from itertools import takewhile
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message, turns_or_text
 from fsdp_trainer.data.records.record_values import Values
 
@@ -40,26 +40,26 @@ class LabelledAnswer:
 
 
 def read_labelled(values: Values) -> LabelledAnswer:
-    """Return the answer of a row and its label. Raises RowError if either is missing.
+    """Return the answer of a row and its label. Raises RecordError if either is missing.
 
     If there is no completion, the prompt's last turn is the answer.
     """
     label = values["label"]
     if label not in (True, False):
-        raise RowError(f"{values.name('label')!r} is {label!r}: a label is true or false")
+        raise RecordError(f"{values.name('label')!r} is {label!r}: a label is true or false")
     prompt = turns_or_text(values["prompt"], "user", values.name("prompt"))
     if values["completion"] is None:
         name, answer = values.name("prompt"), prompt[-1:]
         prompt = prompt[:-1]
         _require_answer(name, answer)
         if not prompt:
-            raise RowError(f"{name} is an answer without a prompt")
+            raise RecordError(f"{name} is an answer without a prompt")
     else:
         name = values.name("completion")
         answer = turns_or_text(values["completion"], "assistant", name)
         _require_answer(name, answer)
     if not (answer[-1]["content"].strip() or answer[-1].get("tool_calls")):
-        raise RowError(f"{name} is empty")
+        raise RecordError(f"{name} is empty")
     if values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     tools = values.tools()
@@ -69,12 +69,12 @@ def read_labelled(values: Values) -> LabelledAnswer:
 def read_preference(values: Values) -> Preference:
     """Return the pair of a row.
 
-    Raises RowError if a side is missing, if both are equal or answer different prompts, or if one
-    does not end with the assistant's turn.
+    Raises RecordError if a side is missing, if both are equal or answer different prompts, or if
+    one does not end with the assistant's turn.
     """
     chosen, rejected = (_side(values[name], values.name(name)) for name in SIDES)
     if chosen == rejected:
-        raise RowError("chosen and rejected are the same")
+        raise RecordError("chosen and rejected are the same")
     turns = zip(chosen, rejected, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], turns))
     prompt = values["prompt"] or []
@@ -97,24 +97,24 @@ def read_preference(values: Values) -> Preference:
 
 
 def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool) -> None:
-    """Raise RowError unless both sides answer one prompt. shared: turns that both begin with."""
+    """Raise RecordError unless both sides answer one prompt. shared: turns that both begin with."""
     if prompt and in_sides and prompt[-1] not in shared:
-        raise RowError("chosen and rejected do not both begin with the row's own prompt")
+        raise RecordError("chosen and rejected do not both begin with the row's own prompt")
     if not prompt and not shared:
-        raise RowError(
+        raise RecordError(
             "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …,"
             " chosen: …, rejected: …}'"
         )
 
 
 def _require_answer(name: str, turns: list[Message]) -> None:
-    """Raise RowError unless the turns that only one side has are an answer."""
+    """Raise RecordError unless the turns that only one side has are an answer."""
     if not turns:
-        raise RowError(f"{name} is the beginning of the other")
+        raise RecordError(f"{name} is the beginning of the other")
     if turns[-1]["role"] != "assistant":
-        raise RowError(f"{name} does not end with a turn of the assistant")
+        raise RecordError(f"{name} does not end with a turn of the assistant")
     if turns[0]["role"] == "user":
-        raise RowError(
+        raise RecordError(
             f"{name} begins with a user's turn that is not in the other: both are to"
             " answer one prompt"
         )
@@ -130,5 +130,5 @@ def _side(value: object, name: str) -> list[Message]:
     else:
         turns = turns_or_text(value, "assistant", name)
     if not (turns[-1]["content"].strip() or turns[-1].get("tool_calls")):
-        raise RowError(f"{name} is empty")
+        raise RecordError(f"{name} is empty")
     return turns

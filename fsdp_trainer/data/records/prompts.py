@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Conversation, Readable, Reader, make_reader
 from fsdp_trainer.data.records.messages import Message, turns_or_text
 from fsdp_trainer.data.records.preference_records import Preference
@@ -51,7 +51,7 @@ class DataQuestion:
 
 
 def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
-    """Return a row as a question. Raises RowError for a row without turns or without a prompt."""
+    """Return a row as a question. Raises RecordError for one without turns or without a prompt."""
     if isinstance(row, Preference):
         messages, turns = row.prompt, row.chosen
     elif isinstance(row, Conversation):
@@ -59,9 +59,9 @@ def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
         messages = row.messages[:-1] if answered else row.messages
         turns = row.messages[-1:] if answered else []
     else:
-        raise RowError("holds no prompt: rewards are for answers to prompts, not for plain text")
+        raise RecordError("holds no prompt: rewards are for answers to prompts, not for plain text")
     if not messages:
-        raise RowError("holds an answer alone, without a prompt")
+        raise RecordError("holds an answer alone, without a prompt")
     reference = "\n".join(str(turn.get("content") or "") for turn in turns) if turns else None
     if not turns and columns.get(ANSWER) is not None:
         reference = str(columns[ANSWER])
@@ -71,11 +71,11 @@ def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:
 class QuestionReader(Reader):
     """Reads the rows of a file as questions."""
 
-    def read(self, row: Row) -> Any:
-        """Return the row as a DataQuestion. Raises RowError if it holds no question."""
+    def read(self, row: Record) -> Any:
+        """Return the row as a DataQuestion. Raises RecordError if it holds no question."""
         return question_of(self.readable(row), row.columns)
 
-    def readable(self, row: Row) -> Readable:
+    def readable(self, row: Record) -> Readable:
         """Return the row's content before its conversion to a question."""
         return super().read(row)
 
@@ -83,12 +83,14 @@ class QuestionReader(Reader):
 class PromptReader(QuestionReader):
     """Reads rows with a prompt and no answer."""
 
-    def readable(self, row: Row) -> Readable:
-        """Return the prompt as a conversation that ends with a user's turn. RowError without it."""
+    def readable(self, row: Record) -> Readable:
+        """Return the prompt as a conversation ending with a user's turn. May raise RecordError."""
         column = self.columns["prompt"]
         value = column_value(row.columns, column)
         if value is None:
-            raise RowError(f"{column!r} is null" if column in row.columns else f"has no {column!r}")
+            raise RecordError(
+                f"{column!r} is null" if column in row.columns else f"has no {column!r}"
+            )
         meanings = dict.fromkeys(FORMATS["prompt_completion"])
         values = Values(meanings | {"prompt": value}, self.columns, row.where)
         return Conversation(turns_or_text(value, "user", column), values.tools(), row.where)

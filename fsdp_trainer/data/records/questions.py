@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import count
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.files.file_splits import read_rows
-from fsdp_trainer.data.files.sources import Problems, Row, RowError, Source
+from fsdp_trainer.data.files.file_splits import read_records
+from fsdp_trainer.data.files.sources import Problems, Record, RecordError, Source
 from fsdp_trainer.data.records.conversations import Reader
 from fsdp_trainer.data.records.prompts import DataQuestion, question_of
 from fsdp_trainer.data.tokens.records_to_samples import choose_reader, read_texts
@@ -41,23 +41,23 @@ def _of_file(
     format, fields = source.columns(data)
     number = -1
 
-    def numbered() -> Iterator[Row]:
+    def numbered() -> Iterator[Record]:
         nonlocal number
-        for row in read_rows(file):
+        for row in read_records(file):
             number = next(numbers)
             yield row
 
-    def choose(row: Row) -> Reader:
+    def choose(row: Record) -> Reader:
         return choose_reader(data, row.columns, file, format, fields)
 
-    def refuse(row: Row, reason: str) -> None:
+    def refuse(row: Record, reason: str) -> None:
         problems.add(row.where, reason)
 
     for _, row, readable in read_texts(numbered(), choose, lambda one: one, refuse):
         try:
             question = question_of(readable, row.columns)
             reason = check(question)
-        except RowError as error:
+        except RecordError as error:
             reason = str(error)
         if reason:
             problems.add(row.where, reason)

@@ -23,7 +23,7 @@ class Values:
         return self.columns.get(meaning, meaning)
 
     def text(self, meaning: str) -> str:
-        """Return a value that must be a string; RowError otherwise."""
+        """Return a value that must be a string; RecordError otherwise."""
         return text_of(self[meaning], self.name(meaning))
 
     def with_system(self, messages: list[Message]) -> list[Message]:

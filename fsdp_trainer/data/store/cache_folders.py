@@ -66,7 +66,7 @@ def _open_lock(folder: Path) -> TextIO | None:
         is_deleted = isinstance(error, FileNotFoundError) and folder.parent.is_dir()
         if is_deleted and str(error.filename) == str(folder / LOCK):
             return None
-        reason = f"the tokenised data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
+        reason = f"the tokenized data cannot be kept there: {error}.\nUse  data.cache=FOLDER"
         problem = Problem(f"data.cache={folder.parent}", reason)
         raise UserError("the data cannot be prepared", [problem]) from None
 

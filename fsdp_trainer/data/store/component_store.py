@@ -1,6 +1,6 @@
 """The stores of one component of the data.
 
-A component is split into tasks, tokenised into parts, and merged into a folder of the cache.
+A component is split into tasks, tokenized into parts, and merged into a folder of the cache.
 """
 
 import os
@@ -68,7 +68,7 @@ class Reporter:
 
 @dataclass
 class ComponentSources:
-    """The sources of a component, which is tokenised, packed and ordered independently of others.
+    """The sources of a component, which is tokenized, packed and ordered independently of others.
 
     share: fraction of its rows that is held out for validation. key: configuration key that names
     it.
@@ -85,7 +85,7 @@ class ComponentSources:
         return [file for source in self.sources for file in source.files]
 
 
-class Preparation:
+class ComponentStores:
     """Makes and opens the stores of one component, as folders of the cache."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Preparation:
         tasks = self._tasks()
         with self._locked_parts(shared=True):
             if not read_complete(self.folder):  # while this one waited, another may have made it
-                self._tokenise(tasks, range(index, len(tasks), count))
+                self._tokenize(tasks, range(index, len(tasks), count))
         done = [read_result(self._part(i), task) for i, task in enumerate(tasks)]
         missing = sorted({i % count for i, result in enumerate(done) if result is None})
         if not missing or read_complete(self.folder):
@@ -163,7 +163,7 @@ class Preparation:
                 for leftover in self.parts.glob("tmp-*") if alone else ():
                     shutil.rmtree(leftover, ignore_errors=True)
                 clear_leftovers(self.root, self.parts)
-                done = self._tokenise(tasks, range(len(tasks)))
+                done = self._tokenize(tasks, range(len(tasks)))
                 whole = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.parts))
                 self._merge([done[i] for i in range(len(tasks))], whole)
                 whole.chmod(0o755)
@@ -204,7 +204,7 @@ class Preparation:
             # without locks another process may have finished the store and deleted the parts
             if not read_complete(self.folder):
                 reason = (
-                    f"the tokenised data cannot be written to {self.root}:"
+                    f"the tokenized data cannot be written to {self.root}:"
                     f" {error.strerror or error}. Use  data.cache=FOLDER"
                 )
                 raise RunFailed(reason) from None
@@ -235,7 +235,7 @@ class Preparation:
                 number += 1
         return tasks
 
-    def _tokenise(self, tasks: list[Task], wanted: range) -> dict[int, TaskResult]:
+    def _tokenize(self, tasks: list[Task], wanted: range) -> dict[int, TaskResult]:
         """Make the wanted parts that are missing, and return the results of all wanted parts.
 
         Raises UserError with the first bad rows if data.on_error=fail.

@@ -1,4 +1,4 @@
-"""Arrays that the processes of a node share through memory-mapped files.
+"""Arrays in memory-mapped files, common to the processes of a node.
 
 One process writes the files, which appear only when they are complete; all processes map them.
 """
@@ -17,10 +17,10 @@ import numpy as np
 Arrays = dict[str, np.ndarray]
 UNUSED_SECONDS = 30 * 24 * 3600.0
 # number of samples or rows; with fewer, each process makes an epoch's arrays in 0.1 s and a few MB
-SHARED_FROM = 200_000
+MAPPED_FROM = 200_000
 
 
-class SharedArrays:
+class MappedArrays:
     """Groups of named arrays in `folder`, one subfolder for each group.
 
     Writing a group deletes all groups, also in sibling folders, that were not opened for a month. A

@@ -96,7 +96,6 @@ class TopKValues:
     arrays: dict[str, np.ndarray]
 
     def __call__(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """See SampleColumns.of_tokens."""
         columns = {name: array[numbers] for name, array in self.arrays.items()}
         # few operators of torch know uint16
         return columns | {TOKENS: columns[TOKENS].astype(np.int32)}

@@ -1,6 +1,6 @@
-"""The cache of tokenised data.
+"""The cache of tokenized data.
 
-Data is tokenised once, into a folder named by a hash of everything that decides the tokens. Later
+Data is tokenized once, into a folder named by a hash of everything that decides the tokens. Later
 runs find it there.
 """
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
-from fsdp_trainer.data.files.file_splits import read_rows
+from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import find_sources
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS, SINGLE
 from fsdp_trainer.data.store.component_store import (
     ComponentSources,
-    Preparation,
+    ComponentStores,
     Reporter,
     commit,
     read_complete,
@@ -86,7 +86,7 @@ def components(
     )
 
 
-def preparations(
+def component_stores(
     data: Data,
     batch: Batch,
     tokenizer: TextTokenizer,
@@ -94,7 +94,7 @@ def preparations(
     root: Path,
     reporter: Reporter,
     kind: str | None = None,
-) -> list["Preparation"]:
+) -> list["ComponentStores"]:
     """Return the preparation of every component, with separate validation data as the last one.
 
     kind: passed to `make_reader`.
@@ -108,7 +108,7 @@ def preparations(
     )
     options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind)
     return [
-        Preparation(component, replace(options, share=component.share), content, root, reporter)
+        ComponentStores(component, replace(options, share=component.share), content, root, reporter)
         for component in every
     ]
 
@@ -122,12 +122,12 @@ def prepare(
     reporter: Reporter | None = None,
     kind: str | None = None,
 ) -> Prepared:
-    """Tokenise the data into folders of `root`, unless it is already there.
+    """Tokenize the data into folders of `root`, unless it is already there.
 
     kind: passed to `make_reader`. Raises UserError if the data cannot be used.
     """
     reporter = reporter or Reporter()
-    preparing = preparations(data, batch, tokenizer, template, Path(root), reporter, kind)
+    preparing = component_stores(data, batch, tokenizer, template, Path(root), reporter, kind)
     opened = [one.stores() for one in preparing]
     if kind in (SINGLE, PAIRS):
         for one, stores in zip(preparing, opened, strict=True):
@@ -154,7 +154,7 @@ def prepare(
     )
 
 
-def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> None:
+def require_kind(one: ComponentStores, stores: dict[str, TokenStore], kind: str) -> None:
     """Raise UserError if cached stores hold pairs but single answers are needed, or vice versa."""
     samples = sum(map(len, stores.values()))
     groups = sum(store.groups for store in stores.values())
@@ -164,13 +164,13 @@ def require_kind(one: Preparation, stores: dict[str, TokenStore], kind: str) -> 
     for source in one.component.sources:
         format, fields = source.columns(one.options.data)
         for file in source.files:
-            row = next((row for row in read_rows(file) if not row.error), None)
+            row = next((row for row in read_records(file) if not row.error), None)
             if row is not None:
                 make_reader(row.columns, format, fields, file, kind)
 
 
 def _merge_held_out(
-    preparing: list["Preparation"], stores: list[TokenStore], root: Path
+    preparing: list["ComponentStores"], stores: list[TokenStore], root: Path
 ) -> TokenStore:
     """Return the held-out samples of all components as one store."""
     if len(preparing) == 1:

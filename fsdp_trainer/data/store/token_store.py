@@ -1,4 +1,4 @@
-"""Tokenised samples on disk: flat memory-mapped columns, renamed into place when complete."""
+"""Tokenized samples on disk: flat memory-mapped columns, renamed into place when complete."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_trainer.data.store.mapped_arrays import SHARED_FROM, SharedArrays
+from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, MappedArrays
 from fsdp_trainer.data.tokens.samples import Sample
 
 COLUMNS = {
@@ -89,9 +89,9 @@ class TokenStore:
         def make() -> dict[str, np.ndarray]:
             return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
 
-        if len(self) < SHARED_FROM:
+        if len(self) < MAPPED_FROM:
             return make()["offsets"]
-        return SharedArrays(self.folder / "plans" / "store").get("offsets", make)["offsets"]
+        return MappedArrays(self.folder / "plans" / "store").get("offsets", make)["offsets"]
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -1,4 +1,4 @@
-"""Rows of data that is not stored: read, tokenised and packed on the fly.
+"""Rows of data that is not stored: read, tokenized and packed on the fly.
 
 There are as many streams as a step has rows; stream s provides row s of every step. The content of
 a stream depends on the data, the seed and batch.rows, not on the process that reads it: in every
@@ -26,7 +26,7 @@ from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.file_changes import stored_files
 from fsdp_trainer.data.files.file_splits import Unit, lines_before, open_raw, read_unit, split_units
 from fsdp_trainer.data.files.remote_files import list_files, shown
-from fsdp_trainer.data.files.sources import Problems, Row, Source, content_hash, find_sources
+from fsdp_trainer.data.files.sources import Problems, Record, Source, content_hash, find_sources
 from fsdp_trainer.data.order.packing import best_fit, one_per_row, pieces_of
 from fsdp_trainer.data.order.row_order import random_bits
 from fsdp_trainer.data.records.conversations import Reader
@@ -198,7 +198,7 @@ class StreamedData:
         """
         return StreamIterator(self, number, cursor, opens)
 
-    def reader(self, row: Row, source: int, unused: dict[str, None]) -> Reader:
+    def reader(self, row: Record, source: int, unused: dict[str, None]) -> Reader:
         """Return a reader for a unit that begins with this row; it adds columns to `unused`.
 
         Raises UserError if the columns fit no supported format.
@@ -363,7 +363,7 @@ class StreamIterator:
             if self.opens:
                 self.opens(named(unit.file))
             try:
-                for one in self._tokenised(turn, source, unit, part, first):
+                for one in self._tokenized(turn, source, unit, part, first):
                     first, pause = one.after[1:], 1.0
                     yield one
                 return
@@ -377,7 +377,7 @@ class StreamIterator:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _tokenised(
+    def _tokenized(
         self, turn: int, source: int, unit: Unit, part: int, first: tuple[int, int]
     ) -> Iterator[StreamSample]:
         texts = self._texts(source, unit, part, first)
@@ -392,10 +392,10 @@ class StreamIterator:
     ) -> Iterator[tuple[tuple[int, int, int], Rendered]]:
         """Yield ((row, index of the text in its row, line), text), from `first` on."""
 
-        def choose(row: Row) -> Reader:
+        def choose(row: Record) -> Reader:
             return self.data.reader(row, source, self.unused)
 
-        def refuse(row: Row, reason: str) -> None:
+        def refuse(row: Record, reason: str) -> None:
             where = named(unit.file), row.where[1] + lines_before(unit)
             problems = Problems(self.data.options.data.on_error)
             problems.add(where, reason)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import Forms, convert_turns
 from fsdp_trainer.data.templates.template_language import (
@@ -44,7 +44,7 @@ NAMED = {
 """Special tokens that a template needs from the tokenizer."""
 
 
-class RowTemplate:
+class RecordTemplate:
     """A compiled template for rows of one kind, with tools or without.
 
     forms: the forms in which it reads the content of turns.
@@ -64,19 +64,19 @@ class RowTemplate:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of turns in this template's forms; RowError with the error if it fails.
+        """Return the text of turns in this template's forms. Raises RecordError with its error.
 
         A template is a program that may raise any exception.
         """
         try:
             return self._renderer.render(messages, tools, add_generation_prompt)
         except Exception as e:
-            raise RowError(
+            raise RecordError(
                 f"the chat template ({self.name}) cannot render this conversation: {e}"
             ) from None
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
-        """Return the text up to where the model answers. Raises RowError as in `render`."""
+        """Return the text up to where the model answers. Raises RecordError as in `render`."""
         return self.render(messages, tools, add_generation_prompt=True)
 
     def finished(self, messages: list[Message], tools: list[dict] | None = None) -> str:
@@ -84,8 +84,8 @@ class RowTemplate:
 
         Templates that show the system text only if the last turn is the user's (Mistral's) omit it
         once there is an answer. But the model has seen it, so the text is the prompt with the
-        system text, plus the text that the answer adds to a prompt without it. Raises RowError as
-        in `render`.
+        system text, plus the text that the answer adds to a prompt without it. Raises RecordError
+        as in `render`.
         """
         if self.forms.system != "prompt" or messages[-1]["role"] != "assistant":
             return self.render(messages, tools)
@@ -101,7 +101,7 @@ class RowTemplate:
         messages = convert_turns([ASK], self.forms)
         try:
             before, prompt = self.render(messages), self.prompt(messages)
-        except RowError:
+        except RecordError:
             return ""
         before = before.removesuffix(self.closing)
         return prompt[len(before) :] if prompt.startswith(before) else ""
@@ -110,7 +110,7 @@ class RowTemplate:
         messages = convert_turns([ASK, ANSWER, ASK], self.forms)
         try:
             whole, longer = self.render(messages[:2]), self.render(messages)
-        except RowError:
+        except RecordError:
             return ""
         if longer.startswith(whole):
             return ""
@@ -148,7 +148,7 @@ class Template:
         self._renderers = {
             name: Renderer(text, today, self._values) for name, text in self.sources.items()
         }
-        self._for_rows: dict[bool, RowTemplate] = {}
+        self._for_record: dict[bool, RecordTemplate] = {}
 
     def __reduce__(self) -> tuple:
         # compiled templates cannot be pickled
@@ -166,15 +166,15 @@ class Template:
         """The template texts by name, with its arguments as defaults."""
         return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
 
-    def for_row(self, tools: list[dict] | None) -> RowTemplate:
+    def for_record(self, tools: list[dict] | None) -> RecordTemplate:
         """Return the template for a row with these tools, chosen as in `transformers`."""
         with_tools = bool(tools)
-        if with_tools not in self._for_rows:
+        if with_tools not in self._for_record:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
             renderer = self._renderers.get(named) or next(iter(self._renderers.values()))
-            row_template = RowTemplate(self.name, renderer, self._values, with_tools)
-            self._for_rows[with_tools] = row_template
-        return self._for_rows[with_tools]
+            record_template = RecordTemplate(self.name, renderer, self._values, with_tools)
+            self._for_record[with_tools] = record_template
+        return self._for_record[with_tools]
 
     def render(
         self,
@@ -182,8 +182,8 @@ class Template:
         tools: list[dict] | None = None,
         add_generation_prompt: bool = False,
     ) -> str:
-        """Return the text of turns in the template's forms; RowError if it refuses them."""
-        return self.for_row(tools).render(messages, tools, add_generation_prompt)
+        """Return the text of turns in the template's forms; RecordError if it refuses them."""
+        return self.for_record(tools).render(messages, tools, add_generation_prompt)
 
     def adapt(
         self,
@@ -195,13 +195,13 @@ class Template:
 
         note: called with a key of `findings.KINDS` for content that the template has no form for.
         """
-        forms = self.for_row(tools).forms
+        forms = self.for_record(tools).forms
         if tools and not forms.tools:
             note("tools_not_shown")
         return convert_turns(messages, forms, note)
 
     def ask(self, messages: list[Message]) -> str:
-        """Return the conversation up to where the model answers. Raises RowError as in `render`."""
+        """Return the conversation up to where the model answers. RecordError as in `render`."""
         return self.render(self.adapt(messages, None), add_generation_prompt=True)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import (
     ID_FORMS,
@@ -17,7 +17,7 @@ from fsdp_trainer.data.templates.template_forms import (
 )
 
 Render = Callable[[list[Message], list[dict] | None, bool], str]
-"""(messages, tools, add_generation_prompt) to text; RowError if the template refuses them."""
+"""(messages, tools, add_generation_prompt) to text; RecordError if the template refuses them."""
 
 SYSTEM: Message = {"role": "system", "content": "probed system"}
 ASK: Message = {"role": "user", "content": "probed question"}
@@ -144,7 +144,7 @@ def _succeeds(probe: Probe, forms: Forms, render: Render, tools: list[dict] | No
     messages = convert_turns(probe.messages, replace(forms, **probe.forms))
     try:
         text = render(messages, tools, probe.is_prompt)
-    except RowError:
+    except RecordError:
         return False
     return all(part in text for part in probe.shows) and not any(
         part in text for part in probe.hides

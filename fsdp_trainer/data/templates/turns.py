@@ -7,9 +7,9 @@ are searched for, so this works for any template.
 import re
 from dataclasses import dataclass
 
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
-from fsdp_trainer.data.templates.chat_template import RowTemplate
+from fsdp_trainer.data.templates.chat_template import RecordTemplate
 
 HALF_A_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
 """Common beginning of two different tags: the `<t` of `<think>` and `<tool_call>`."""
@@ -38,7 +38,7 @@ class TurnFinder:
 
     def __init__(
         self,
-        template: RowTemplate,
+        template: RecordTemplate,
         messages: list[Message],
         tools: list[dict] | None,
         ends: tuple[str, ...],
@@ -49,14 +49,14 @@ class TurnFinder:
     def turn(self, k: int) -> TurnText:
         """Return the conversation up to turn k, as it is when the model has just written that turn.
 
-        Raises RowError if the template refuses it.
+        Raises RecordError if the template refuses it.
         """
         is_last = k == len(self.messages) - 1
         try:
             full = self.whole
             if not is_last:
                 full = self.template.finished(self.messages[: k + 1], self.tools)
-        except RowError:  # some templates require a user turn, which may come later
+        except RecordError:  # some templates require a user turn, which may come later
             return self._inside(k)
         full, start, as_prompted = self._start(k, full)
         # the text that closes a conversation is not part of the turn, unless nothing else ends it
@@ -75,7 +75,7 @@ class TurnFinder:
         """
         try:
             prompt = self.template.prompt(self.messages[:k], self.tools)
-        except RowError:  # for example because no turn precedes it
+        except RecordError:  # for example because no turn precedes it
             return full, self._start_of_plain_answers(k, full), False
         if full.startswith(prompt):
             return full, len(prompt) + self._header_beyond(k, prompt, full), True
@@ -120,7 +120,7 @@ class TurnFinder:
             return place, place + len(content)
         try:
             before = self.template.render(self.messages[:k], self.tools)
-        except RowError:
+        except RecordError:
             return 0, 0
         before = before.removesuffix(self.template.closing)
         return (len(before), len(before)) if prompt.startswith(before) else (0, 0)
@@ -130,7 +130,7 @@ class TurnFinder:
         one, other = (self._with_answer(k, answer, self.messages[:k]) for answer in "1A")
         start = common_start(one, other)
         if one == other or not full.startswith(one[:start]):
-            raise RowError(
+            raise RecordError(
                 f"the chat template ({self.template.name}) rewrites what comes before turn {k + 1} "
                 "when it is written: it is not known where it begins.\n"
                 "Use another template, as  data.template=chatml"
@@ -155,7 +155,7 @@ class TurnFinder:
         end = len(self.whole) - following
         as_these = self.whole.startswith(one[:start]) and self.whole.endswith(other[-following:])
         if one == other or not as_these or end < start:
-            raise RowError(
+            raise RecordError(
                 f"the chat template ({self.template.name}) cannot render turn {k + 1} "
                 "as the end of a conversation, and it is not found within the whole"
             )

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.files.sources import Row, RowError
+from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
 from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
 from fsdp_trainer.data.templates.chat_template import Template
@@ -40,12 +40,12 @@ class TokenizeOptions:
 
 
 def read_texts(
-    rows: Iterable[Row],
-    choose: Callable[[Row], Reader],
+    rows: Iterable[Record],
+    choose: Callable[[Record], Reader],
     render: Callable[[Readable], T],
-    refuse: Callable[[Row, str], None],
+    refuse: Callable[[Record, str], None],
     first: int = 0,
-) -> Iterator[tuple[int, Row, T]]:
+) -> Iterator[tuple[int, Record, T]]:
     """Yield (number, row, result of `render`), from the row with number `first` on.
 
     choose: returns the reader of all rows for the first row that can be read, even if that is
@@ -55,14 +55,16 @@ def read_texts(
     for number, row in enumerate(rows):
         try:
             if row.error:
-                raise RowError(row.error)
+                raise RecordError(row.error)
             reader = reader or choose(row)
             if number < first:
                 continue
             rendered = render(reader.read(row))
-        except (RowError, RecursionError) as error:
+        except (RecordError, RecursionError) as error:
             if number >= first:
-                refuse(row, str(error) if isinstance(error, RowError) else "is nested too deeply")
+                refuse(
+                    row, str(error) if isinstance(error, RecordError) else "is nested too deeply"
+                )
         else:
             yield number, row, rendered
 
@@ -104,14 +106,14 @@ def choose_reader(
 ) -> Reader:
     """Return a reader for rows with these columns. kind: passed to `make_reader`.
 
-    Raises UserError if they cannot be used, or RowError if data.on_error=skip.
+    Raises UserError if they cannot be used, or RecordError if data.on_error=skip.
     """
     try:
         reader = make_reader(columns, format, fields, file, kind)
     except UserError as error:
         if data.on_error == "fail":
             raise
-        raise RowError(error.problems[0].reason.splitlines()[0]) from None
+        raise RecordError(error.problems[0].reason.splitlines()[0]) from None
     if reader.format in ("preference", UNPAIRED):
         _require_whole_answers(data, file)
     if data.too_long == "split" and reader.format not in CAN_BE_CUT:

@@ -9,11 +9,11 @@ import numpy as np
 
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.schema import Data
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
-    Pretokenised,
+    Pretokenized,
     Readable,
     Segments,
 )
@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass
 class Rendered:
-    """A text before tokenisation.
+    """A text before tokenization.
 
     A document gets bos and eos around it; a conversation is exactly the template's output.
     """
@@ -77,7 +77,7 @@ class Rendered:
     ends: tuple[int, ...] = ()
     """Character positions just after the special tokens that end the assistant's turns."""
     sample: Sample | None = None
-    """The tokens of data that is already tokenised; the text is then empty."""
+    """The tokens of data that is already tokenized; the text is then empty."""
     place: tuple[int, int] = (1, 1)
     """Number of this text among those of its conversation, from 1, and how many there are."""
     rejected: "Rendered | None" = None
@@ -94,13 +94,13 @@ class Rendered:
 
     @property
     def size(self) -> int:
-        """Number of characters, estimated as 4 per token for tokenised data."""
+        """Number of characters, estimated as 4 per token for tokenized data."""
         own = len(self.text) if self.sample is None else 4 * len(self.sample.tokens)
         return own + (self.rejected.size if self.rejected else 0)
 
 
 class SampleBuilder:
-    """Renders and tokenises rows, and counts what it leaves out."""
+    """Renders and tokenizes rows, and counts what it leaves out."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class SampleBuilder:
             places.append(place)
 
     def render_prompt(self, row: DataQuestion) -> list[Rendered]:
-        """Return the prompt up to where the model answers; RowError if it cannot be rendered."""
+        """Return the prompt up to where the model answers; RecordError if it cannot be rendered."""
         messages = self.template.adapt(row.messages, row.tools)
         text = self.template.render(messages, row.tools, add_generation_prompt=True)
         require_whole_characters(text)
@@ -146,7 +146,7 @@ class SampleBuilder:
     def render(self, row: Readable) -> list[Rendered]:
         """Return one text, or several if the template rewrites earlier turns.
 
-        Raises RowError if the template refuses the conversation.
+        Raises RecordError if the template refuses the conversation.
         """
         if isinstance(row, Conversation):
             texts = self._conversation(row)
@@ -159,7 +159,7 @@ class SampleBuilder:
         elif isinstance(row, Preference | LabelledAnswer):
             texts = self._verdicts(row)
         else:
-            texts = [self._pretokenised(row)]
+            texts = [self._pretokenized(row)]
         require_whole_characters(*(side.text for text in texts for side in text.sides))
         return texts
 
@@ -171,23 +171,23 @@ class SampleBuilder:
             self.count("special_in_text", row.where)
         return [Rendered(row.text, [(0, len(row.text), 1.0)], row.where, is_document=True)]
 
-    def _pretokenised(self, row: Pretokenised) -> Rendered:
-        """Return tokens unchanged. Raises RowError if one is not in the tokenizer's vocabulary."""
+    def _pretokenized(self, row: Pretokenized) -> Rendered:
+        """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""
         size = self.tokenizer.vocab_size
         beyond = next((token for token in row.tokens if not 0 <= token < size), None)
         if beyond is not None:
-            raise RowError(
+            raise RecordError(
                 f"holds the token {beyond}, and the tokenizer has 0 to {size - 1}: "
-                "tokenizer.path has to be what the data was tokenised with"
+                "tokenizer.path has to be what the data was tokenized with"
             )
         return _with_tokens(row.tokens, row.learnt, row.where)
 
     def _segments(self, row: Segments) -> Rendered:
-        """Return the tokens of texts that are tokenised separately, as at inference."""
+        """Return the tokens of texts that are tokenized separately, as at inference."""
         try:
             encoded = self.tokenizer.encode_plain(row.texts)
         except UnicodeEncodeError:
-            raise RowError("holds half a character, which is no text") from None
+            raise RecordError("holds half a character, which is no text") from None
         tokens = [token for ids in encoded for token in ids.tolist()]
         segments = zip(encoded, row.learnt, strict=True)
         supervised = [one for ids, one in segments for _ in range(len(ids))]
@@ -215,7 +215,7 @@ class SampleBuilder:
         turns = [*prompt, *getattr(row, name)]
         texts = self._conversation(Conversation(turns, row.tools, row.where))
         if len(texts) > 1:
-            raise RowError(
+            raise RecordError(
                 f"{name} has several turns, which the template writes in {len(texts)} texts, and"
                 " an answer is compared as one.\nUse  data.loss_on=last"
             )
@@ -231,7 +231,7 @@ class SampleBuilder:
             if message.get(name)
         ):
             notes.add("special_in_text")
-        finder = TurnFinder(self.template.for_row(row.tools), messages, row.tools, self._ends)
+        finder = TurnFinder(self.template.for_record(row.tools), messages, row.tools, self._ends)
         if self.data.loss_on == "all":
             texts = self._supervise_all(finder, row, notes)
         else:
@@ -311,7 +311,7 @@ class SampleBuilder:
                 for n in (k, k + 1)
             )
             if not (finder.whole.startswith(after) and after.startswith(before)):
-                raise RowError(
+                raise RecordError(
                     "weights of turns with data.loss_on=all need a template "
                     "that does not rewrite earlier turns"
                 )
@@ -491,18 +491,18 @@ def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
 
 
 def require_whole_characters(*texts: str) -> None:
-    """Raise RowError for a text that cannot be encoded as UTF-8, with half a surrogate pair."""
+    """Raise RecordError for a text that cannot be encoded as UTF-8, with half a surrogate pair."""
     try:
         for text in texts:
             text.encode()
     except UnicodeEncodeError as e:
-        raise RowError(
+        raise RecordError(
             f"holds half a character: \\u{ord(e.object[e.start]):04x} without its other half"
         ) from None
 
 
 def _with_tokens(tokens: list[int], supervised: list[bool], where: tuple[str, int]) -> Rendered:
-    """Return already tokenised data as a text without characters."""
+    """Return already tokenized data as a text without characters."""
     sample = Sample(np.array(tokens, np.int32), np.array(supervised, np.float32))
     return Rendered("", [], where, sample=sample)
 
@@ -512,7 +512,7 @@ def _context_spans(message: Message, text: str, start: int) -> list[Span]:
     content, parts = message.get("context_parts", ("", []))
     begin = text.find(content, start)
     if parts and begin < 0:
-        raise RowError("train_detail: the chat template changes the turn's text")
+        raise RecordError("train_detail: the chat template changes the turn's text")
     return [(begin + first, begin + stop, 0.0) for first, stop in parts]
 
 

@@ -1,4 +1,4 @@
-"""Tasks of tokenisation: each turns some units of files into one part of a store.
+"""Tasks of tokenization: each turns some units of files into one part of a store.
 
 Runs in this process or in workers; imports no torch.
 """
@@ -14,8 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.data.files.file_splits import Unit, read_rows, read_unit
-from fsdp_trainer.data.files.sources import Problems, Row
+from fsdp_trainer.data.files.file_splits import Unit, read_records, read_unit
+from fsdp_trainer.data.files.sources import Problems, Record
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -112,10 +112,10 @@ Job = tuple[int, Task, Path]
 def do_job(options: TokenizeOptions, job: Job, tick: Tick) -> tuple[int, TaskResult]:
     """Write the part of a task, and return the task's index and result."""
     place, task, part = job
-    return place, tokenise(task, part, options, tick)
+    return place, tokenize(task, part, options, tick)
 
 
-def tokenise(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> TaskResult:
+def tokenize(task: Task, part: Path, options: TokenizeOptions, tick: Tick) -> TaskResult:
     """Write the samples of a task into the folder `part`, which appears only once it is complete.
 
     It does not appear if data.on_error=fail and there are bad rows.
@@ -156,7 +156,7 @@ class TaskTokenizer:
     def run(self) -> TaskResult:
         """Read and write everything; return the counts and problems."""
         for unit in self.task:
-            self._tokenise_unit(unit)
+            self._tokenize_unit(unit)
             if self.problems.will_raise:  # the message names rows of one file only
                 break
         for writer in self.writers.values():
@@ -169,7 +169,7 @@ class TaskTokenizer:
         result.totals = {name: writer.totals for name, writer in self.writers.items()}
         return result
 
-    def _tokenise_unit(self, unit: TaskUnit) -> None:
+    def _tokenize_unit(self, unit: TaskUnit) -> None:
         self.rows, reported = 0, 0
         for chunk in tokenize_in_chunks(self._texts(unit), self.builder, CHUNK, CHARACTERS):
             samples: dict[str, list[Sample]] = {name: [] for name in self.writers}
@@ -190,7 +190,7 @@ class TaskTokenizer:
         """
         self.reader = self._reader_of_file(unit)
 
-        def choose(row: Row) -> Reader:
+        def choose(row: Record) -> Reader:
             if self.reader is None:
                 fields = dict(unit.fields)
                 file, data = unit.unit.file, self.options.data
@@ -202,10 +202,10 @@ class TaskTokenizer:
                     )
             return self.reader
 
-        def refuse(row: Row, reason: str) -> None:
+        def refuse(row: Record, reason: str) -> None:
             self.problems.add(row.where, reason)
 
-        for _, row, (name, texts) in read_texts(self._rows(unit), choose, self._render, refuse):
+        for _, row, (name, texts) in read_texts(self._records(unit), choose, self._render, refuse):
             if not self.problems.will_raise:
                 for text in texts:
                     yield (name, row.where[1]), text
@@ -217,7 +217,7 @@ class TaskTokenizer:
         texts, share = render(row), self.options.share
         return VALIDATION if share and content_place(row) < share else TRAIN, texts
 
-    def _rows(self, unit: TaskUnit) -> Iterator[Row]:
+    def _records(self, unit: TaskUnit) -> Iterator[Record]:
         for row in read_unit(unit.unit):
             self.rows += 1
             row.where = unit.unit.file, row.where[1] + unit.lines_before
@@ -254,7 +254,7 @@ def first_reader(
     prompts: bool = False,
 ) -> Reader | None:
     """Return the reader chosen by a file's first readable row; None if no row can be read."""
-    for row in read_rows(file):
+    for row in read_records(file):
         if not row.error:
             try:
                 make = make_prompt_reader if prompts else make_reader

@@ -1,4 +1,4 @@
-"""Worker processes for tokenisation, used by stored and streamed data.
+"""Worker processes for tokenization, used by stored and streamed data.
 
 They share only files with the process that starts them, import no torch, and end with it.
 """
@@ -116,11 +116,11 @@ class WorkerPool:
         if code == -signal.SIGKILL:
             fewer = max(1, len(self.processes) // 2)
             return RunFailed(
-                "a process that tokenises was killed, as the system does when memory runs out:"
+                "a process that tokenizes was killed, as the system does when memory runs out:"
                 f"  data.workers={fewer}  needs less{self.note}"
             )
         return RunFailed(
-            f"a process that tokenises ended with code {code}; its output is above{self.note}"
+            f"a process that tokenizes ended with code {code}; its output is above{self.note}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from fsdp_trainer.config.schema import Train, TrainConfig
-from fsdp_trainer.data.files.sources import RowError
+from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -75,7 +75,7 @@ def encode_prompt(
     name = f"train.sample_prompts: {prompt[:60]}"
     try:
         text = template.ask([{"role": "user", "content": prompt}]) if template else prompt
-    except RowError as error:
+    except RecordError as error:
         reason = f"{error}\nUse  train.sample_raw=true  to continue plain text"
         raise UserError("a sample prompt cannot be rendered", [Problem(name, reason)]) from None
     tokens = tokenizer.encode(text)

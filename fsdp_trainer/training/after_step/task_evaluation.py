@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.evaluation.scoring import Metrics, Scorer, Shares
+from fsdp_trainer.evaluation.scoring import Metrics, Scorer, WorkSplit
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.observe.console import without_errors
 from fsdp_trainer.parallel.compile import without_compiling
@@ -24,14 +24,14 @@ class TrainingTasks(StoppableWork[Metrics]):
     phase: ClassVar[str] = "evaluation"
     cfg: TrainConfig
     tasks: Tasks
-    shares: Shares
+    split: WorkSplit
     device: torch.device
 
     def compute(self, check: Callable[[], None]) -> Metrics:
         """Return {task: {metric: value}}; it may be empty except on each node's first rank."""
         model, cfg = self.forward_backward.model, self.cfg
         decoder, rows = self.forward_backward.decoder, cfg.evaluation.rows
-        scorer = Scorer(decoder, rows, self.device, self.shares, check)
+        scorer = Scorer(decoder, rows, self.device, self.split, check)
         gathered = stay_gathered(model, cfg.sharding, cfg.precision, self.device)
         with without_compiling(self.cfg.compile.enabled), gathered:
             return self.tasks.run(scorer)

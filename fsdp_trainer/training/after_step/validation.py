@@ -45,11 +45,9 @@ class Validation(StoppableWork[ValidationSums]):
     compilations: CompilationLog
 
     def due(self, progress: Progress) -> bool:
-        """See StoppableWork."""
         return super().due(progress) or (progress.step == 0 and self.is_first)
 
     def run(self, progress: Progress) -> None:
-        """See StoppableWork."""
         super().run(progress)
         self.compilations.report(progress.step, "validation")
 

@@ -68,7 +68,7 @@ class StopSignals(SignalListener):
         """True if this rank has no data for a step because a stop interrupted its wait for it."""
         self._store: dist.Store = dist.HashStore()
         """The store that the ranks share; a local one until `connect`."""
-        self._shared_in: dist.Store | None = None
+        self._published_in: dist.Store | None = None
         """The store to which this rank's signal has been written."""
         self._main = False
         self._started: dict[int, tuple[int, int | None]] = {}
@@ -182,11 +182,11 @@ class StopSignals(SignalListener):
             self.exit_now(reason, 1)
 
     def _exchange_signals(self) -> None:
-        """Share this rank's signal; read others' only during a wait, to limit requests."""
+        """Publish this rank's signal; read others' only during a wait, to limit requests."""
         store = self._store
-        if self.received and self._shared_in is not store:
+        if self.received and self._published_in is not store:
             store.set("stop", str(self.received))
-            self._shared_in = store
+            self._published_in = store
         elif not self.received and self.waits_long() and store.check(["stop"]):
             self.received = int(store.get("stop"))
 

@@ -45,12 +45,12 @@ PACKAGE = "fsdp_trainer"
 BESIDE = ["tests", "benchmarks"]
 """Folders outside of the package; each is one room, and only LIMITS holds for it."""
 LIMITS = {
-    ("all", "whole"): 189,
-    ("all", "method"): 13,
+    ("all", "whole"): 43,
+    ("all", "method"): 4,
     ("all", "foreign"): 206,
-    ("all", "tall"): 4,
-    ("all", "files in a folder"): 27,
-    ("all", "names twice"): 12,
+    ("all", "tall"): 0,
+    ("all", "files in a folder"): 25,
+    ("all", "names twice"): 0,
     ("tests", "unclear"): 0,
     ("tests", "vague"): 0,
     ("benchmarks", "unclear"): 0,

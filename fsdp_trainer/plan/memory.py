@@ -289,6 +289,51 @@ class Held:
     teacher_gathered: float = 0.0
     teacher_activations: float = 0.0
 
+    def keep_gathered(self, size: float) -> None:
+        """Add parameters that stay gathered; a negative size removes them."""
+        self.gathered += size
+
+    def after_block(self, saved: float, moved: float) -> None:
+        """Add what a block saves for backward, of which `moved` is copied out."""
+        self.copying = moved
+        self.saved += saved - moved
+
+    def before_backward(self, saved: float, moved: float, next_moved: float) -> None:
+        """Remove what a block saved, as `after_block` added it, and copy the next one's back."""
+        self.saved -= saved - moved
+        self.copying = next_moved
+
+    def keep_teacher(self, gathered: float, activations: float) -> None:
+        """Add a teacher's gathered parameters, and set what it leaves of activations."""
+        self.teacher_gathered += gathered
+        self.teacher_activations = activations
+
+    def end_backward(self, gathered: float) -> None:
+        """Leave only what stays gathered until the next micro-batch."""
+        self.gathered, self.waiting = gathered, 0.0
+
+    def wait(self, gradients: float) -> None:
+        """Keep unsharded gradients, which are copied into the next message."""
+        self.waiting = gradients
+
+    def send(self, message: float, buffers: int) -> None:
+        """Add a message of gradients; of earlier ones all but `buffers` - 1 have arrived."""
+        while len(self.in_flight) >= buffers:
+            self.in_flight.popleft()
+        self.in_flight.append(message)
+
+    def reduce(self, unsharded: float, sharded: float, between_replicas: float) -> None:
+        """Remove reduced unsharded gradients, and add their shards and messages of replicas."""
+        self.gradients += sharded - unsharded
+        self.sharded += sharded
+        self.reduced += between_replicas
+
+    def end_step(self, gradients: float) -> None:
+        """Leave nothing but this rank's sharded gradients."""
+        self.in_flight.clear()
+        self.gathered, self.saved, self.reduced = 0.0, 0.0, 0.0
+        self.gradients = self.sharded = gradients
+
 
 class Now(NamedTuple):
     """Bytes of one moment in addition to those that are held.
@@ -390,15 +435,14 @@ class Step:
         elif self.later:
             number = self.model.reduced_number if replicated else self.states.gradient
             gradients = float(whole.own * number)
-        held = Held(
+        teacher = self.teacher_units
+        return Held(
             gradients=gradients,
             sharded=0.0 if self.sums_whole else gradients,
             gathered=self.units.staged,
             saved=self.activations.shared + self.activations.waiting,
+            teacher_gathered=teacher.gathered * teacher.stays if teacher is not None else 0.0,
         )
-        if self.teacher_units is not None:
-            held.teacher_gathered = self.teacher_units.gathered * self.teacher_units.stays
-        return held
 
     def at(self, phase: str, when: str, now: Now) -> None:
         """Record a moment, if it is the largest of its phase."""
@@ -418,7 +462,7 @@ class Step:
         before = units.message(first)
         self.at("forward", "embedding", Now(held.saved + stream, first.gathered, before))
         if units.fetched.tied or not self.reshard:
-            held.gathered += first.gathered
+            held.keep_gathered(first.gathered)
         done = 0
         for i, unit in enumerate(units.of_blocks):
             mine, own = unit.gathered, units.message(unit)
@@ -431,10 +475,9 @@ class Step:
             for _ in range(units.sizes[i]):
                 now = Now(held.saved + traced[done].forward, mine, fetched)
                 self.at("forward", f"forward of block {done + 1}", now)
-                held.copying = moved[done]
-                held.saved += traced[done].saved - moved[done]
+                held.after_block(traced[done].saved, moved[done])
                 done += 1
-            held.gathered += 0 if self.reshard else mine
+            held.keep_gathered(0 if self.reshard else mine)
 
     def teacher_forward(self, teacher: PlannedTeacher, units: TeacherUnits) -> None:
         """Record the moments of the teacher's forward.
@@ -460,8 +503,7 @@ class Step:
             logits = self._logits_of_reference(model)
             self.at("forward", end, Now(after, is_freed * units.last.gathered, logits=logits))
             return
-        held.teacher_gathered += is_freed * units.last.gathered
-        held.teacher_activations = hidden
+        held.keep_teacher(is_freed * units.last.gathered, hidden)
         self.at("forward", end, Now(after))
 
     def head(self) -> None:
@@ -491,12 +533,11 @@ class Step:
         if self._compares and self.teacher_units is not None:
             # the teacher's head is freed when the student's forward ends
             is_freed = not self.teacher_units.stays
-            self.held.teacher_gathered -= is_freed * self.teacher_units.last.gathered
-            self.held.teacher_activations = 0.0
+            self.held.keep_teacher(-is_freed * self.teacher_units.last.gathered, 0.0)
         now = Now(before, mine + copied, fetched, logits=slopes)
         self.at(phase, "backward of the head", now)
         if tied:
-            self.held.waiting = whole
+            self.held.wait(whole)
         else:
             self._send(last, whole, fetched, "head")
 
@@ -538,7 +579,7 @@ class Step:
             mine, whole = unit.gathered, 0.0
             ahead = units.of_blocks[max(0, i - max(1, self.layout.sharding.prefetch)) : i]
             fetched = units.message(*ahead) if self.reshard else 0.0
-            held.gathered -= 0 if self.reshard else mine
+            held.keep_gathered(0 if self.reshard else -mine)
             copied = 0.0
             if i and self.reshard:
                 copied = units.gloo_copy(units.message(units.of_blocks[i - 1]))
@@ -546,8 +587,8 @@ class Step:
             self.at("backward", when, Now(held.saved + stream, mine, fetched + copied))
             for _ in range(units.sizes[i]):
                 block = traced[done - 1]
-                held.saved -= block.saved - moved[done - 1]
-                held.copying = moved[done - 2] if done > 1 else 0.0
+                next_moved = moved[done - 2] if done > 1 else 0.0
+                held.before_backward(block.saved, moved[done - 1], next_moved)
                 now = Now(
                     held.saved + block.backward - block.gradients,
                     mine + whole + block.gradients,
@@ -567,7 +608,7 @@ class Step:
         whole = numbers * self.model.number
         now = Now(held.saved + self.activations.stream, whole)
         self.at("backward", "backward of the embedding", now)
-        held.gathered, held.waiting = self.units.staged, 0.0
+        held.end_backward(self.units.staged)
         self._send(self.units.fetched.first, whole, 0.0, "embedding")
 
     def _send(self, unit: FsdpUnit, whole: float, fetched: float, name: str) -> None:
@@ -582,29 +623,23 @@ class Step:
         held, reduce = self.held, self.model.reduced_number
         if not unit.trained:
             return  # the previous message stays until the next one
-        while len(held.in_flight) >= self.layout.sharding.reduce_scatter_buffers:
-            held.in_flight.popleft()
         message, out = unit.trained_padded * reduce, unit.own * reduce
-        held.in_flight.append(message)
+        held.send(message, self.layout.sharding.reduce_scatter_buffers)
         activations = held.saved + self.activations.stream
         self.at(phase, when, Now(activations, 0 if self.sums_whole else whole, fetched))
-        held.gradients -= unit.trained * reduce if self.sums_whole else 0
+        held.reduce(unit.trained * reduce if self.sums_whole else 0, 0, 0)
         # a single rank sends nothing, but FSDP2 still makes a copy, divided by 1.0
         again = message if self.units.ranks == 1 else self.units.gloo_copy(message)
         self.at(phase, when, Now(activations, 0, fetched, again + out))
-        if self.layout.sizes["replicate"] > 1 and reduce != self.model.stored_number:
-            held.reduced += out
-        if self.sums_whole or not self.later:
-            held.gradients += unit.own * self.states.gradient
-            held.sharded += unit.own * self.states.gradient
+        is_cast = self.layout.sizes["replicate"] > 1 and reduce != self.model.stored_number
+        adds = self.sums_whole or not self.later
+        held.reduce(0, unit.own * self.states.gradient if adds else 0, out if is_cast else 0)
 
     def update(self) -> None:
         """Record the moment of the optimizer's step."""
         gradients = self.units.stored.all.own * self.states.gradient
         held, fetched, model = self.held, self.units.fetched, self.model
-        held.in_flight.clear()
-        held.gathered, held.saved, held.reduced = 0.0, 0.0, 0.0
-        held.gradients = held.sharded = gradients
+        held.end_step(gradients)
         largest = max(unit.own for unit in (fetched.first, fetched.last, *fetched.blocks))
         matrices = matrix_numbers(matrices_of(self.stages, model.whole))
         ranks, group = self.layout.stage_ranks, self.layout.fsdp_ranks

@@ -599,8 +599,8 @@ def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
 
     def groups(world):
-        found = RankGroups.of(Layout(cfg.sharding, world, cfg.batch), 8)
-        return found.shard, found.replicate
+        every = RankGroups.of(Layout(cfg.sharding, world, cfg.batch), 8)
+        return every.shard, every.replicate
 
     assert groups(16) == (Group(8, 8), Group(2, 1))
     assert Group(8, 8).across == 0

@@ -4,9 +4,9 @@ other_trainers.txt has the options of their main configuration files, and where 
 """
 
 import re
+from pathlib import Path
 
 import pytest
-from folders import TESTS
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.check import flatten
@@ -18,7 +18,7 @@ from fsdp_trainer.config.verbs import PRIMARY
 
 KEYS = flatten(TrainConfig)
 GROUPS = options("train")
-TEXT = (TESTS / "other_trainers.txt").read_text()
+TEXT = (Path(__file__).with_name("other_trainers.txt")).read_text()
 SECTIONS = re.findall(r"(?m)^\[(.+?)\].*\n((?:.+\n)+)", TEXT)
 OPTIONS = {trainer: names.split() for trainer, names in SECTIONS}
 OF_OTHER_VERBS = {

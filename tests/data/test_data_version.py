@@ -10,7 +10,6 @@ import os
 from pathlib import Path
 
 import pytest
-from folders import TESTS
 from texts import turn
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -20,7 +19,7 @@ from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.templates.chat_template import BUILT_IN, MARKERS, load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
-STORED = TESTS / "tokens_of_a_version.json"
+STORED = Path(__file__).with_name("tokens_of_a_version.json")
 SEQ_LEN = 192
 
 WEATHER = {

@@ -236,7 +236,11 @@ def runs(tree: Tree, recorded: Path) -> dict[str, Any]:
 
     def train(name: str) -> dict[str, Any]:
         ranks, overrides = RUNS[name]
-        tree.train(name, ranks, overrides)
+        # a new cache for each: what a second model says is stored there, and a last bit of it
+        # depends on the ranks that computed it
+        cache = f"cache of {name}"
+        shutil.rmtree(tree.folder / cache, ignore_errors=True)
+        tree.train(name, ranks, overrides, cache)
         return tree.result(name)
 
     return at_once(train, [name for name in RUNS if tree.word in name])
@@ -306,16 +310,16 @@ def differences(old: Any, new: Any, place: str = "") -> list[str]:
 
 
 def main() -> int:
-    words = dict(word.partition("=")[::2] for word in sys.argv[2:]) or dict.fromkeys(PARTS, "")
-    if len(sys.argv) < 2 or (unknown := words.keys() - PARTS.keys()):
+    words = [word.partition("=")[::2] for word in sys.argv[2:] or PARTS]
+    if len(sys.argv) < 2 or (unknown := {part for part, _ in words} - PARTS.keys()):
         print(__doc__.rpartition("\n\n")[2], *(unknown if sys.argv[1:] else ()), file=sys.stderr)
         return 2
     name = ["git", "-C", str(ROOT), "rev-parse", "--short", sys.argv[1]]
     commit = subprocess.run(name, check=True, capture_output=True, text=True).stdout.strip()
-    old, recorded = recorded_at(commit, list(words))
+    old, recorded = recorded_at(commit, [part for part, _ in words])
     tree = Tree(ROOT, ROOT / "build" / "same" / "now")
     lines: list[str] = []
-    for part, tree.word in words.items():
+    for part, tree.word in words:
         print(f"comparing {part}", flush=True)
         new = PARTS[part](tree, recorded)
         expected = {name: old[part].get(name) for name in new} if tree.word else old[part]

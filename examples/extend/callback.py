@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node=2 -m fsdp_trainer --import callback +recipe=quickstart
 
-from this folder; or from Python, in a single rank:
+from this folder; or from Python:
 
-    fsdp_trainer.train("+recipe=quickstart launch.nproc_per_node=1", callbacks=[Diary()])
+    fsdp_trainer.train("+recipe=quickstart", imports=["callback"])
 """
 
 import fsdp_trainer

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import arguments, finish, in_turn, ratio, spread, wait_for_device
-from fsdp_trainer.models.attention import (
-    LAYOUTS,
-    MaskedAttention,
-    OneDocument,
-    PackedAttention,
-)
+from fsdp_trainer.models.attention import LAYOUTS, MaskedAttention, OneDocument, PackedAttention
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.attention_kernels import describe_device, set_kernel_priority
 from fsdp_trainer.models.config import ModelConfig

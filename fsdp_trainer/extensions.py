@@ -45,7 +45,7 @@ class Callback:
         """Handle the start or resumption of the run, before its first step."""
 
     def step(self, run: RunInfo, step: int) -> None:
-        """Handle the end of a step. Its figures may still be on the device: see `metrics`."""
+        """Handle the end of a step. Its metrics may still be on the device: see `metrics`."""
 
     def metrics(self, run: RunInfo, line: dict[str, Any]) -> None:
         """Handle a line written to metrics.jsonl.

@@ -40,13 +40,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     require_unchanged,
     weights_on_disk,
 )
-from fsdp_trainer.checkpoint.origin import (
-    ORIGIN,
-    identity,
-    merged_into,
-    origin,
-    read_origin,
-)
+from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     is_adapter,

@@ -97,7 +97,7 @@ def attention_kernel(model: Model, context: int, method: str, device: str) -> st
 def context_problems(
     sharding: Sharding, row: int, model: Model, config: Heads
 ) -> Iterator[Problem]:
-    """Yield the problems that keep ranks from sharing a model's rows of `row` tokens."""
+    """Yield the problems that keep ranks from splitting a model's rows of `row` tokens."""
     attention, heads = model.attention, config.num_attention_heads
     if sharding.context == 1:
         return

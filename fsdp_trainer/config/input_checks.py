@@ -161,7 +161,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_init_from(cfg, report)
-    _check_frozen_model(cfg, report)
+    _check_second_model(cfg, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
     _check_hosts(cfg.launch.hosts, report)
@@ -203,7 +203,7 @@ def _check_init_from(cfg: TrainConfig, report: Report) -> None:
         _check_weights("model.init_from", path, report)
 
 
-def _check_frozen_model(cfg: TrainConfig, report: Report) -> None:
+def _check_second_model(cfg: TrainConfig, report: Report) -> None:
     """Check the path of a teacher, or of a reference in memory.
 
     A resume needs it too, because checkpoints do not hold its weights.

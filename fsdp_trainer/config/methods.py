@@ -1,7 +1,8 @@
 """The training methods (objective.name): what each reads, needs and refuses. Imports no torch.
 
 Every other module asks the `MethodSpec` of the configured method, and compares no names. A new
-method is an entry of METHODS here, and a class in `fsdp_trainer/methods/`.
+method is an entry of METHODS and its keys here, a class in `fsdp_trainer/methods/` with a line in
+its `registry.py`, and a file `conf/objective/NAME.yaml`, so that `objective=NAME` selects it.
 """
 
 from collections.abc import Callable

@@ -14,12 +14,7 @@ from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
-from fsdp_trainer.methods.teacher import (
-    Teacher,
-    record_of_lists,
-    shard_teacher,
-    with_teacher,
-)
+from fsdp_trainer.methods.teacher import Teacher, record_of_lists, shard_teacher, with_second_model
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
@@ -102,9 +97,9 @@ class DistillationMethod(Method):
     """Training with a teacher, which is in memory or has stored lists of its likeliest tokens."""
 
     def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
-        files = setup.inputs.teacher_files
-        column = self._column(setup, rows) if files else None
-        if files and column:
+        files, column = setup.inputs.teacher_files, None
+        if files:
+            column = column_of_run(setup, rows)
             Teacher.require_same(setup.cfg.second_model, checkpoint, record_of_lists(files))
             rows = column.prepare(files)
         super().__init__(setup, rows, checkpoint)
@@ -114,30 +109,10 @@ class DistillationMethod(Method):
 
     def _in_memory(self) -> Teacher:
         """Return the teacher without weights. Collective."""
-        setup, source = self.setup, self.setup.inputs.frozen_model
+        setup, source = self.setup, self.setup.inputs.second_folder
         assert source
-        _, config = with_teacher(setup.config, source, setup.cfg.sharding.tensor)
+        _, config = with_second_model(setup.config, source, setup.cfg.sharding.tensor)
         return shard_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
-
-    def _column(self, setup: RunSetup, rows: RunRows) -> TeacherColumn:
-        """Return the column of the rows with the teacher's top-k tokens."""
-        assert setup.inputs.frozen_model
-
-        def leave_if_agreed() -> None:
-            setup.signals.sync()
-            setup.signals.raise_if_agreed()
-
-        return TeacherColumn(
-            cfg=setup.cfg,
-            rows=rows,
-            dims=setup.dims,
-            say=setup.observer.say,
-            source=setup.inputs.frozen_model,
-            student=setup.config,
-            world=setup.world,
-            progress=setup.observer.console.paced(),
-            check=leave_if_agreed,
-        )
 
     @property
     def architectures(self) -> list[ModelConfig]:
@@ -164,3 +139,24 @@ class DistillationMethod(Method):
 
     def step(self, parts: StepParts) -> ForwardBackward:
         return DistilForwardBackward(*parts, teacher=self.teacher)
+
+
+def column_of_run(setup: RunSetup, rows: RunRows) -> TeacherColumn:
+    """Return the column of the rows with the teacher's top-k tokens."""
+    assert setup.inputs.second_folder
+
+    def leave_if_agreed() -> None:
+        setup.signals.sync()
+        setup.signals.raise_if_agreed()
+
+    return TeacherColumn(
+        cfg=setup.cfg,
+        rows=rows,
+        dims=setup.dims,
+        say=setup.observer.say,
+        source=setup.inputs.second_folder,
+        student=setup.config,
+        world=setup.world,
+        progress=setup.observer.console.paced(),
+        check=leave_if_agreed,
+    )

@@ -1,4 +1,4 @@
-"""Sums over the tokens of each document, also where ranks share rows."""
+"""Sums over the tokens of each document, also where ranks split rows."""
 
 from typing import Any
 

@@ -203,7 +203,7 @@ class PolicyGradientMethod(Method):
         """Return the reference without weights. Collective."""
         setup, inputs = self.setup, self.setup.inputs
         return build_reference(
-            setup.cfg, inputs.frozen_model, setup.model_setup, setup.dims, setup.compiled
+            setup.cfg, inputs.second_folder, setup.model_setup, setup.dims, setup.compiled
         )
 
     def _served_model(self) -> ServedModel:

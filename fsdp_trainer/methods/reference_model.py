@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.methods.teacher import FrozenModel, shard_frozen, with_teacher
+from fsdp_trainer.methods.teacher import FrozenModel, shard_frozen, with_second_model
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
@@ -19,7 +19,7 @@ from fsdp_trainer.parallel.parallelize import Computation, reshard
 
 @dataclass
 class ReferenceModel(FrozenModel):
-    """A frozen model with the run's initial weights, or another one with the same vocabulary."""
+    """A second model with the run's initial weights, or another one with the same vocabulary."""
 
     name = "reference"
     advice = "Give  model.init_from  and  objective.reference  as they were"
@@ -50,7 +50,7 @@ def build_reference(
     """
     setup = trained
     if folder is not None:
-        _, config = with_teacher(trained.config, folder, cfg.sharding.tensor)
+        _, config = with_second_model(trained.config, folder, cfg.sharding.tensor)
         setup = ModelSetup(config, source=WeightSource(cfg.run.seed, folder))
     model = meta_decoder(setup.config)
     model.lm_head.chunk_mib = cfg.loss.chunk_mib

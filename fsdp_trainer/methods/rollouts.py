@@ -271,8 +271,8 @@ class RolloutSource:
         stored = self.prompts.state(progress)
         return stored | {"rollouts": [encode_rollouts(step) for step in self._waiting]}
 
-    def shares(self, progress: Progress) -> list[dict[str, Any]]:
-        return self.prompts.shares(progress)
+    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
+        return self.prompts.read_by_component(progress)
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
         return self.prompts.about(prepared, progress)

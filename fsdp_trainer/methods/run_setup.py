@@ -24,8 +24,8 @@ from fsdp_trainer.training.stopping.stop import StopSignals
 class RunSetup:
     """Configuration, inputs, ranks and records of a run, on one rank.
 
-    model_setup: of the model in training. compiled: True if it is compiled. folder: the run's
-    folder.
+    It groups what a training method and the parts of the trainer are made from. model_setup: of the
+    model in training. compiled: True if models are compiled. folder: the run's folder.
     """
 
     cfg: TrainConfig

@@ -147,25 +147,23 @@ class ReferenceColumn(StoredColumn):
         stored = self.stored(known) if known else None
         if known and stored is not None:
             return self.rows.with_columns(stored), known
-        self._fill(start)
+        second = self.cfg.second_model
+        assert second
+        self._fill(start if second.is_start else WeightSource(start.seed, Path(second.source)))
         digest = digest_of_weights(self.model)
         if known and digest != known:
             text = (
                 f"the weights of the reference are not those that {checkpoint} was trained with."
                 "\nGive  model.init_from  and  objective.reference  as they were"
             )
-            what = f"objective.reference={self.cfg.objective.reference}"
-            raise UserError("the reference is another one", [Problem(what, text)])
+            raise UserError("the reference is another one", [Problem(second.setting, text)])
         return self.prepare(digest), digest
 
-    def _fill(self, start: WeightSource) -> None:
+    def _fill(self, source: WeightSource) -> None:
         """Load the reference's weights into the model. Collective."""
-        cfg, source = self.cfg, start
-        if cfg.objective.reference != "start":
-            source = WeightSource(start.seed, Path(cfg.objective.reference))
-        fill(self.model, source, cfg.precision.param_dtype)
-        if cfg.sharding.tensor > 1:
-            precompute_float8_scales(self.model, cfg.precision)
+        fill(self.model, source, self.cfg.precision.param_dtype)
+        if self.cfg.sharding.tensor > 1:
+            precompute_float8_scales(self.model, self.cfg.precision)
 
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
         batches = self.batches(alone(order))

@@ -41,20 +41,10 @@ from fsdp_trainer.data.store.stored_values import (
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.stored_columns import RunRows, StoredColumn, alone, read_all
-from fsdp_trainer.methods.teacher import (
-    Teacher,
-    require_fitting,
-    shard_teacher,
-    with_teacher,
-)
+from fsdp_trainer.methods.teacher import Teacher, require_fitting, shard_teacher, with_second_model
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import MicroBatch
-from fsdp_trainer.models.soft_targets import (
-    ListedTargets,
-    TeacherLogits,
-    TopTokens,
-    likeliest,
-)
+from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, TopTokens, likeliest
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.training.attention_setup import choose_attention
@@ -119,8 +109,8 @@ class TeacherColumn(StoredColumn):
 
     @cached_property
     def models(self) -> tuple[ModelConfig, ModelConfig]:
-        """The architectures of student and teacher: see with_teacher."""
-        return with_teacher(self.student, self.source, self.cfg.sharding.tensor)
+        """The architectures of student and teacher: see with_second_model."""
+        return with_second_model(self.student, self.source, self.cfg.sharding.tensor)
 
     @property
     def vocabulary(self) -> int:

@@ -79,7 +79,7 @@ class FrozenModel:
 
 @dataclass
 class Teacher(FrozenModel):
-    """A frozen model whose probabilities a student is trained on.
+    """A second model whose probabilities a student is trained on.
 
     vocabulary: number of tokens that both models know. choice: how they are compared.
     """
@@ -116,9 +116,9 @@ def shard_teacher(
 ) -> Teacher:
     """Return a teacher without weights, on the meta device. Collective.
 
-    config: its architecture, padded as by `with_teacher`. student: that of the model in training.
-    Must be called before `parallelize` of the student, whose budget for activations must stay in
-    force.
+    config: its architecture, padded as by `with_second_model`. student: that of the model in
+    training. Must be called before `parallelize` of the student, whose budget for activations must
+    stay in force.
     """
     model = meta_decoder(config)
     model.lm_head.forward = lambda hidden: hidden  # the student's head makes the logits
@@ -160,7 +160,7 @@ def give_own_graphs(model: Decoder) -> None:
         block.forward = MethodType(own, block)
 
 
-# --- origin of the frozen model, and checks -------------------------------------------------------
+# --- origin of the second model, and checks -------------------------------------------------------
 
 
 def fetch_second_model(second: SecondModel | None) -> Path | None:
@@ -173,51 +173,51 @@ def fetch_second_model(second: SecondModel | None) -> Path | None:
     return fetch(second.source, key=second.key)
 
 
-def with_teacher(
-    student: ModelConfig, source: Path | None, ranks: int
+def with_second_model(
+    trained: ModelConfig, source: Path | None, ranks: int
 ) -> tuple[ModelConfig, ModelConfig]:
-    """Return student and teacher, with vocabularies padded to be divided equally by `ranks` ranks.
+    """Return the architectures of the model in training and of the second model.
 
-    source: folder of the teacher; None: it has the student's architecture. Raises UserError for an
-    architecture that is not supported.
+    Their vocabularies are padded to be divided equally by `ranks` ranks. source: folder of the
+    second model; None: it has the trained one's architecture. Raises UserError for an architecture
+    that is not supported.
     """
-    teacher = ModelConfig.from_hf(model_folder(source)) if source else student
+    second = ModelConfig.from_hf(model_folder(source)) if source else trained
     if ranks == 1:
-        return student, teacher
-    rows = max(one.with_equal_rows(ranks).embedding_rows for one in (student, teacher))
-    return replace(student, vocab_multiple=rows), replace(teacher, vocab_multiple=rows)
+        return trained, second
+    rows = max(one.with_equal_rows(ranks).embedding_rows for one in (trained, second))
+    return replace(trained, vocab_multiple=rows), replace(second, vocab_multiple=rows)
 
 
-def require_fitting(cfg: TrainConfig, student: ModelConfig, teacher: ModelConfig) -> None:
-    """Raise UserError for a frozen model that cannot read the rows on the ranks of the run.
+def require_fitting(cfg: TrainConfig, trained: ModelConfig, second: ModelConfig) -> None:
+    """Raise UserError for a second model that cannot read the rows on the ranks of the run.
 
-    teacher: architecture of the frozen model. student: architecture of the model in training.
+    trained: architecture of the model in training. second: that of the second model.
     """
     assert cfg.second_model
     what, role = cfg.second_model.setting, cfg.second_model.role
-    shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, teacher)
     problems = [
         Problem(what, f"{problem.what} {problem.reason}")
         for problem in (
-            *tensor_problems(teacher, cfg.sharding.tensor, cfg.batch.seq_len),
-            *shared,
+            *tensor_problems(second, cfg.sharding.tensor, cfg.batch.seq_len),
+            *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, second),
         )
     ]
-    length, positions = cfg.batch.seq_len, teacher.max_position_embeddings
+    length, positions = cfg.batch.seq_len, second.max_position_embeddings
     if length > positions:
         reason = f"has a shorter context than the rows.\nUse  batch.seq_len={positions}"
         problems.append(Problem(what, reason))
-    if EXPERTS in teacher.feed_forwards and cfg.sharding.tensor > 1:
+    if EXPERTS in second.feed_forwards and cfg.sharding.tensor > 1:
         reason = "has experts, which tensor groups do not share with it.\nUse  sharding.tensor=1"
         problems.append(Problem(what, reason))
     if cfg.sharding.context > 1:
-        problems += _other_methods(cfg, what, student, teacher)
+        problems += _other_methods(cfg, what, trained, second)
     if problems:
         raise UserError(f"the {role} cannot read what the trained model reads", problems)
 
 
 def _other_methods(
-    cfg: TrainConfig, what: str, student: ModelConfig, teacher: ModelConfig
+    cfg: TrainConfig, what: str, trained: ModelConfig, second: ModelConfig
 ) -> Iterator[Problem]:
     """Yield a problem if the models would divide rows by different methods.
 
@@ -226,7 +226,7 @@ def _other_methods(
     sharding, row = cfg.sharding, cfg.batch.seq_len
     methods = [
         context_method(sharding, row, one.on_tensor_rank(sharding.tensor))
-        for one in (student, teacher)
+        for one in (trained, second)
     ]
     if methods[0].method != methods[1].method:
         reason = (
@@ -239,9 +239,9 @@ def _other_methods(
 def require_same_vocabulary(
     second: SecondModel | None, tokenizer: TextTokenizer, source: Path
 ) -> None:
-    """Raise UserError unless every ordinary token of the run has the same id in a frozen model.
+    """Raise UserError unless every ordinary token of the run has the same id in a second model.
 
-    source: folder of the frozen model. If it has no tokenizer, only the sizes are compared.
+    source: folder of the second model. If it has no tokenizer, only the sizes are compared.
     """
     rows = ModelConfig.from_hf(model_folder(source)).vocab_size
     if tokenizer.vocab_size > rows:

@@ -42,16 +42,16 @@ def auxiliary_values(
     counts = torch.zeros_like(given.load, dtype=torch.int64)
     # integers: their sum does not depend on the order
     counts = counts.index_add(0, experts.flatten(), is_token.flatten())
-    figures = {LOAD: counts}
+    auxiliary = {LOAD: counts}
     if given.load_balancing:
         # not share @ …, which writes its result in place: selective checkpointing refuses that
         expected = probabilities(logits).T.mv(share)
         factor = given.load_balancing * len(given.load)
-        figures[LOAD_BALANCING] = factor * (expected * given.load).sum()
+        auxiliary[LOAD_BALANCING] = factor * (expected * given.load).sum()
     if given.z_loss:
         normalizer = logits.float().logsumexp(-1)
-        figures[ROUTER_Z] = given.z_loss * (share * normalizer.square()).sum()
-    return figures
+        auxiliary[ROUTER_Z] = given.z_loss * (share * normalizer.square()).sum()
+    return auxiliary
 
 
 def new_balance(config: ModelConfig, loss: Loss, device: torch.device) -> "Balance | None":

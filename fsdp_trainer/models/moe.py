@@ -312,10 +312,10 @@ class MixtureOfExperts(nn.Module):
             out = out + (self.shared_expert_gate(tokens) * of_all if self.gates_shared else of_all)
         if balancing is None:
             return out.view_as(x)
-        figures = auxiliary_values(
+        auxiliary = auxiliary_values(
             routing.experts, routing.logits, self.gate.probabilities, balancing
         )
-        return out.view_as(x), figures
+        return out.view_as(x), auxiliary
 
     def mix(self, tokens: Tensor, routing: Routing) -> Tensor:
         """Return the weighted sum of the outputs of each token's experts: [tokens, hidden]."""

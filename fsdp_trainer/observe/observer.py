@@ -93,7 +93,7 @@ class Observer:
     def write(
         self,
         reports: list[StepReport],
-        figures: list[dict[str, Any]],
+        metrics: list[dict[str, Any]],
         seconds: float,
         total_steps: int,
         last: bool,
@@ -103,14 +103,14 @@ class Observer:
 
         Collective.
 
-        figures: those of each step in metrics.jsonl. seconds: time of one step.
+        metrics: those of each step, by name. seconds: time of one step.
         last: whether the console's line stays. incomplete: whether the last line will be amended
         after a resume; trackers cannot amend a line, so they get it only then.
         """
         memory = self._memory()
         lines = [
             self._line(report, of_step, seconds, memory)
-            for report, of_step in zip(reports, figures, strict=True)
+            for report, of_step in zip(reports, metrics, strict=True)
         ]
         lines[-1] |= {"time": round(time.time(), 3), "phases": phases.seconds_since_last_call()}
         if self.records:
@@ -131,7 +131,7 @@ class Observer:
     def _line(
         self,
         report: StepReport,
-        figures: dict[str, Any],
+        metrics: dict[str, Any],
         seconds: float,
         memory: float,
     ) -> dict[str, Any]:
@@ -146,12 +146,12 @@ class Observer:
             config, tokens, cost = self.config, plan.tokens, plan.attention_cost
             rates["mfu_palm"] = palm_flops(config, tokens, self.seq_len, self.work) / peak
             rates["mfu_causal"] = causal_flops(config, tokens, cost, self.work) / peak
-        first = {name: figures[name] for name in ("loss", "objective") if name in figures}
+        first = {name: metrics[name] for name in ("loss", "objective") if name in metrics}
         return {
             "step": plan.step,
             **first,
             "grad_norm": finite_or_none(report.grad_norm),
-            **{name: value for name, value in figures.items() if name not in first},
+            **{name: value for name, value in metrics.items() if name not in first},
             **plan.metrics,
             "lr": report.lr,
             **({"loss_scale": report.loss_scale} if report.loss_scale != 1 else {}),
@@ -181,8 +181,8 @@ class Observer:
         suspects: ranks and samples that may be the cause.
         """
         plan = report.plan
-        figures = {"loss": repr(loss), "grad_norm": repr(report.grad_norm)}
-        self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], **figures, **suspects)
+        metrics = {"loss": repr(loss), "grad_norm": repr(report.grad_norm)}
+        self.event("skipped", step=plan.step, rows=[plan.start, plan.stop], **metrics, **suspects)
 
     def spike(self, report: StepReport, loss: float, suspects: dict[str, Any], policy: str) -> None:
         """Record and print a spike.
@@ -191,10 +191,10 @@ class Observer:
         """
         plan = report.plan
         scores = round(report.loss_score, 2), round(report.grad_norm_score, 2)
-        figures = {"loss": loss, "grad_norm": report.grad_norm}
-        figures |= {"loss_score": scores[0], "grad_norm_score": scores[1]}
+        metrics = {"loss": loss, "grad_norm": report.grad_norm}
+        metrics |= {"loss_score": scores[0], "grad_norm_score": scores[1]}
         rows = [plan.start, plan.stop]
-        self.event("spike", step=plan.step, rows=rows, **figures, policy=policy, **suspects)
+        self.event("spike", step=plan.step, rows=rows, **metrics, policy=policy, **suspects)
         ranks, samples = suspects["ranks"], suspects["samples"]
         where = ", ".join(samples[:3]) + (" …" if len(samples) > 3 else "")
         update = "" if policy == "warn" else "; no update"

@@ -18,7 +18,7 @@ JUDGED = 6
 
 @dataclass
 class StepReport:
-    """The figures of one step on the host.
+    """The metrics of one step on the host.
 
     The fields from `sums` on are filled when the step log reads the device.
 

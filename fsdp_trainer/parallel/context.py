@@ -28,12 +28,7 @@ from fsdp_trainer.models.sdpa import PLAIN, Scoring
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.local_queries import LOCAL_QUERIES
 from fsdp_trainer.parallel.ring import Ring
-from fsdp_trainer.parallel.split_rows import (
-    ContextRanks,
-    DealtByCost,
-    Gradients,
-    SplitRows,
-)
+from fsdp_trainer.parallel.split_rows import ContextRanks, DealtByCost, Gradients, SplitRows
 
 
 def context_ranks(

@@ -26,7 +26,7 @@ CGROUP = Path("/sys/fs/cgroup")
 MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
 
 
-class Setup(NamedTuple):
+class StateSetup(NamedTuple):
     """Settings that determine, with the model, the size of a rank's states."""
 
     layout: Layout
@@ -47,7 +47,7 @@ class MemoryItem(NamedTuple):
     offloads: bool = True
 
 
-def least_memory(model: Decoder, setup: Setup) -> list[MemoryItem]:
+def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     """Return a lower bound of a rank's peak memory, without activations and temporaries."""
     layout, precision, optim, adapters = setup
     sharding, sizes = layout.sharding, layout.sizes
@@ -106,7 +106,7 @@ def gathered_bytes(modules: Iterable[nn.Module], computed: int) -> int:
 
 
 def gathered_on_rank(modules: list[nn.Module], sharding: Sharding, computed: int) -> float:
-    """Return the bytes that one rank holds of gathered modules: of tensors and experts its share.
+    """Return the bytes that one rank holds of gathered modules: of tensors and experts its part.
 
     computed: see gathered_bytes.
     """
@@ -156,7 +156,7 @@ class Alternative(NamedTuple):
 
 def check_memory(
     model: Decoder,
-    setup: Setup,
+    setup: StateSetup,
     device: torch.device,
     alternatives: Callable[[], list[Alternative]] = list,
 ) -> None:
@@ -169,7 +169,7 @@ def check_memory(
     host = host_bytes(os.environ)
     cuda = device.type == "cuda"
 
-    def fits(setup: Setup, model: Decoder = model) -> bool:
+    def fits(setup: StateSetup, model: Decoder = model) -> bool:
         items = least_memory(model, setup)
         moved = setup.layout.sharding.cpu_offload and cuda
         offloaded = total([item for item in items if item.offloads and moved])
@@ -201,7 +201,7 @@ def arithmetic(items: list[MemoryItem], available: str) -> list[str]:
     ]
 
 
-def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list[str]:
+def suggestions(fits: Callable[[StateSetup], bool], setup: StateSetup, cuda: bool) -> list[str]:
     """Return overrides with which the states fit; last the one that may reduce quality."""
     layout, precision, optim, _ = setup
     sharding, ranks = layout.sharding, layout.ranks
@@ -232,7 +232,7 @@ def suggestions(fits: Callable[[Setup], bool], setup: Setup, cuda: bool) -> list
 
 
 def device_bytes(device: torch.device) -> float:
-    """Return the memory of this rank's device: of a GPU, or its share of the host's memory."""
+    """Return the memory of this rank's device: of a GPU, or its part of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_bytes(os.environ)

@@ -38,7 +38,7 @@ third, if sizes are distributed evenly between two powers.
 def trace_blocks(
     model: PlannedModel, device: str, load: float = 1.0
 ) -> tuple[list[TracedPart], float]:
-    """Return the memory of every block, and the bytes of rotations and masks that all share.
+    """Return the memory of every block, and the bytes of rotations and masks that all use.
 
     load: rows that the experts of this rank get, divided by the number with even routing.
     """
@@ -72,7 +72,7 @@ class BlockTracer:
         return self._traced(i, recompute.mode if i % recompute.every == 0 else "none")
 
     def shared_bytes(self) -> float:
-        """Return the bytes of rotations and masks that all blocks share."""
+        """Return the bytes of rotations and masks that all blocks use."""
         layout, config = self.model.layout, self.model.part.shape
         number = 4 if config.family_spec.rope_in_float32 else self.model.number
         rotation = 2 * layout.tokens * config.rotary_dim * number
@@ -132,8 +132,8 @@ def planned_attention(model: PlannedModel, device: str, windowed: bool) -> str:
         selective=model.checkpointing.mode == "selective",
     )
     method = context_method(layout.sharding, layout.batch.seq_len, model.part).method
-    shared = layout.sharding.context
-    preferred = attention_layout(model.options, shared, method, model.compiled)
+    ranks = layout.sharding.context
+    preferred = attention_layout(model.options, ranks, method, model.compiled)
     return choose(preferred, model.options.attention_kernel, context).layout
 
 

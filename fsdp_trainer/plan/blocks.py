@@ -36,7 +36,7 @@ torchtitan's runs of 2024 saved all of these bytes, those of 2025 and 2026 none.
 
 
 class TracedPart(NamedTuple):
-    """Memory of a part of the model in bytes, without its weights and tensors that blocks share.
+    """Memory of a part of the model in bytes, without its weights and tensors that all blocks use.
 
     Its input counts only as long as the part itself holds it. forward: at the peak of forward;
     saved: kept from forward to backward; backward: at the peak of backward, including `saved` and

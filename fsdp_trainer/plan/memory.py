@@ -179,7 +179,7 @@ class Activations(NamedTuple):
 
     traced: of each block; moved: bytes of each block that are in host memory between its forward
     and its backward; hidden: bytes of the hidden states of all tokens in the head; stream: between
-    blocks; norm: the norm before the head; shared: bytes that all blocks share; waiting: bytes of a
+    blocks; norm: the norm before the head; common: bytes that all blocks use; waiting: bytes of a
     pipeline's forwards that wait for their backward.
     """
 
@@ -188,14 +188,14 @@ class Activations(NamedTuple):
     hidden: int
     stream: float
     norm: TracedPart
-    shared: float
+    common: float
     waiting: float
 
     @classmethod
     def of(cls, model: PlannedModel, stages: RankStages, device: str, load: float) -> "Activations":
         """Return the memory on a rank with these stages."""
         layout = model.layout
-        traced, shared = trace_blocks(model, device, load)
+        traced, common = trace_blocks(model, device, load)
         traced = stages.of(traced)
         hidden = layout.tokens * model.config.hidden_size * model.number
         stream = hidden / layout.sharding.tensor
@@ -205,13 +205,13 @@ class Activations(NamedTuple):
             hidden,
             stream,
             norm_traced(model.own, layout.tokens, model.precision.param_dtype),
-            float(shared),
-            _waiting(model, stages, traced, shared, stream),
+            float(common),
+            _waiting(model, stages, traced, common, stream),
         )
 
 
 def _waiting(
-    model: PlannedModel, stages: RankStages, traced: list[TracedPart], shared: float, stream: float
+    model: PlannedModel, stages: RankStages, traced: list[TracedPart], common: float, stream: float
 ) -> float:
     """Return the bytes of activations of a pipeline's forwards that wait for their backward.
 
@@ -222,7 +222,7 @@ def _waiting(
     if division.ranks == 1:
         return 0.0
     saved = sum(block.saved for block in traced) / division.order.stages
-    return stages.waiting * (saved + shared + stream) + 2 * stream
+    return stages.waiting * (saved + common + stream) + 2 * stream
 
 
 class States(NamedTuple):
@@ -440,7 +440,7 @@ class Step:
             gradients=gradients,
             sharded=0.0 if self.sums_whole else gradients,
             gathered=self.units.staged,
-            saved=self.activations.shared + self.activations.waiting,
+            saved=self.activations.common + self.activations.waiting,
             teacher_gathered=teacher.gathered * teacher.stays if teacher is not None else 0.0,
         )
 
@@ -487,18 +487,18 @@ class Step:
         """
         model, held = teacher.model, self.held
         hidden = model.layout.tokens * model.config.hidden_size * model.number
-        [*_, block], shared = trace_blocks(model, self.device)
+        [*_, block], common = trace_blocks(model, self.device)
         is_freed = not units.stays
         message = self.units.message(units.block)
         tied = units.first.gathered * model.config.tie_word_embeddings
         now = Now(
-            held.saved + shared + block.forward,
+            held.saved + common + block.forward,
             is_freed * (units.block.gathered + tied),
             is_freed * 2 * message,
             is_freed * self.units.gloo_copy(message),
         )
         self.at("forward", f"the {teacher.name}'s forward", now)
-        end, after = f"the end of the {teacher.name}'s forward", held.saved + shared + 2 * hidden
+        end, after = f"the end of the {teacher.name}'s forward", held.saved + common + 2 * hidden
         if not teacher.compares:
             logits = self._logits_of_reference(model)
             self.at("forward", end, Now(after, is_freed * units.last.gathered, logits=logits))

@@ -138,10 +138,10 @@ def check_mesh(sharding: Sharding, layouts: list[Layout]) -> None:
     sizes = {
         f"sharding.{name}": getattr(sharding, name) for name in ("pipeline", "tensor", "context")
     }
-    shared = " × ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
+    product = " × ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
     same_rows, replicas = math.prod(sizes.values()), sharding.replicas
     rules = (
-        (same_rows, f"groups of {shared} ranks", ""),
+        (same_rows, f"groups of {product} ranks", ""),
         (same_rows * replicas, f"sharding.replicas={replicas} groups", "  or  sharding=fsdp"),
     )
     for size, groups, instead in rules:

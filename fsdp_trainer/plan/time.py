@@ -11,13 +11,7 @@ from typing import NamedTuple
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.plan.block_memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.compute import (
-    MEMORY,
-    SPREAD,
-    Seconds,
-    compute_seconds,
-    newton_schulz_rate,
-)
+from fsdp_trainer.plan.compute import MEMORY, SPREAD, Seconds, compute_seconds, newton_schulz_rate
 from fsdp_trainer.plan.expert_exchange import busiest_over_mean
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
 from fsdp_trainer.plan.muon_update import newton_schulz_flops, owner_traffic

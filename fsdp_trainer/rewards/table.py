@@ -128,6 +128,6 @@ def _make(entry: str | dict[str, Any]) -> Reward:
             parts[part] = convert(parts[part], about.type)
     if name in REWARDS:
         return REWARDS[name](**parts)
-    shared = {part: parts.pop(part) for part in ("weight", "label") if part in parts}
+    common = {part: parts.pop(part) for part in ("weight", "label") if part in parts}
     options = tuple(parts.items())
-    return FunctionReward(**shared, function=REGISTERED[name], registered_as=name, options=options)
+    return FunctionReward(**common, function=REGISTERED[name], registered_as=name, options=options)

@@ -12,9 +12,7 @@ from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import compile_cache, step_of
-from fsdp_trainer.config.schema import (
-    TrainConfig,
-)
+from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.tokenize_workers import cores
@@ -33,10 +31,7 @@ from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.compile import can_compile
 from fsdp_trainer.parallel.context import context_ranks
-from fsdp_trainer.parallel.convert import (
-    precompute_float8_scales,
-    scale_after_each_step,
-)
+from fsdp_trainer.parallel.convert import precompute_float8_scales, scale_after_each_step
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
@@ -109,17 +104,17 @@ def build(
     store = checkpoint_store(setup)
     order, held_out = orders_of_data(cfg, inputs, config)
     start, order = find_where_to_start(cfg, store, observer, order, held_out)
-    progress, source = start.progress, SOURCES[type(order)]
+    progress, make_source = start.progress, SOURCES[type(order)]
 
     # the model, without storage, and the rows as its ranks read them
     rows = RunRows(order, held_out, cfg.batch.rows)
     method = build_method(setup, rows, start.checkpoint)
     model = build_model(setup, method.head_temperature)
     attention, context = attention_of(setup, order, method.architectures)
-    of_rows = source_context(setup, attention, context)
+    reading = source_context(setup, attention, context)
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
-        data = source(order, progress, of_rows)
-        lines = describe(setup, model.whole, data, progress, attention, context, method.about())
+        unread = make_source(order, progress, reading)
+        lines = describe(setup, model.whole, unread, progress, attention, context, method.about())
         observer.introduce([*lines, *filter(None, [why_uncompiled]), *start.notes])
 
     # weights and optimizer states
@@ -127,13 +122,13 @@ def build(
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
-    rows, digests = method.load(model, of_rows.options)
+    rows, digests = method.load(model, reading.options)
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, start.checkpoint)
 
     # a step, and the loop around it
-    data = method.source(source(rows.training, progress, of_rows), of_rows, model, base, dtypes)
-    held_out = rows.validation
-    validation = StoredRows.validation(held_out, of_rows) if held_out else None
+    own_rows = make_source(rows.training, progress, reading)
+    data = method.source(own_rows, reading, model, base, dtypes)
+    validation = StoredRows.validation(rows.validation, reading) if rows.validation else None
     forward_backward = build_step(setup, method, model, data.source_names, loss_scale)
     guard = Guard(cfg.train, setup.model_device, progress.recent, progress.spikes_in_a_row)
     state = TrainState(model, optimizer, loss_scale, guard, data, validation, dtypes, base, digests)

@@ -142,7 +142,7 @@ def not_followed(init_from: str | None) -> list[str]:
 
 def line_on_second_model(setup: RunSetup) -> list[str]:
     """Return the line on a teacher, or on a reference in memory, if there is one."""
-    second, folder = setup.cfg.second_model, setup.inputs.frozen_model
+    second, folder = setup.cfg.second_model, setup.inputs.second_folder
     if second is None or not second.is_separate:
         return []
     choice = setup.cfg.objective

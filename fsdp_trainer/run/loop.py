@@ -1,4 +1,4 @@
-"""Construction of the loop around a step: logging, validation, checkpoints, each when it is due."""
+"""Construction of the trainer: the loop around a step, and the work that is due after steps."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +33,10 @@ from fsdp_trainer.training.trainer import Trainer
 
 @dataclass
 class LoopBuilder:
-    """What the parts of the loop are made of.
+    """Builds a trainer. The fields are what several of its parts are made of.
 
-    newest: step of the run's own newest checkpoint, -1: none.
+    progress: where the run begins or resumes. newest: step of the run's own newest checkpoint, -1:
+    none.
     """
 
     setup: RunSetup
@@ -60,7 +61,7 @@ class LoopBuilder:
         stop_check = StopCheck(setup.signals, checkpoints, step_log, save_seconds)
         log = self.logging(step_log, timetable, watch)
         garbage = GarbageCollection(cfg.train.gc_every)
-        shared = self.forward_backward, timetable, stop_check, log
+        common = self.forward_backward, timetable, stop_check, log
         return Trainer(
             cfg=cfg,
             model=state.model,
@@ -73,9 +74,9 @@ class LoopBuilder:
             progress=self.progress,
             timetable=timetable,
             stoppable=[
-                *validations(setup, state.validation, compilations, shared),
-                *samples(setup, shared),
-                *task_evaluations(setup, shared),
+                *validations(setup, state.validation, compilations, common),
+                *samples(setup, common),
+                *task_evaluations(setup, common),
             ],
             after_step=[
                 log,
@@ -157,12 +158,12 @@ def checkpoint_store(setup: RunSetup) -> CheckpointStore:
 
 # --- work after a step that a stop may interrupt
 
-Shared = tuple[ForwardBackward, Timetable, StopCheck, StepLogging]
-"""The parts of every StoppableWork."""
+CommonParts = tuple[ForwardBackward, Timetable, StopCheck, StepLogging]
+"""The first fields of every StoppableWork, in their order."""
 
 
 def validations(
-    setup: RunSetup, rows: StoredRows | None, compilations: CompilationLog, shared: Shared
+    setup: RunSetup, rows: StoredRows | None, compilations: CompilationLog, common: CommonParts
 ) -> list[Validation]:
     """Return the validation; empty without a validation set."""
     if rows is None:
@@ -170,7 +171,7 @@ def validations(
     cfg = setup.cfg.train
     return [
         Validation(
-            *shared,
+            *common,
             cfg.validate_every,
             rows,
             bytes_of_targets(setup).to(setup.device),
@@ -187,20 +188,20 @@ def bytes_of_targets(setup: RunSetup) -> Tensor:
     return torch.zeros_like(sizes) if setup.cfg.objective.method.scores else sizes
 
 
-def samples(setup: RunSetup, shared: Shared) -> list[Samples]:
+def samples(setup: RunSetup, common: CommonParts) -> list[Samples]:
     """Return the answers to train.sample_prompts; empty without prompts. Raises UserError."""
     cfg, tokenizer = setup.cfg, setup.inputs.tokenizer
     context = setup.config.max_position_embeddings
     prompts = encode_prompts(cfg.train, tokenizer, setup.inputs.template, context)
     every = cfg.train.validate_every
-    return [Samples(*shared, every, cfg, tokenizer, prompts, setup.device)] if prompts else []
+    return [Samples(*common, every, cfg, tokenizer, prompts, setup.device)] if prompts else []
 
 
-def task_evaluations(setup: RunSetup, shared: Shared) -> list[TrainingTasks]:
+def task_evaluations(setup: RunSetup, common: CommonParts) -> list[TrainingTasks]:
     """Return the evaluation on evaluation.tasks; empty without tasks. Raises UserError."""
     cfg, inputs = setup.cfg, setup.inputs
     if not cfg.evaluation.tasks:
         return []
     tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
-    shares = sharded_split(setup.dims, setup.device)
-    return [TrainingTasks(*shared, cfg.train.evaluate_every, cfg, tasks, shares, setup.device)]
+    split = sharded_split(setup.dims, setup.device)
+    return [TrainingTasks(*common, cfg.train.evaluate_every, cfg, tasks, split, setup.device)]

@@ -19,8 +19,8 @@ from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabu
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
-from fsdp_trainer.run.run_model import resolve_architecture
 from fsdp_trainer.run.tokenize_ahead import report
+from fsdp_trainer.run.trained_model import resolve_architecture
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
 
@@ -67,7 +67,7 @@ def store_lists(
     cfg: PrepareConfig, inputs: RunInputs, config: ModelConfig, world: World, console: Console
 ) -> None:
     """Run the teacher on all data whose lists are not stored yet. Collective. Raises UserError."""
-    assert inputs.frozen_model
+    assert inputs.second_folder
     assert inputs.teacher_files
     maker, held_out = OrderMaker.of(cfg, config.attention_cost), inputs.data.validation
     validation = maker.validation(held_out) if held_out else None
@@ -76,7 +76,7 @@ def store_lists(
     column = TeacherColumn(
         cfg=cfg,
         rows=rows,
-        source=inputs.frozen_model,
+        source=inputs.second_folder,
         student=config,
         dims=Dims(layout, world.device.type, parse_duration(cfg.launch.timeout)),
         world=world,

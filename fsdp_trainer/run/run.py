@@ -56,7 +56,7 @@ from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.run_lock import RunLock, clear_unused
-from fsdp_trainer.run.run_model import check_room, resolve_setup
+from fsdp_trainer.run.trained_model import check_room, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
@@ -190,18 +190,18 @@ class Rank:
             )
             cfg = replace(cfg, model=replace(cfg.model, init_from=str(own)))
         init_from = fetch(cfg.model.init_from) if cfg.model.init_from else None
-        frozen_model = fetch_second_model(cfg.second_model)
+        second_folder = fetch_second_model(cfg.second_model)
         # only one rank per node checks: free memory changes, so that ranks could disagree
         if world.local_rank == 0:
-            check_room(cfg, init_from, world, frozen_model)
+            check_room(cfg, init_from, world, second_folder)
         report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
         tokenizer, template, data = build_data(cfg, report)
-        if frozen_model and world.local_rank == 0:
-            require_same_vocabulary(cfg.second_model, tokenizer, frozen_model)
+        if second_folder and world.local_rank == 0:
+            require_same_vocabulary(cfg.second_model, tokenizer, second_folder)
         cache = cache_root(cfg.data, cfg.run)
-        files = digest_of_teacher(cfg.second_model, frozen_model, cache, report.progress)
+        files = digest_of_teacher(cfg.second_model, second_folder, cache, report.progress)
         require_most_tokens(cfg.data, data)
-        return RunInputs(tokenizer, template, data, init_from, frozen_model, files)
+        return RunInputs(tokenizer, template, data, init_from, second_folder, files)
 
     def preflight(self, world: World, inputs: RunInputs, setup: ModelSetup, claim: RunLock) -> None:
         """Check that the ranks agree and the disk has room, before building. Raises UserError."""
@@ -439,7 +439,7 @@ def report_end(trainer: Trainer, reason: str) -> None:
     """Print the run's data by source, its last loss and its validation losses."""
     progress, say = trainer.progress, trainer.observer.say
     since = " since the data was changed" if len(progress.segments) > 1 else ""
-    for source in trainer.data.shares(progress):
+    for source in trainer.data.read_by_component(progress):
         say(
             f"data   {source['name']}: {source['share']:.2%} of the tokens{since}, "
             f"requested {source['share_asked']:.2%}; {source['tokens']:,} tokens, "

@@ -40,9 +40,9 @@ def choose_attention(
         selective=cfg.activation_checkpoint.mode == "selective",
         share=share,
     )
-    shared = cfg.sharding.context
-    kernel = attention_kernel(cfg.model, shared, method, device.type)
-    choice = choose(attention_layout(cfg.model, shared, method, compiled), kernel, context)
+    ranks = cfg.sharding.context
+    kernel = attention_kernel(cfg.model, ranks, method, device.type)
+    choice = choose(attention_layout(cfg.model, ranks, method, compiled), kernel, context)
     dtype = getattr(torch, cfg.precision.param_dtype)
     for config in reversed(configs):  # the last call wins: it must be the student's
         set_kernel_priority(

@@ -142,15 +142,15 @@ class Corruption:
         names: dict[Ranks, list[str]] = {}
         for name, tensor in state.items():
             names.setdefault(self.holders(name, tensor), []).append(name)
-        shared = {ranks: group for ranks, group in names.items() if len(ranks) > 1}
-        order = [name for group in shared.values() for name in group]
+        copied = {ranks: group for ranks, group in names.items() if len(ranks) > 1}
+        order = [name for group in copied.values() for name in group]
         by_name = dict(zip(order, digests(state[name] for name in order), strict=True))
-        hashes = {ranks: hash(tuple(by_name[n] for n in group)) for ranks, group in shared.items()}
+        hashes = {ranks: hash(tuple(by_name[n] for n in group)) for ranks, group in copied.items()}
         by_rank = gather({hash(ranks): value for ranks, value in hashes.items()})
         odd = find_odd(by_rank)
         if not odd:
             return
-        mine = {hash(ranks): {n: by_name[n] for n in group} for ranks, group in shared.items()}
+        mine = {hash(ranks): {n: by_name[n] for n in group} for ranks, group in copied.items()}
         odd_values = gather({key: values for key, values in mine.items() if key in odd})
         key = next(iter(odd))
         holders = [rank for rank, groups in enumerate(odd_values) if key in groups]

@@ -78,7 +78,7 @@ class DataSource(Protocol):
     def suspects(self, report: StepReport) -> dict[str, Any]:
         """Return the ranks and samples that may have caused a bad step. Collective."""
 
-    def shares(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
         """Return the data read so far from each component of a mixture; empty for a single one."""
 
     def about(self, prepared: Prepared, progress: Progress) -> list[str]:
@@ -173,7 +173,7 @@ class StoredRows:
         samples = self.batches.samples_of(report.plan, ranks, report.worst_micro_batches)
         return self.batches.suspects_event(ranks, samples)
 
-    def shares(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
         """Return the data read so far from each component; empty for a single component."""
         return self.order.report(progress.rows) if len(self.order.components) > 1 else []
 

@@ -195,7 +195,7 @@ class ExpertLoad:
         return result.auxiliary[LOAD].flatten()
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return figures of the load.
+        """Return metrics of the load.
 
         They are the largest load relative to an even load, the entropy of the load relative to the
         largest possible one, averaged over blocks, and the number of experts without a token.

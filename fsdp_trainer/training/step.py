@@ -17,10 +17,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import StepPlan
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.gradients import GradientSync
-from fsdp_trainer.training.guard import (
-    EmbeddingGradProbe,
-    StepVerdict,
-)
+from fsdp_trainer.training.guard import EmbeddingGradProbe, StepVerdict
 from fsdp_trainer.training.loss import negative_log_likelihood
 from fsdp_trainer.training.loss_scale import LossScale
 from fsdp_trainer.training.metrics import Metrics, MicroBatchResult

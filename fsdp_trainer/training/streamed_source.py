@@ -155,7 +155,7 @@ class StreamedRows:
         samples = [place_of(where) for where in [*dict.fromkeys(own)][:MAX_SUSPECTS]]
         return self.assembler.suspects_event(ranks, [*chain(*gather(samples))])
 
-    def shares(self, progress: Progress) -> list[dict[str, Any]]:
+    def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
         """Return an empty list, since streams are not mixed by shares."""
         return []
 

@@ -13,11 +13,8 @@ from fsdp_trainer.config.composing.handover import (
     inherited_configuration,
 )
 from fsdp_trainer.config.document import recipe_heads
-from fsdp_trainer.config.methods import METHODS
-from fsdp_trainer.config.schema import (
-    SELECTORS,
-    TrainConfig,
-)
+from fsdp_trainer.config.methods import METHODS, is_missing
+from fsdp_trainer.config.schema import SELECTORS, TrainConfig
 from fsdp_trainer.errors import UserError
 
 DENSE = [
@@ -128,8 +125,8 @@ def test_every_option_sets_its_groups_selector():
             chosen["compile"] = "enabled"  # one needs the other
         if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
             chosen["adapter"] = "none"  # one refuses the other
-        if chosen["objective"] in ("distil", "grpo"):
-            chosen["objective"] = "sft"  # they need a teacher, or rewards
+        if any(refused.is_wrong is is_missing for refused in METHODS[chosen["objective"]].refused):
+            chosen["objective"] = "sft"  # a teacher or rewards would have to be named
         method = METHODS[chosen["objective"]]
         if method.compares_answers:
             chosen["data"] = "sft"  # another packing parts what is compared

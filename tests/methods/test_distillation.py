@@ -32,11 +32,7 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
-from fsdp_trainer.methods.distillation import (
-    DistilForwardBackward,
-    Distillation,
-    TeacherMetrics,
-)
+from fsdp_trainer.methods.distillation import DistilForwardBackward, Distillation, TeacherMetrics
 from fsdp_trainer.methods.teacher import shard_teacher
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig

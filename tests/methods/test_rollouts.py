@@ -26,11 +26,7 @@ from fsdp_trainer.methods.answers import (
     step_weight,
     token_weight,
 )
-from fsdp_trainer.methods.policy_gradient import (
-    REFERENCE,
-    PolicyGradient,
-    RolloutForwardBackward,
-)
+from fsdp_trainer.methods.policy_gradient import REFERENCE, PolicyGradient, RolloutForwardBackward
 from fsdp_trainer.methods.reference_model import ReferenceModel
 from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.models.config import ModelConfig
@@ -342,10 +338,10 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
 
     lora = [*keys, "adapter=lora", "train.steps=2"]  # whose base is the same
     based = world.train(tmp_path / "based", *lora)
-    frozen_model = world.train(tmp_path / "beside", *lora, f"objective.reference={model}", ranks=2)
+    in_memory = world.train(tmp_path / "beside", *lora, f"objective.reference={model}", ranks=2)
     for name in ("kl", "loss"):
         expected = based.column(name)
-        assert frozen_model.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
+        assert in_memory.column(name) == pytest.approx(expected, rel=1e-4, abs=1e-7), name
 
     resumed = [*keys, f"checkpoint.resume={start.folder / 'checkpoints' / 'step-00000002'}"]
     rest = world.train(tmp_path / "rest", *resumed)

@@ -17,7 +17,7 @@ from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import freeze, frozen_parameters
-from fsdp_trainer.parallel.memory_check import Setup, least_memory
+from fsdp_trainer.parallel.memory_check import StateSetup, least_memory
 from fsdp_trainer.plan.memory import memory
 from fsdp_trainer.plan.planned_run import PlannedRun
 
@@ -277,7 +277,7 @@ def test_memory_has_no_gradient_moments_or_master_copy_of_a_frozen_parameter():
     assert before["parameters"] - after["parameters"] == pytest.approx(2 * blocks)
     assert before["optimizer"] - after["optimizer"] == pytest.approx(8 * blocks)
     freeze(model, ["model.layers.*"])
-    items = least_memory(model, Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim()))
+    items = least_memory(model, StateSetup(Layout(Sharding(), 2, Batch()), Precision(), Optim()))
     sizes = {item.name: item.size for item in items}
     assert sizes["frozen"] == 2 * blocks
     assert math.isclose(sizes["moments"], 2 * sizes["weights"])

@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from world import read_lines, write_chats
 
 from fsdp_trainer.config.context_methods import choose_context_method, context_method
-from fsdp_trainer.config.schema import (
-    Sharding,
-)
+from fsdp_trainer.config.schema import Sharding
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder

@@ -20,15 +20,8 @@ from world import read_lines, write_chats
 
 from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.config.context_methods import choose_context_method
-from fsdp_trainer.config.pipeline_schedules import (
-    SCHEDULES,
-    Stages,
-    divide_blocks,
-)
-from fsdp_trainer.config.schema import (
-    Batch,
-    Sharding,
-)
+from fsdp_trainer.config.pipeline_schedules import SCHEDULES, Stages, divide_blocks
+from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, meta_decoder

@@ -32,7 +32,7 @@ from fsdp_trainer.parallel import memory_check
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.memory_check import Alternative, Setup
+from fsdp_trainer.parallel.memory_check import Alternative, StateSetup
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, stay_gathered
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
@@ -226,7 +226,7 @@ def test_the_least_that_a_rank_holds_is_sixteen_bytes_a_parameter_over_the_ranks
         sum(p.numel() for p in model.model.layers["0"].parameters()),
     )
     items = memory_check.least_memory(
-        model, Setup(Layout(sharding, ranks, Batch()), Precision(master_dtype=dtype), Optim())
+        model, StateSetup(Layout(sharding, ranks, Batch()), Precision(master_dtype=dtype), Optim())
     )
     assert sum(item.size for item in items) == pytest.approx(wanted(n, block))
 
@@ -237,16 +237,16 @@ def test_the_fewest_ranks_that_fit_are_named_and_do_fit():
         with pytest.raises(memory_check.UserError) as refused:
             memory_check.check_memory(
                 model,
-                Setup(Layout(Sharding(strategy="ddp"), 2, Batch()), Precision(), Optim()),
+                StateSetup(Layout(Sharding(strategy="ddp"), 2, Batch()), Precision(), Optim()),
                 cpu,
             )
         ranks = int(re.search(r"(\d+) ranks with the same", str(refused.value))[1])
         memory_check.check_memory(
-            model, Setup(Layout(Sharding(), ranks, Batch()), Precision(), Optim()), cpu
+            model, StateSetup(Layout(Sharding(), ranks, Batch()), Precision(), Optim()), cpu
         )
         with pytest.raises(memory_check.UserError):
             memory_check.check_memory(
-                model, Setup(Layout(Sharding(), ranks - 1, Batch()), Precision(), Optim()), cpu
+                model, StateSetup(Layout(Sharding(), ranks - 1, Batch()), Precision(), Optim()), cpu
             )
 
 
@@ -255,7 +255,7 @@ def test_the_least_with_adapters_has_frozen_weights_as_they_are_kept():
     cfg.adapter = Adapter(name="lora", base="nf4", rank=4)
     resolved = ModelSetup.resolve(config, cfg.adapter, [])
     model = resolved.model
-    setup = Setup(Layout(Sharding(), 2, Batch()), Precision(), Optim(), resolved.adapters)
+    setup = StateSetup(Layout(Sharding(), 2, Batch()), Precision(), Optim(), resolved.adapters)
     sizes = {item.name: item.size for item in memory_check.least_memory(model, setup)}
     blocks = [p for name, p in meta().named_parameters() if "proj" in name]
     four_bits = sum(4.25 / 8 * p.numel() for p in blocks) / 2
@@ -317,7 +317,7 @@ def test_adapters_are_suggested_where_they_would_fit():
     cfg = TrainConfig()
     cfg.adapter = Adapter(name="lora", rank=1)
     lora = Alternative("adapter=lora", ModelSetup.resolve(config, cfg.adapter, []).model, None)
-    setup = Setup(Layout(Sharding(), 1, Batch()), Precision(), Optim())
+    setup = StateSetup(Layout(Sharding(), 1, Batch()), Precision(), Optim())
     full, smallest = (
         sum(item.size for item in memory_check.least_memory(model, setup))
         for model in (meta(), lora.model)
@@ -337,11 +337,13 @@ def test_offloaded_states_are_the_hosts():
     ):
         cuda = torch.device("cuda")
         memory_check.check_memory(
-            model, Setup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()), cuda
+            model,
+            StateSetup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()),
+            cuda,
         )
         with pytest.raises(memory_check.UserError, match=r"sharding\.cpu_offload=true"):
             memory_check.check_memory(
-                model, Setup(Layout(Sharding(), 1, Batch()), Precision(), Optim()), cuda
+                model, StateSetup(Layout(Sharding(), 1, Batch()), Precision(), Optim()), cuda
             )
     with (
         inject.around("device_memory", lambda *_: 40e6),
@@ -349,7 +351,9 @@ def test_offloaded_states_are_the_hosts():
         pytest.raises(memory_check.UserError),
     ):
         memory_check.check_memory(
-            model, Setup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()), cuda
+            model,
+            StateSetup(Layout(Sharding(cpu_offload=True), 1, Batch()), Precision(), Optim()),
+            cuda,
         )
 
 

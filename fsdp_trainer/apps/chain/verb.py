@@ -41,7 +41,7 @@ def chain(cfg: ChainConfig, words: list[str], config_dir: str | None = None) -> 
     if cfg.again:
         start_again(planned, record)
     finished = {stage.name: record.finished(stage.name) for stage in planned.stages}
-    refuse_changes(planned, composed, finished)
+    refuse_changes(composed, finished)
     if cfg.demo and is_first() and not (planned.folder / "data").exists():
         write_demo(planned.folder / "data")
     for stage in planned.stages:
@@ -109,7 +109,7 @@ def compose_all(planned: Chain) -> dict[str, Any]:
     return composed
 
 
-def refuse_changes(planned: Chain, composed: dict[str, Any], finished: dict[str, Any]) -> None:
+def refuse_changes(composed: dict[str, Any], finished: dict[str, Any]) -> None:
     """Raise UserError if the settings of a finished stage have changed since then."""
     problems = []
     for name, cfg in composed.items():

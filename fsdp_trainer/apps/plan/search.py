@@ -169,7 +169,7 @@ def meshes(run: Candidate) -> Iterator[Choice]:
 
 def _meshes(run: Candidate) -> Iterator[Choice]:
     cfg = run.cfg
-    # the other dimensions have been chosen: shards and replicas share the remaining ranks
+    # the other dimensions have been chosen: shards and replicas divide the remaining ranks
     ranks = run.changed(_sharding("fsdp", 1)).layout.batch_ranks
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
     yield Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
@@ -225,7 +225,7 @@ DIMENSIONS = (
 
 Most of the time is spent on tracing a block. There is a trace for each tensor size, number of
 tokens and mode of recomputation, whatever the mesh is. Llama 70B on 512 GPUs takes only 21 traces:
-larger groups are not tried when they no longer help, shared rows are computed one at a time, and
+larger groups are not tried when they no longer help, split rows are computed one at a time, and
 the memory of more than two rows is extrapolated from the traces of one and two.
 """
 

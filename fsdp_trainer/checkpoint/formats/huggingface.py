@@ -344,7 +344,7 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     """
     own = model.named_weights()
     names = [name for name in sources if name in own]
-    pieces = [piece for name in names for piece in _pieces(own[name], name, sources[name])]
+    pieces = [piece for name in names for piece in _pieces(own[name], sources[name])]
     pieces.sort(key=lambda piece: (piece.source.chunks, piece.first))
     buffer_bytes = piece_bytes(piece.source.row_bytes for piece in pieces)
     in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))
@@ -364,7 +364,7 @@ def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str,
     raise UserError(f"the weights in {folder} do not fit the model", problems)
 
 
-def _pieces(parameter: Tensor, name: str, source: TensorOnDisk) -> Iterator[ImportPiece]:
+def _pieces(parameter: Tensor, source: TensorOnDisk) -> Iterator[ImportPiece]:
     """Yield the pieces of a parameter that this rank reads."""
     if is_encoded(parameter):
         source = encoded(source)

@@ -214,7 +214,7 @@ class SweepLine:
 
     @property
     def metric(self) -> str | None:
-        """The figure of metrics.jsonl by which jobs are compared; None for the default."""
+        """The metric by which jobs are compared; None for the default."""
         return self.sweeper_settings.metric if self.sweeper in SWEEPERS else None
 
     @property

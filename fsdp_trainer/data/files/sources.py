@@ -179,8 +179,8 @@ def _names(paths: list[str]) -> list[str]:
     It has a suffix only if necessary, and no part of the folder that contains all paths, so that
     the same data in another place has the same names.
     """
-    shared = os.path.commonpath([Path(path).parent for path in paths])
-    ends = [_ends(Path(path).relative_to(shared)) for path in paths]
+    common = os.path.commonpath([Path(path).parent for path in paths])
+    ends = [_ends(Path(path).relative_to(common)) for path in paths]
     count = Counter(end for of_one in ends for end in of_one)
     return [next((end for end in of_one if count[end] == 1), of_one[-1]) for of_one in ends]
 

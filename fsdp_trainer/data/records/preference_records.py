@@ -76,31 +76,31 @@ def read_preference(values: Values) -> Preference:
     if chosen == rejected:
         raise RecordError("chosen and rejected are the same")
     turns = zip(chosen, rejected, strict=False)
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], turns))
+    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], turns))
     prompt = values["prompt"] or []
     if prompt:
         prompt = turns_or_text(prompt, "user", values.name("prompt"))
     if prompt and values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     begins_with_prompt = chosen[0]["role"] != "assistant"
-    _require_prompt(prompt, chosen[:shared], begins_with_prompt)
-    before = chosen[:shared] if begins_with_prompt else prompt + chosen[:shared]
-    for name, side in (("chosen", chosen[shared:]), ("rejected", rejected[shared:])):
+    _require_prompt(prompt, chosen[:common], begins_with_prompt)
+    before = chosen[:common] if begins_with_prompt else prompt + chosen[:common]
+    for name, side in (("chosen", chosen[common:]), ("rejected", rejected[common:])):
         _require_answer(name, side)
     return Preference(
         values.with_system(before),
-        chosen[shared:],
-        rejected[shared:],
+        chosen[common:],
+        rejected[common:],
         values.tools(),
         values.where,
     )
 
 
-def _require_prompt(prompt: list[Message], shared: list[Message], in_sides: bool) -> None:
-    """Raise RecordError unless both sides answer one prompt. shared: turns that both begin with."""
-    if prompt and in_sides and prompt[-1] not in shared:
+def _require_prompt(prompt: list[Message], common: list[Message], in_sides: bool) -> None:
+    """Raise RecordError unless both sides answer one prompt. common: turns that both begin with."""
+    if prompt and in_sides and prompt[-1] not in common:
         raise RecordError("chosen and rejected do not both begin with the row's own prompt")
-    if not prompt and not shared:
+    if not prompt and not common:
         raise RecordError(
             "chosen and rejected share no prompt. Name its column:  'data.fields={prompt: …,"
             " chosen: …, rejected: …}'"

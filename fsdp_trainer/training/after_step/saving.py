@@ -90,9 +90,8 @@ class CheckpointManager:
         phases.enter("staging")
         started = time.perf_counter()
         self.settle(progress, report_wait=True)  # first: a failure may change the best step
-        shares = self.state.data.shares(progress)
-        if shares:
-            self.observer.event("data", step=progress.step, sources=shares)
+        if components := self.state.data.read_by_component(progress):
+            self.observer.event("data", step=progress.step, sources=components)
         state, tensors = self.state.record(progress), self.state.tensors()
         try:
             with self.clock.excluded():

@@ -1,4 +1,4 @@
-"""Checks of the model before any data is read, and the model that a run trains."""
+"""The model that a run trains: checks before any data is read, then its ModelSetup."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -10,30 +10,23 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
-from fsdp_trainer.methods.teacher import require_fitting, with_teacher
+from fsdp_trainer.methods.teacher import require_fitting, with_second_model
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import (
-    expert_problems,
-    resolve_model,
-    resolve_with_tokenizer,
-)
+from fsdp_trainer.models.resolve import expert_problems, resolve_model, resolve_with_tokenizer
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
-from fsdp_trainer.parallel.convert import (
-    require_float8,
-)
-from fsdp_trainer.parallel.memory_check import Alternative, Setup, check_memory
+from fsdp_trainer.parallel.convert import require_float8
+from fsdp_trainer.parallel.memory_check import Alternative, StateSetup, check_memory
 from fsdp_trainer.training.run_inputs import RunInputs
 from fsdp_trainer.training.weights import require_kept
 
 
 def check_room(
-    cfg: TrainConfig, init_from: Path | None, world: World, frozen_model: Path | None = None
+    cfg: TrainConfig, init_from: Path | None, world: World, second_folder: Path | None = None
 ) -> None:
     """Check that the ranks can train this model. Called before data or weights are read.
 
     Raises UserError for a layout that does not fit the number of ranks, number formats that the
-    device lacks, or a model that cannot fit in memory. frozen_model: the folder of a teacher or
-    reference, if there is one.
+    device lacks, or a model that cannot fit in memory. second_folder: see RunInputs.
     """
     layout = Layout(cfg.sharding, world.size, cfg.batch)
     if layout.problem:
@@ -46,15 +39,17 @@ def check_room(
     setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
     ranks, adapters = cfg.sharding.tensor, setup.adapters
     moments = moments_format(cfg.optim, cfg.precision.master_dtype)
-    problems = setup.tensor_problems(ranks, cfg.batch.seq_len, moments)
-    shared = context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config)
-    if problems := [*problems, *shared]:
+    problems = [
+        *setup.tensor_problems(ranks, cfg.batch.seq_len, moments),
+        *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
+    ]
+    if problems:
         raise UserError("the ranks cannot share the model and its rows like this", problems)
     if problems := list(expert_problems(config, cfg.sharding, cfg.loss, adapters is not None)):
         raise UserError("the ranks cannot divide experts like this", problems)
     if cfg.second_model and cfg.second_model.mode == "loaded":
-        require_fitting(cfg, *with_teacher(config, frozen_model, cfg.sharding.tensor))
-    states = Setup(layout, cfg.precision, cfg.optim, adapters)
+        require_fitting(cfg, *with_second_model(config, second_folder, cfg.sharding.tensor))
+    states = StateSetup(layout, cfg.precision, cfg.optim, adapters)
     require_kept(setup)
     check_memory(setup.model, states, world.device, lambda: adapted_models(setup))
 
@@ -73,10 +68,7 @@ def adapted_models(setup: ModelSetup) -> list[Alternative]:
 
 
 def resolve_setup(cfg: TrainConfig, inputs: RunInputs) -> ModelSetup:
-    """Return the model to train, its adapters and what is frozen. Raises UserError.
-
-    The process hands it on to all that need to know.
-    """
+    """Return the setup of the model in training, which is resolved only here. Raises UserError."""
     config = resolve_architecture(cfg, inputs)
     source = WeightSource.of(cfg.model, cfg.adapter, inputs.init_from, cfg.run.seed)
     return ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
@@ -86,13 +78,13 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     """Return the model's configuration, checked against the tokenizer. Raises UserError.
 
     The vocabulary is padded so that each rank of a tensor group has equally many rows of it, and as
-    many as of the vocabulary of a frozen model, if there is one.
+    many as of the vocabulary of a second model, if there is one.
     """
     model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
     config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
     config = with_head(config, cfg)
-    if inputs.frozen_model:
-        return with_teacher(config, inputs.frozen_model, cfg.sharding.tensor)[0]
+    if inputs.second_folder:
+        return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
 
 

@@ -15,7 +15,7 @@ def test_every_method_of_the_table_has_a_class():
 
 def test_keys_count_for_methods_of_the_table_alone():
     used = {name for f in fields(ObjectiveChoice) for name in f.metadata["used_by"]}
-    assert used == METHODS.keys() - {"sft"}
+    assert used <= METHODS.keys()
 
 
 @pytest.mark.parametrize(

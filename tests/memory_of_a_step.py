@@ -96,7 +96,8 @@ def peak(cfg, config, ranks, by):
         dims = Dims(layout_of(cfg), "cpu", timeout=60)
         with torch.device("meta"):
             model = Decoder(config)
-        parallelize(model, dims, Computation.of(cfg), resolve_adapters(cfg.adapter, config))
+        adapters = resolve_adapters(cfg.adapter, config)
+        parallelize(model, dims, Computation.of(cfg), adapters, cfg.train.freeze)
         with FakeTensorMode(allow_non_fake_inputs=True), cpu:
             model.to_empty(device="cpu")
             optimizer, probe = build_optimizer(model, cfg.optim), EmbeddingGradProbe(model)

@@ -281,7 +281,8 @@ class Decoder(nn.Module):
     def forward(self, batch: MicroBatch, objective: Objective | None = None) -> DecoderOutput:
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
         share = batch.token_share if objective else None  # a validation has no auxiliary losses
-        normed, auxiliary = self._normed(batch, share)
+        hidden, auxiliary = self._supervised(batch, share)
+        normed = self.model.norm(hidden)
         value, scores = self.lm_head(normed, batch.targets, objective, batch.soft)
         if value is not None:
             losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
@@ -294,17 +295,20 @@ class Decoder(nn.Module):
 
         For a model whose own head passes them on: FSDP2 requires its forward to be called.
         """
-        return self.lm_head(self._normed(batch, None)[0])
+        hidden, _ = self._supervised(batch, None)
+        return self.lm_head(self.model.norm(hidden))
 
-    def _normed(self, batch: MicroBatch, token_share: Tensor | None) -> tuple[Tensor, Auxiliary]:
-        """Return the states after the last norm, for supervised positions only.
+    def _supervised(
+        self, batch: MicroBatch, token_share: Tensor | None
+    ) -> tuple[Tensor, Auxiliary]:
+        """Return the states after the last block, [supervised, hidden], and auxiliary values.
 
-        Also returns the blocks' auxiliary values. token_share: as in MicroBatch.
+        Norm and head are computed for these positions only. token_share: as in MicroBatch.
         """
         hidden, auxiliary = self.hidden(
             batch.tokens, batch.positions, batch.layout, token_share=token_share
         )
-        return self.model.norm(hidden.flatten(0, 1).index_select(0, batch.index)), auxiliary
+        return hidden.flatten(0, 1).index_select(0, batch.index), auxiliary
 
     def hidden(
         self,

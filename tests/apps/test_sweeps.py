@@ -481,7 +481,7 @@ def test_jobs_side_by_side_divide_the_devices(monkeypatch, tmp_path):
     cfg = compose("train", [*DEMO, "launch.nproc_per_node=2"])
     place = sweep_backends.OnThisNode(Local(), cfg.launch)
     assert place.at_once == 2
-    assert place.world(cfg) == 2
+    assert place.world(cfg.launch) == 2
     for number in (1, 2):
         assert place.has_room(cfg.launch)
         place.start(cfg, [], tmp_path / f"{number}/output.log")

@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.composing.handover import inherited_configuration
+from fsdp_trainer.config.source_words import as_source, is_path
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report
@@ -84,7 +85,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     """Compose a verb's configuration, run the verb and return its exit code."""
     phases.begin()
     verb = VERBS[name]
-    overrides = _with_recipe_files(name, overrides)
+    overrides = _with_bare_words(name, overrides)
     if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
@@ -128,7 +129,7 @@ def _dispatch(argv: list[str] | None) -> int:
 
 def _run_or_show(verb: str, overrides: list[str], flags: argparse.Namespace) -> int:
     """Run the verb, once or as a sweep, or print what --cfg or --info request."""
-    overrides = _with_recipe_files(verb, overrides)
+    overrides = _with_bare_words(verb, overrides)
     if flags.multirun and (flags.info or flags.cfg):
         raise _unreadable("-m", "--cfg and --info show one run: leave one of them out")
     if flags.multirun:
@@ -192,8 +193,21 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
     return first, rest
 
 
+def _with_bare_words(verb: str, words: list[str]) -> list[str]:
+    """Return the words with those written out that stand for a setting.
+
+    The name of a YAML file stands for `+recipe=FILE`, a path that exists for `source=PATH`.
+    """
+    words = _with_recipe_files(verb, words)
+    if "source" not in PRIMARY[verb].__dataclass_fields__:
+        return words
+    paths = [word for word in words if is_path(word)]
+    if not paths:
+        return words
+    return [*(word for word in words if word not in paths), as_source(verb, paths, words)]
+
+
 def _with_recipe_files(verb: str, words: list[str]) -> list[str]:
-    """Return the words, with each name of a YAML file replaced by `+recipe=FILE`."""
     if verb != "config" and not issubclass(PRIMARY[verb], PRIMARY["train"]):
         return words
     files = [word for word in words if YAML_FILE.fullmatch(word)]

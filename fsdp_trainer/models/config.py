@@ -21,6 +21,7 @@ from fsdp_trainer.models.families import (
     SLIDING,
     Family,
     layer_pattern,
+    nearest_family,
 )
 
 if TYPE_CHECKING:
@@ -57,6 +58,17 @@ REFUSED_UNLESS: dict[str, tuple] = {
     "embd_pdrop": (0, None),
     "use_bidirectional_attention": (False, None),
     "quantization_config": (None,),
+    # of families that are not computed: a folder that gives one of them another's name has these
+    "embedding_multiplier": (1, None),
+    "residual_multiplier": (1, None),
+    "attention_multiplier": (None,),
+    "logits_scaling": (1, None),
+    "logit_scale": (1, None),
+    "scale_emb": (1, None),
+    "scale_depth": (None,),
+    "use_parallel_residual": (False, None),
+    "no_rope_layers": (None, []),
+    "alibi": (False, None),
 }
 """Keys of config.json that the decoder does not implement, with the values that leave the
 computation unchanged, the default first."""
@@ -634,9 +646,29 @@ def _unsupported(raw: Json) -> list[Problem]:
     """Return a problem for everything that the decoder does not support."""
     family = raw.get("model_type")
     if family not in FAMILIES:
-        return [Problem(f"model_type={family}", f"this decoder computes {', '.join(FAMILIES)}")]
+        return [Problem(f"model_type={family}", _why_unknown(raw))]
     spec = FAMILIES[family]
     return list(_form_problems(raw, spec)) or list(_content_problems(raw, spec))
+
+
+def _why_unknown(raw: Json) -> str:
+    """Return a message about a model_type that is not in FAMILIES: what there is, what to do."""
+    near = nearest_family(raw)
+    named = {"model_type": near, "architectures": [FAMILIES[near].architecture]}
+    missing = _unsupported(raw | named)
+    if any(problem.what in SIZES for problem in missing):
+        lines = ["None of them is near: config.json is not that of a plain decoder"]
+    elif missing:
+        lines = [f"The nearest is {near}, which does not have"]
+        lines += [f"  {problem.what} ({problem.reason})" for problem in missing]
+    else:
+        lines = [
+            f"The nearest is {near}. If the model is the same but for its name, write",
+            f"  {json.dumps(named)[1:-1]}",
+            "into the config.json of a copy: a weight that does not fit is refused",
+        ]
+    families = f"is not computed here; these are: {', '.join(FAMILIES)}"
+    return "\n".join([families, *lines, "To add a family: docs/add-a-model.md"])
 
 
 def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
@@ -674,6 +706,8 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
         reason = f"one of {FULL} and {SLIDING} for each of the {layers} blocks is computed"
         yield Problem("layer_types", reason)
+    elif SLIDING in types and spec.windows == "none":
+        yield Problem("layer_types", f"{raw['model_type']} has no {SLIDING}")
     if _local_rope(raw).get("rope_type", "default") != "default":
         yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
     yield from rope_problems(_rope_section(raw, spec), "rope")
@@ -684,7 +718,7 @@ def _refused_keys(raw: Json, spec: Family) -> Iterator[Problem]:
     read = {"quantization_config"} if _is_in_blocks(raw.get("quantization_config")) else set()
     for name, allowed in (REFUSED_UNLESS | spec.refused_unless).items():
         if raw.get(name, allowed[0]) not in allowed and name not in read:
-            reason = INSTEAD.get(name, f"only {allowed[0]} is computed")
+            reason = INSTEAD.get(name, f"only {json.dumps(allowed[0])} is computed")
             yield Problem(f"{name}={raw[name]}", reason)
 
 

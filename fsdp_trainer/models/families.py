@@ -3,7 +3,9 @@
 docs/add-a-model.md describes the effect of each field on the computation.
 """
 
+import re
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Literal
 
 FULL = "full_attention"
@@ -406,3 +408,24 @@ FAMILIES = {
         hf_defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
 }
+
+
+def nearest_family(raw: dict[str, Any]) -> str:
+    """Return the family that is most like a model of another one, by the keys of its config.json.
+
+    raw: the content of config.json. A name that begins alike counts if both have experts or neither
+    has: `gemma` is like gemma2, `qwen3_next` like qwen3_moe.
+    """
+    if raw.get("kv_lora_rank"):
+        return next(name for name, spec in FAMILIES.items() if spec.mixer == LATENT)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+    has_experts = any(raw.get(name) for name in counts)
+    named = str(raw.get("model_type"))
+    word = re.split(r"[\d_]", named)[0]
+    alike = [
+        name
+        for name, spec in FAMILIES.items()
+        if word and name.startswith(word) and (spec.feed_forward == "experts") == has_experts
+    ]
+    near = get_close_matches(named, alike, 1, 0)
+    return near[0] if near else "mixtral" if has_experts else "llama"

@@ -229,8 +229,5 @@ def advice(
     if newest >= 0:
         lines.append(f"The checkpoint of step {newest:,} is safe: the same command resumes from it")
         if any("batch.micro_rows" in override for override, _ in suggestions):
-            lines[-1] += (
-                ", with another batch.micro_rows only by  "
-                "'checkpoint.allow_changes=[batch.micro_rows]'"
-            )
+            lines[-1] += ", also with another batch.micro_rows"
     return lines

@@ -23,6 +23,7 @@ from fsdp_trainer.training.progress import Progress
 
 FREE = {
     "adapter.init_from",
+    "batch.micro_rows",
     "data.cache",
     "data.max_lost",
     "data.pad_to_multiple",
@@ -42,7 +43,16 @@ FREE = {
 }
 """Keys of the compared groups that may change, since they affect how something is read or computed
 and not its content. The content of data and tokenizer is compared by data.fingerprint, a teacher by
-its weights."""
+its weights. Losses and gradients do not depend on batch.micro_rows, but for rounding."""
+DECIDE_TOKENS = {
+    "data.format",
+    "data.loss_on",
+    "data.on_error",
+    "data.template",
+    "data.template_args",
+    "data.template_date",
+}
+"""Keys that only decide tokens and their weights: they may change if data.fingerprint does not."""
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (
@@ -116,6 +126,8 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
     allowed = set(cfg.checkpoint.allow_changes)
     if "data.path" in allowed:
         allowed.add("data.fingerprint")
+    if "data.fingerprint" not in changes:
+        allowed |= DECIDE_TOKENS
     refused = sorted(
         key for key in changes.keys() & COMPARED if not allowed & {key, key.split(".")[0]}
     )

@@ -464,6 +464,36 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path, name):
     ) in said
 
 
+@pytest.mark.parametrize(
+    "theirs, near, lacks",
+    [
+        ({"model_type": "granite", "logits_scaling": 8.0}, "llama", "logits_scaling=8.0"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "llama", "no_rope_layers"),
+        ({"model_type": "olmo3", "layer_types": ["sliding_attention"] * 2}, "olmo2", "layer_types"),
+        ({"model_type": "granitemoe", "num_local_experts": 8}, "mixtral", None),
+        ({"model_type": "qwen9", "num_experts": 8}, "qwen3_moe", None),
+        ({"model_type": "mistral9"}, "mistral", None),
+        ({"model_type": "kimi_k2", "kv_lora_rank": 512}, "deepseek_v3", None),
+    ],
+    ids=lambda value: value.get("model_type") if isinstance(value, dict) else None,
+)
+def test_an_unknown_model_type_is_told_its_nearest_family_and_what_to_do(
+    tmp_path, theirs, near, lacks
+):
+    with pytest.raises(UserError) as raised:
+        ModelConfig.from_hf(config_json(tmp_path, architectures=["X"], **theirs))
+    said = str(raised.value)
+    assert f"The nearest is {near}" in said
+    assert (lacks or f'"model_type": "{near}"') in said
+    assert "docs/add-a-model.md" in said
+
+
+def test_a_config_json_of_another_kind_has_no_near_family(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_embd": 768}))
+    with pytest.raises(UserError, match="None of them is near"):
+        ModelConfig.from_hf(tmp_path)
+
+
 @pytest.mark.slow
 def test_what_transformers_would_not_compute_is_ignored_in_a_folder_and_refused_when_asked_for(
     tmp_path, train

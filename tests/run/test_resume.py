@@ -164,6 +164,27 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
 # --- may it go on -------------------------------------------------------------------------------
 
 
+def test_what_changes_no_loss_is_a_note(train):
+    how = ["schedule=constant", "checkpoint.keep=9"]
+    whole = train("whole", *how, "batch.micro_rows=2", "train.steps=4")
+    train("run", *how, "batch.micro_rows=2", "train.steps=2")
+    others = ["batch.micro_rows=1", "data.on_error=skip", "data.format=prompt_completion"]
+    run = train("run", *how, *others, "train.steps=4", ranks=2)
+    changes = run.event("resume")[0]["changes"]
+    assert changes["batch.micro_rows"] == [2, 1]
+    assert "batch.micro_rows was 2, is 1" in run.out
+    assert changes.keys() >= {"data.on_error", "data.format"}
+    assert run.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+
+
+def test_other_tokens_are_refused_with_the_key_that_gives_them(train):
+    train("run", "train.steps=1")
+    refused = train("run", "train.steps=2", "data.loss_on=all", code=2)
+    assert "data.loss_on=all" in refused.err
+    assert "data.fingerprint" in refused.err
+
+
 @pytest.mark.slow
 def test_what_is_trained_may_not_change_unless_it_is_allowed(train, tmp_path):
     train("run", "train.steps=2", "schedule=constant")

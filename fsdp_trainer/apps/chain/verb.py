@@ -221,7 +221,7 @@ def finish(planned: Chain, record: ChainRecord) -> int:
     say(f"\n{text}\n")
     last = planned.folder_of(planned.trainings[-1].name)
     say(f"card   {planned.folder}/card.html, card.md")
-    say(f"chat   fsdp-trainer chat source={last}")
+    say(f"chat   fsdp-trainer chat {last}")
     return 0
 
 

@@ -83,7 +83,8 @@ def read_overrides(
         try:
             override = parser.parse_override(argument)
         except HydraException:
-            line.refuse(argument, why_unparsable(argument, parser, keys, options))
+            meant = {"source"} & keys.keys() if "=" not in argument else ()
+            line.refuse(argument, why_unparsable(argument, parser, keys, options), *meant)
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
         refusal = _why_refused(argument, override, key, keys, options, sweeping)
@@ -360,6 +361,8 @@ def why_unparsable(
         return _why_no_dashes(name, value, keys, groups)
     if not equals:
         meant = without_key(argument, keys, groups)
+        if meant == f"source={argument}":
+            return f"is no setting, and there is no such file or folder (looked in {Path.cwd()})"
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     is_tuple = value[:1] == "(" and key in keys and not takes_text(keys[key].type)
     setting = f"{key}=[{value.strip('()')}]" if is_tuple else f"{key}={_with_quotes(value)}"
@@ -410,7 +413,7 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
     """Return the setting that was probably meant by a word without `=`, or "".
 
     The word may be a key without a value, a recipe's name, a value that only one key has among its
-    choices, or the value of data.path or of the verb's first key.
+    choices, or the value of source, of data.path or of the verb's first key.
     """
     name = word.lstrip("+")
     if name in keys or name in groups:
@@ -420,6 +423,8 @@ def without_key(word: str, keys: Mapping[str, Any], groups: Mapping[str, Any]) -
     choosing = [key for key, f in keys.items() if word in f.metadata["choices"]]
     if len(choosing) == 1:
         return f"{choosing[0]}={word}"
+    if "source" in keys:
+        return f"source={word}"
     if "data.path" in keys:
         return f"data.path={word}" if re.search(r"[/.]", word) else ""
     return f"{next(iter(keys))}={word}" if keys else ""

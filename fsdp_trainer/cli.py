@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.config.composing.handover import inherited_configuration
-from fsdp_trainer.config.source_words import as_source, is_path
+from fsdp_trainer.config.composing.source_words import as_source, is_path
 from fsdp_trainer.config.verbs import PRIMARY
 from fsdp_trainer.config.yaml_text import YAML_FILE
 from fsdp_trainer.errors import Problem, RunFailed, UserError, report

@@ -701,6 +701,14 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     if activation not in ACTIVATIONS:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
         yield Problem(f"{name}={activation}", f"supported are {', '.join(ACTIVATIONS)}")
+    yield from _layer_type_problems(raw, spec)
+    if _local_rope(raw).get("rope_type", "default") != "default":
+        yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
+    yield from rope_problems(_rope_section(raw, spec), "rope")
+
+
+def _layer_type_problems(raw: Json, spec: Family) -> Iterator[Problem]:
+    """Yield a problem for types of blocks that are not computed."""
     types = raw.get("layer_types") or []
     layers = raw["num_hidden_layers"]
     if not {FULL, SLIDING}.issuperset(types) or len(types) not in (0, layers):
@@ -708,9 +716,6 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         yield Problem("layer_types", reason)
     elif SLIDING in types and spec.windows == "none":
         yield Problem("layer_types", f"{raw['model_type']} has no {SLIDING}")
-    if _local_rope(raw).get("rope_type", "default") != "default":
-        yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
-    yield from rope_problems(_rope_section(raw, spec), "rope")
 
 
 def _refused_keys(raw: Json, spec: Family) -> Iterator[Problem]:

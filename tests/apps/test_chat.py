@@ -113,8 +113,6 @@ class ChatServer:
 
 @contextmanager
 def served(folder, token=None):
-    pytest.importorskip("starlette")
-    pytest.importorskip("uvicorn")
     server = ChatServer(folder, token)
     try:
         yield server
@@ -284,7 +282,6 @@ def test_the_page_streams_stops_and_answers_again(server):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_server_and_its_streams(folder):
-    pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

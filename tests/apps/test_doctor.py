@@ -289,7 +289,7 @@ def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_
         "run.root=runs",
         "data.path=chats.jsonl",
         "tokenizer.path=demo:bytes",
-        "launch.timeout=30s",
+        "launch.timeout=12s",
     ]
     found_by_doctor = doctor(*QUICK, *words, code=3, **how)
     assert found_by_doctor["problem", "not shared"]["text"].startswith("rank 1 (")

@@ -23,6 +23,9 @@ SMALLER = [
 
 FURTHER_SIZES = {
     "llama405b_pretrain_pp": ["model.num_hidden_layers=4"],  # two stages of each rank
+    "qwen3_30b_a3b_sft": ["model.num_experts=8", "model.moe_intermediate_size=16"],
+    "olmoe_pretrain": ["model.num_experts=8", "model.moe_intermediate_size=16"],
+    "gpt_oss_20b_lora": ["model.num_experts=8"],
     "chain_depth": ["model.depth=2", "compile=disabled"],
     "deepseek_v3_sft": [
         "model.num_key_value_heads=4", "model.qk_nope_head_dim=4", "model.qk_rope_head_dim=4",
@@ -55,7 +58,7 @@ def text(tmp_path):
         for name in RECIPES
     ],
 )
-def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, recipe):
+def test_every_recipe_trains_and_ends_with_a_checkpoint(world, inputs, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
     answers = cfg.objective.method.samples
     teacher = [f"objective.teacher={small_model(tmp_path)}"] if cfg.objective.teacher else []
@@ -65,6 +68,7 @@ def test_every_recipe_trains_and_ends_with_a_checkpoint(world, text, tmp_path, r
         *SMALLER,
         "model.init_from=null",
         f"data.path={data_of(cfg, text)}",
+        f"data.cache={inputs['data.cache']}",
         "batch.seq_len=128",
         "train.steps=2",
         *teacher,

@@ -355,13 +355,13 @@ def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change
     options = {"ranks": ranks}
     if "compile=enabled" in how:
         how, options["seam"] = compiled, inject.no_kernels()
-    plain = train("plain", "train.steps=12", *how, **options)
-    run = train("run", "train.steps=12", *ASKED, *how, **options)
+    plain = train("plain", "train.steps=8", *how, **options)
+    run = train("run", "train.steps=8", *ASKED, *how, **options)
     assert run.column("loss") == plain.column("loss")
     assert run.column("grad_norm") == plain.column("grad_norm")
     samples = read_lines(run.folder / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in samples] == [
-        (step, prompt) for step in (4, 8, 12) for prompt in ("aaa", "b c")
+        (step, prompt) for step in (4, 8) for prompt in ("aaa", "b c")
     ]
     for line in samples:
         speaker = Speaker.load(run.folder / "checkpoints" / f"step-{line['step']:08}")

@@ -121,10 +121,17 @@ slow = pytest.mark.slow
     ("ranks", "family", "dtype", "how"),
     [
         (3, "qwen2", "fp32", ["adapter.also=[norms]", "activation_checkpoint=selective"]),
-        (4, "llama", "bf16", ["sharding=hsdp", "sharding.replicas=2"]),
-        (2, "llama biases", "fp32", ["sharding.cpu_offload=true"]),
-        (2, "phi3", "fp32", ["adapter.also=[o_proj]", "adapter.targets=[mlp.gate_up_proj]"]),
-        (2, "llama", "bf16", ["sharding=ddp", "adapter=dora", FULL]),
+        (4, "llama biases", "bf16", ["sharding=hsdp", "sharding.replicas=2", "adapter=dora", FULL]),
+        (
+            2,
+            "phi3",
+            "fp32",
+            [
+                "adapter.also=[o_proj]",
+                "adapter.targets=[mlp.gate_up_proj]",
+                "sharding.cpu_offload=true",
+            ],
+        ),
         (1, "llama", "bf16", ["compile"]),
         (2, "qwen3_moe", "bf16", [FULL, "sharding.expert=2", "adapter.targets=[all,experts]"]),
         (1, "gpt_oss", "fp32", ["adapter.targets=[q_proj,experts]"]),

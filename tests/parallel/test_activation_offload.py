@@ -174,7 +174,7 @@ def test_small_tensors_stay():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    [WAYS[0], WAYS[1], WAYS[3]],
+    [WAYS[1], WAYS[3]],
     ids=lambda way: way.mode,
 )
 def test_compiled_blocks_offload_too(small, enter, way):

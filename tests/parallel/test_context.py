@@ -110,7 +110,6 @@ CASES = {
     "two": (2, {}, TWO),
     "four, fewer key heads": (4, ONE_BLOCK, {"sharding": {"context": 4}}),
     "windows, tied": (2, WINDOWS, TWO),
-    "soft caps": (2, SOFT_CAPS, TWO),
     "norms over all heads, recomputed": (
         2,
         ONE_BLOCK | {"family": "olmo2"},
@@ -120,20 +119,16 @@ CASES = {
     "latent attention": (2, LATENT | ONE_BLOCK, TWO),
     "latent attention, ring": (2, LATENT | ONE_BLOCK, RING),
     "gathered": (2, THREE_HEADS, TWO),
-    "four gathered": (4, ONE_BLOCK, {"sharding": {"context": 4, "context_method": "gathered"}}),
     "gathered by mask": (2, WINDOWS, GATHERED | {"attention": "mask"}),
-    "gathered, windows": (2, WINDOWS, GATHERED),
-    "gathered, soft caps": (2, SOFT_CAPS, GATHERED),
-    "gathered, long rope, recomputed": (
-        2,
-        LONG_ROPE,
-        GATHERED | {"checkpoint": {"mode": "selective"}},
+    "four gathered, windows": (
+        4,
+        WINDOWS,
+        {"sharding": {"context": 4, "context_method": "gathered"}},
     ),
-    "gathered, compiled": (2, ONE_BLOCK, GATHERED | {"compiled": True, "attention": "mask"}),
     "tensor": (4, ONE_BLOCK, {"sharding": {"context": 2, "tensor": 2}}),
     "tensor, gathered": (
         4,
-        ONE_BLOCK | {"num_key_value_heads": 4, "family": "olmo2"},
+        ONE_BLOCK | SOFT_CAPS | {"num_key_value_heads": 4},
         {"sharding": {"context": 2, "tensor": 2, "context_method": "gathered"}},
     ),
     "hsdp, lora": (
@@ -145,23 +140,22 @@ CASES = {
         },
     ),
     "ddp": (4, ONE_BLOCK, {"sharding": {"context": 2, "strategy": "ddp"}}),
-    "unsharded, full recomputation": (
+    "soft caps, unsharded, full recomputation": (
         2,
-        {},
+        SOFT_CAPS,
         {
             "sharding": {"context": 2, "accumulate": "unsharded"},
             "checkpoint": {"mode": "full"},
         },
     ),
     "four in a ring": (4, ONE_BLOCK, {"sharding": {"context": 4, "context_method": "ring"}}),
-    "ring, windows": (2, WINDOWS, RING),
     "ring by mask, recomputed": (
         2,
         WINDOWS,
         RING | {"attention": "mask", "checkpoint": {"mode": "selective"}},
     ),
     "ring, compiled": (2, ONE_BLOCK, RING | {"compiled": True, "attention": "mask"}),
-    "ring and shard": (4, {}, RING),
+    "ring and shard, windows": (4, WINDOWS, RING),
     "tensor, ring": (
         4,
         ONE_BLOCK | {"num_key_value_heads": 4},

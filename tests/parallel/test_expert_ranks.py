@@ -117,7 +117,6 @@ GPT_OSS_LORA = {"adapter": LORA | {"rank_pattern": {}}}
 CASES = {
     "two": (2, {}, EXPERT),
     "parts of an expert": (4, {"num_experts": 2}, EXPERT),
-    "uneven parts": (4, {"num_experts": 6}, EXPERT),
     "all tokens to one rank": (2, TOP_1, EXPERT | {"one_rank": True}),
     "tensor": (4, {"mlp_only_layers": (0,)}, {"sharding": {"expert": 4, "tensor": 2}}),
     "tensor, shared expert": (
@@ -125,10 +124,12 @@ CASES = {
         {"family": "qwen2_moe", "shared_expert_intermediate_size": 20},
         {"sharding": {"expert": 2, "tensor": 2}},
     ),
-    "tensor, groups": (2, GROUPED, {"sharding": {"tensor": 2}}),
     "context": (4, {}, {"sharding": {"expert": 4, "context": 2}}),
-    "ddp": (4, {}, {"sharding": {"expert": 2, "context": 2, "strategy": "ddp"}}),
-    "latent attention, groups": (2, GROUPED, EXPERT),
+    "latent attention, groups, tensor, ddp": (
+        4,
+        GROUPED,
+        {"sharding": {"expert": 2, "tensor": 2, "strategy": "ddp"}},
+    ),
     "hsdp, unsharded, units of two": (
         4,
         {},
@@ -156,11 +157,6 @@ CASES = {
         {"sharding": {"expert": 2, "tensor": 2}, "adapter": LORA},
     ),
     "gpt_oss, lora, one graph": (1, GPT_OSS | ONE_BLOCK, COMPILED | GPT_OSS_LORA),
-    "gpt_oss, lora, recomputed": (
-        2,
-        GPT_OSS | ONE_BLOCK,
-        COMPILED | EXPERT | GPT_OSS_LORA | {"checkpoint": {"mode": "full"}},
-    ),
     "gpt_oss, tensor": (4, GPT_OSS, {"sharding": {"expert": 4, "tensor": 2}}),
     "gpt_oss, context, recomputed": (
         2,
@@ -168,14 +164,12 @@ CASES = {
         {"sharding": {"expert": 2, "context": 2}, "checkpoint": {"mode": "selective"}},
     ),
     "gpt_oss, ring": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "ring"}}),
-    "gpt_oss, gathered": (2, GPT_OSS, {"sharding": {"context": 2, "context_method": "gathered"}}),
-    "muon": (
+    "muon, uneven parts": (
         4,
-        {},
+        {"num_experts": 6},
         EXPERT | {"optim": {"name": "muon", "ns_dtype": "float32"}, "tolerance": 1e-4},
     ),
     "compiled": (2, ONE_BLOCK, COMPILED | EXPERT | {"checkpoint": {"mode": "full"}}),
-    "compiled, tensor alone": (2, ONE_BLOCK, COMPILED | {"sharding": {"tensor": 2}}),
     "8 bits": (4, WIDE, EXPERT | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
 }
 QUICK = ("two",)

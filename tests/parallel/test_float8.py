@@ -54,8 +54,12 @@ def test_the_loss_is_near_that_of_bfloat16(train, exact, recipe):
 @pytest.mark.parametrize(
     "how",
     [
-        ["sharding=hsdp", "sharding.replicas=2"],
-        ["activation_checkpoint=selective", "optim=adamw_8bit"],
+        [
+            "sharding=hsdp",
+            "sharding.replicas=2",
+            "activation_checkpoint=selective",
+            "optim=adamw_8bit",
+        ],
         ["sharding.tensor=2", "checkpoint=async"],
         [
             "precision.master_dtype=bfloat16",

@@ -239,7 +239,6 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     [
         (2, []),
         (1, ["activation_checkpoint=full"]),
-        (1, ["activation_checkpoint=selective"]),
         (1, ["activation_checkpoint=budget", "activation_checkpoint.budget=0.3"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -116,7 +116,6 @@ MUON = {"name": "muon", "ns_dtype": "float32"}
 WINDOWS = {"family": "gemma3_text", "sliding_window": 6, "tie_word_embeddings": True}
 CASES = {
     "1f1b": (2, {}, layout()),
-    "gpipe": (2, {}, layout(pipeline_schedule="gpipe")),
     "dualpipev, context": (4, {}, layout(pipeline_schedule="dualpipev", context=2)),
     "zbv, lora, full": (
         2,
@@ -126,15 +125,13 @@ CASES = {
     ),
     "dualpipev, tied": (4, WINDOWS, layout(pipeline_schedule="dualpipev")),
     "zbv, tied, tensor and shard": (8, WINDOWS, layout(pipeline_schedule="zbv", tensor=2)),
-    "unequal stages, tied": (2, {"num_hidden_layers": 3, "tie_word_embeddings": True}, layout()),
-    "tied, four stages": (4, WINDOWS, layout(pipeline=4)),
     "interleaved, tied": (2, WINDOWS, layout(pipeline_schedule="interleaved")),
-    "unsharded, interleaved": (
+    "unsharded, interleaved, frozen in front": (
         4,
         {},
-        layout(pipeline_schedule="interleaved", accumulate="unsharded"),
+        layout(pipeline_schedule="interleaved", accumulate="unsharded")
+        | {"freeze": ["*embed_tokens*", "model.layers.0.*"]},
     ),
-    "hsdp": (8, {}, layout(strategy="hsdp", replicas=2)),
     "compiled, interleaved": (
         2,
         {},
@@ -145,32 +142,36 @@ CASES = {
         {},
         layout() | {"checkpoint": {"mode": "selective"}, "adapter": {"name": "dora", "rank": 2}},
     ),
-    "8 bits": (2, {}, layout() | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4}),
     "normuon, zbv, tied": (
         4,
         {"tie_word_embeddings": True},
         layout(pipeline_schedule="zbv") | {"optim": MUON | {"normuon": True}, "tolerance": 2e-6},
+    ),
+    "lamb, tied, unequal stages, shard": (
+        4,
+        {"num_hidden_layers": 3, "tie_word_embeddings": True},
+        layout() | {"optim": {"name": "lamb"}},
     ),
     "muon, a stage without matrices": (
         2,
         {},
         layout() | {"optim": MUON, "freeze": ["model.layers.[012].*"], "tolerance": 2e-6},
     ),
-    "lamb, tied, shard": (
-        4,
-        {"tie_word_embeddings": True},
-        layout() | {"optim": {"name": "lamb"}},
+    "gpipe, hsdp, 8 bits": (
+        8,
+        {},
+        layout(pipeline_schedule="gpipe", strategy="hsdp", replicas=2)
+        | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4},
     ),
     "4 bits": (2, BLOCKS_OF_64, layout() | {"adapter": NF4}),
     "ring and tensor": (8, {}, layout(context=2, tensor=2, context_method="ring")),
     "experts and shard": (8, EXPERTS, layout(expert=2)),
-    "lora on experts": (
+    "zbv, lora on experts": (
         4,
         EXPERTS,
-        layout(expert=2) | {"adapter": {"name": "lora", "rank": 2, "targets": ["all", "experts"]}},
+        layout(expert=2, pipeline_schedule="zbv")
+        | {"adapter": {"name": "lora", "rank": 2, "targets": ["all", "experts"]}},
     ),
-    "zbv, experts": (2, EXPERTS, layout(pipeline_schedule="zbv")),
-    "frozen in front": (2, {}, layout() | {"freeze": ["*embed_tokens*", "model.layers.0.*"]}),
 }
 
 

@@ -153,21 +153,27 @@ BLOCKS_OF_64 = {"head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 1
 """Half of each row of o and down is whole blocks."""
 CASES = {
     "tensor": (2, {}, TENSOR),
-    "padding alone on the last": (2, ONE_BLOCK | {"vocab_multiple": 200}, TENSOR),
-    "olmo2": (2, ONE_BLOCK | OLMO2, TENSOR),
-    "gemma2": (2, GEMMA2, TENSOR),
-    "biases": (2, BIASED, TENSOR),
-    "phi3": (2, ONE_BLOCK | {"family": "phi3"}, TENSOR),
-    "latent attention": (2, ONE_BLOCK | LATENT | {"attention_bias": True}, TENSOR),
+    "phi3, smoothed labels, padding alone on the last": (
+        2,
+        ONE_BLOCK | {"family": "phi3", "vocab_multiple": 200},
+        TENSOR | {"loss": {"label_smoothing": 0.1, "z_loss": 1e-2}},
+    ),
+    "olmo2, unsharded": (
+        4,
+        ONE_BLOCK | OLMO2,
+        {"sharding": {"tensor": 2, "accumulate": "unsharded"}},
+    ),
+    "gemma2, recomputed": (2, GEMMA2, TENSOR | {"checkpoint": {"mode": "full"}}),
+    "biases, in host memory": (2, BIASED, {"sharding": {"tensor": 2, "cpu_offload": True}}),
+    "frozen, latent attention": (
+        2,
+        ONE_BLOCK | LATENT | {"attention_bias": True},
+        TENSOR | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_*_proj.weight"]},
+    ),
     "latent attention, dora": (
         2,
         LATENT | {"attention_bias": True, "num_hidden_layers": 1},
         TENSOR | {"adapter": {"name": "dora", "rank": 2}},
-    ),
-    "label smoothing": (
-        2,
-        ONE_BLOCK,
-        TENSOR | {"loss": {"label_smoothing": 0.1, "z_loss": 1e-2}},
     ),
     "fewer key heads": (4, ONE_BLOCK | {"family": "qwen3"}, {"sharding": {"tensor": 4}}),
     "one key head, all normed": (
@@ -175,16 +181,8 @@ CASES = {
         ONE_BLOCK | OLMO2 | {"num_key_value_heads": 1},
         {"sharding": {"tensor": 4}},
     ),
-    "full": (2, ONE_BLOCK, TENSOR | {"checkpoint": {"mode": "full"}}),
     "ddp": (4, ONE_BLOCK, {"sharding": {"tensor": 2, "strategy": "ddp"}}),
     "hsdp": (8, {}, {"sharding": {"tensor": 2, "strategy": "hsdp", "replicas": 2}}),
-    "unsharded": (4, ONE_BLOCK, {"sharding": {"tensor": 2, "accumulate": "unsharded"}}),
-    "offload": (2, ONE_BLOCK, {"sharding": {"tensor": 2, "cpu_offload": True}}),
-    "frozen": (
-        2,
-        ONE_BLOCK,
-        TENSOR | {"freeze": ["model.embed_tokens.weight", "*norm.weight", "*.q_proj.weight"]},
-    ),
     "lora": (2, {}, TENSOR | {"adapter": {"name": "lora", "rank": 2}}),
     "dora": (4, BIASED, TENSOR | {"adapter": {"name": "dora", "rank": 2}}),
     "4 bits": (4, BLOCKS_OF_64, TENSOR | {"adapter": {"name": "lora", "base": "nf4", "rank": 2}}),

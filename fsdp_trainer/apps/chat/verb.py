@@ -1,6 +1,5 @@
 """The verb `chat`: serve a page and OpenAI's API until Ctrl-C."""
 
-import importlib.util
 import socket
 import time
 from contextlib import suppress
@@ -25,7 +24,7 @@ def chat(cfg: ChatConfig) -> int:
 
 
 def check(cfg: ChatConfig) -> None:
-    """Raise UserError if the settings are unsafe or wrong, or packages are missing."""
+    """Raise UserError if the settings are unsafe or wrong."""
     problems = []
     if cfg.host not in LOCAL_ADDRESSES and not cfg.token:
         reason = (
@@ -35,10 +34,6 @@ def check(cfg: ChatConfig) -> None:
         problems.append(Problem(f"host={cfg.host}", reason))
     if cfg.token is not None and (not cfg.token.isascii() or not cfg.token.strip()):
         problems.append(Problem("token", "should be letters and digits, as  token=a8f3k2"))
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        reason = f"{' and '.join(missing)} are not installed:  pip install 'fsdp_trainer[serve]'"
-        problems.append(Problem("chat", reason))
     if problems:
         raise UserError("the server cannot be started", problems)
 
@@ -61,7 +56,7 @@ def listen(cfg: ChatConfig) -> socket.socket:
 
 def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     """Load the model and answer on a socket until Ctrl-C. Returns the exit code."""
-    # imported late: torch is slow to import, starlette and uvicorn are optional
+    # imported late: torch is slow to import, and a problem with the settings needs none of them
     import torch
     import uvicorn
 

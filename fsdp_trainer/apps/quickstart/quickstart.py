@@ -22,8 +22,8 @@ Where the files are
   {run}/hf/                                          \
 AutoModelForCausalLM.from_pretrained("{run}/hf")
 
-What to type next (a chat at the terminal; your own data, first looked at, then trained on)
-  fsdp-trainer generate {run}
+What to type next (a chat in the browser; your own data, first looked at, then trained on)
+  fsdp-trainer chat {run}
   fsdp-trainer preview +recipe=quickstart data.path=chats.jsonl \
 data.validation=null batch.seq_len=2048
   fsdp-trainer +recipe=qwen3_0_6b_sft data.path=chats.jsonl model.init_from=FOLDER_OR_HUB_ID

@@ -6,7 +6,7 @@ its `registry.py`, and a file `conf/objective/NAME.yaml`, so that `objective=NAM
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from fsdp_trainer.config.keys import key
@@ -212,6 +212,8 @@ class MethodSpec:
     second: the role of a second, frozen model, which a run has unless its keys say otherwise.
     scores: True for a model that gives an answer one number, and writes no text.
     extra_forwards: forwards of a step's rows without gradients, besides that of a second model.
+    title: the method's name in reports. main_metric: the one of its own metrics that says most
+    about progress; "" for a method without metrics of its own.
     """
 
     reads: Literal["single", "pairs", "unpaired", "prompts"] = "single"
@@ -219,6 +221,8 @@ class MethodSpec:
     scores: bool = False
     extra_forwards: int = 0
     refused: tuple[Refused, ...] = ()
+    title: str = ""
+    main_metric: str = ""
 
     @property
     def compares_answers(self) -> bool:
@@ -385,17 +389,40 @@ OF_STUDENTS = (
     ),
     *LOSSES,
 )
+ON_PAIRS = MethodSpec("pairs", refused=OF_PAIRS, main_metric="reward_accuracy")
 METHODS: dict[str, MethodSpec] = {
     "sft": MethodSpec(),
-    "dpo": MethodSpec("pairs", "reference", refused=OF_PAIRS),
-    "ipo": MethodSpec("pairs", "reference", refused=OF_PAIRS),
-    "simpo": MethodSpec("pairs", refused=OF_PAIRS),
-    "orpo": MethodSpec("pairs", refused=OF_PAIRS),
-    "kto": MethodSpec("unpaired", "reference", extra_forwards=1, refused=OF_LABELLED_ANSWERS),
-    "reward": MethodSpec("pairs", scores=True, refused=(*OF_PAIRS, *OF_REWARD_MODELS)),
-    "grpo": MethodSpec("prompts", "reference", refused=OF_SAMPLED_ANSWERS),
-    "distil": MethodSpec(second="teacher", refused=OF_STUDENTS),
+    "dpo": replace(ON_PAIRS, title="DPO", second="reference"),
+    "ipo": replace(ON_PAIRS, title="IPO", second="reference"),
+    "simpo": replace(ON_PAIRS, title="SimPO"),
+    "orpo": replace(ON_PAIRS, title="ORPO"),
+    "kto": MethodSpec(
+        "unpaired",
+        "reference",
+        extra_forwards=1,
+        refused=OF_LABELLED_ANSWERS,
+        title="KTO",
+        main_metric="reward_margin",
+    ),
+    "reward": replace(
+        ON_PAIRS, title="Reward model", scores=True, refused=(*OF_PAIRS, *OF_REWARD_MODELS)
+    ),
+    "grpo": MethodSpec(
+        "prompts", "reference", refused=OF_SAMPLED_ANSWERS, title="GRPO", main_metric="reward"
+    ),
+    "distil": MethodSpec(
+        second="teacher", refused=OF_STUDENTS, title="Distillation", main_metric="kl"
+    ),
 }
+
+
+def method_in(configuration: dict[str, Any]) -> str | None:
+    """Return the training method that a stored configuration names, also if it is not in METHODS.
+
+    configuration: values by dotted key. Returns None if it has none.
+    """
+    name = configuration.get("objective.name")
+    return None if name is None else str(name)
 
 
 # --- the second model -----------------------------------------------------------------------------

@@ -217,3 +217,20 @@ def parse(text: str) -> dict[str, Any] | None:
         return json.loads(text) if text.rstrip("\n").endswith("}") else None
     except ValueError:
         return None
+
+
+def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            for below, leaf in flat(value, separator):
+                yield f"{key}{separator}{below}", leaf
+        else:
+            yield str(key), value
+
+
+def numbers(line: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (name, value) of the numbers in a line of metrics.jsonl; `b` in `a` is named `a/b`."""
+    for name, value in flat(line, "/"):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, value

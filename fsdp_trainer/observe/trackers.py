@@ -16,7 +16,10 @@ from queue import Full, Queue
 from threading import Thread
 from typing import Any, NamedTuple
 
+from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.schema import Logging
+from fsdp_trainer.observe.metric_groups import OWN_METRICS, tracked_name
+from fsdp_trainer.observe.records import flat, numbers
 
 WAITING = 20_000  # lines that a tracker may lag behind; further lines are dropped
 CLOSE_SECONDS = 60.0  # for sending the remaining lines at the end of a finished run
@@ -111,17 +114,16 @@ class Trackers:
             for name, (is_wanted, open_tracker) in wanted.items()
             if is_wanted
         ]
+        self.method = method_in(dict(flat(config)))
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the numbers of a line of metrics.jsonl; entry `b` of object `a` is named `a/b`."""
-        flat: dict[str, Any] = {}
-        for name, value in line.items():
-            if isinstance(value, dict):
-                flat |= {f"{name}/{part}": single for part, single in value.items()}
-            elif name not in ("step", "time"):
-                flat[name] = value
-        numbers = (bool, int, float)  # not lists and texts, such as the load of every expert
-        values = {name: value for name, value in flat.items() if isinstance(value, numbers)}
+        """Log the numbers of a line of metrics.jsonl, in the groups of the report."""
+        own = line.get(OWN_METRICS, ())
+        values = {
+            tracked_name(name, self.method, own): number
+            for name, number in numbers(line)
+            if name not in ("step", "time")
+        }
 
         def send(tracker: Tracker) -> None:
             tracker.log(values, line["step"])

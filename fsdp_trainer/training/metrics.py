@@ -19,6 +19,7 @@ from fsdp_trainer.extensions import METRICS
 from fsdp_trainer.models.balance import LOAD, Balance
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
+from fsdp_trainer.observe.metric_groups import OWN_METRICS
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport, finite_or_none
 
@@ -237,9 +238,12 @@ class Metrics:
         metrics: dict[str, Metric],
         device: torch.device,
         of_method: MethodMetric | None = None,
+        of_user: Sequence[str] = (),
     ):
-        """of_method: the training method's own one among `metrics`."""
+        """of_method: the training method's own one among `metrics`. of_user: names of the user's
+        own ones."""
         self.metrics, self.device, self.of_method = metrics, device, of_method
+        self.of_user = of_user
         ends = [*accumulate(metric.size for metric in metrics.values())]
         self.size = ends[-1]
         self._slices = {
@@ -272,9 +276,17 @@ class Metrics:
         return sums[self._slices[name]]
 
     def written(self, sums: list[float]) -> dict[str, Any]:
-        """Return all metrics' entries for metrics.jsonl, computed from a step's sums."""
-        lines = (metric.written(sums[self._slices[name]]) for name, metric in self.metrics.items())
-        return {key: value for line in lines for key, value in line.items()}
+        """Return all metrics' entries for metrics.jsonl, computed from a step's sums.
+
+        OWN_METRICS names those of the user's own metrics.
+        """
+        entries: dict[str, Any] = {}
+        own: list[str] = []
+        for name, metric in self.metrics.items():
+            written = metric.written(sums[self._slices[name]])
+            entries |= written
+            own += written if name in self.of_user else ()
+        return entries | {OWN_METRICS: own} if own else entries
 
 
 def step_metrics(
@@ -299,7 +311,7 @@ def step_metrics(
     registered = {name: build() for name, build in METRICS.items()}
     losses = loss_metrics(source_names, of_method)
     metrics = {"objective": objective, **losses, **auxiliary, **registered}
-    return Metrics(metrics, device, of_method)
+    return Metrics(metrics, device, of_method, [*registered])
 
 
 def validation_metrics(

@@ -454,6 +454,73 @@ def test_the_report_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0
 
 
+def write_method_run(folder, method, **figures):
+    """A run of a method that writes some figures, and an own metric, next to the general ones."""
+    lines = [line | figures | {"mine": 7, "own_metrics": ["mine"]} for line in steps(1, 4, 10.0)]
+    return write_run(folder, lines, objective={"name": method})
+
+
+DPO = {
+    "reward_margin": 2.0, "reward_accuracy": 0.5, "reward_chosen": 3.0, "reward_rejected": 1.0,
+    "validation_reward_margin": 1.5, "surprise": {"a": 1, "b": 2.0}, "flag": True, "note": "text",
+}  # fmt: skip
+KTO = {"reward_margin": 4.0, "reward_good": 2.0, "reward_bad": -2.0, "baseline": 0.0}
+
+
+def charts_by_section(page):
+    """Section title → chart title → (run, column) of its lines."""
+    return {
+        section["title"]: {
+            chart["title"]: [(line["run"], line["column"]) for line in chart["lines"]]
+            for chart in section["charts"]
+        }
+        for section in page.data["sections"]
+    }
+
+
+def test_each_number_of_a_method_and_of_ones_own_has_a_curve_in_its_section(tmp_path, capsys):
+    folder = write_method_run(tmp_path / "run", "dpo", **DPO)
+    page = report(folder, out=tmp_path / "page.html")
+    charts = charts_by_section(page)
+    assert list(charts) == ["Course", "DPO", "Your own metrics", "Speed and memory"]
+    assert list(charts["Course"]) == ["Loss", "Learning rate", "Gradient norm, before clipping"]
+    assert list(charts["DPO"].values()) == [
+        [(0, "reward_margin"), (0, "validation_reward_margin")],
+        [(0, "reward_accuracy")],
+        [(0, "reward_chosen"), (0, "reward_rejected")],
+        [(0, "surprise/a"), (0, "surprise/b")],
+    ]
+    assert charts["Your own metrics"] == {"Mine": [(0, "mine")]}
+    assert page.data["runs"][0]["lines"]["surprise/b"] == [2, 2, 2, 2]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "DPO reward margin 2 (validation 1.5), reward accuracy 0.5, reward chosen 3" in said
+    assert "Your own metrics mine 7" in said
+    assert main(["report", f"source={folder}", "format=json"]) == 0
+    [shown] = json.loads(capsys.readouterr().out)
+    numbers = {name: value for name, value in DPO.items() if isinstance(value, float)}
+    assert shown["method_metrics"] == numbers | {"surprise/a": 1.0, "surprise/b": 2.0}
+    assert (shown["method"], shown["own_metrics"]) == ("dpo", {"mine": 7.0})
+
+
+def test_methods_with_common_metrics_share_charts_and_others_have_a_section(tmp_path, capsys):
+    folders = [
+        write_method_run(tmp_path / name, name, kl=0.1, **figures)
+        for name, figures in (("dpo", DPO), ("kto", KTO), ("grpo", {"reward": 0.25}), ("new", {}))
+    ] + [write_method_run(tmp_path / "distil", "distil", kl=0.2)]
+    charts = charts_by_section(report(*folders, out=tmp_path / "page.html"))
+    assert "Distillation" in charts
+    assert charts["Distillation"] == {"Divergence from the teacher, nats a token": [(4, "kl")]}
+    of_both = next(c for title, c in charts.items() if "DPO" in title and "KTO" in title)
+    assert of_both["Rewards of the answers"] == [
+        (0, "reward_chosen"), (0, "reward_rejected"), (1, "reward_good"), (1, "reward_bad"),
+    ]  # fmt: skip
+    assert charts["Your own metrics"]["Mine"] == [(run, "mine") for run in range(5)]
+    assert re.search(r"reward accuracy.*reward margin.*kl", (tmp_path / "page.html").read_text())
+    said = capsys.readouterr().out
+    assert re.search(r"dpo +5\.6 +0\.5 +2 ", said)
+    assert re.search(r"kto +5\.6 +4 ", said)
+
+
 @pytest.mark.slow
 def test_the_page_in_a_browser(sweep, tmp_path):
     report(sweep, out=tmp_path / "page.html")
@@ -535,9 +602,19 @@ def test_the_load_of_every_expert_is_a_picture(tmp_path, load, cells):
 
 
 @pytest.mark.slow
-def test_lines_of_sources_have_a_legend(tmp_path):
-    lines = steps(1, 4, 10.0, loss_by_source={"maths": 2.0, "code": 1.0})
-    report(write_run(tmp_path / "run", lines), out=tmp_path / "page.html")
+def test_lines_of_sources_and_of_both_answers_have_a_legend(tmp_path):
+    figures = {"loss_by_source": {"maths": 2.0, "code": 1.0}, **DPO}
+    report(write_method_run(tmp_path / "run", "dpo", **figures), out=tmp_path / "page.html")
     with browser_page() as page:
         page.goto(f"file://{tmp_path}/page.html")
-        assert page.locator(".legend").all_inner_texts() == ["maths\ncode"]
+        assert page.locator("#charts h2").all_inner_texts() == [
+            "DPO",
+            "Your own metrics",
+            "Speed and memory",
+        ]
+        assert page.locator(".legend").all_inner_texts() == [
+            "maths\ncode",
+            "training\nvalidation",
+            "chosen\nrejected",
+            "a\nb",
+        ]

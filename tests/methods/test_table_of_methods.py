@@ -6,7 +6,9 @@ import pytest
 
 from fsdp_trainer.config.methods import METHODS, ObjectiveChoice
 from fsdp_trainer.config.schema import Adapter, TrainConfig
+from fsdp_trainer.methods.method import Method
 from fsdp_trainer.methods.registry import CLASSES
+from fsdp_trainer.observe.metric_groups import TITLES
 
 
 def test_every_method_of_the_table_has_a_class():
@@ -16,6 +18,13 @@ def test_every_method_of_the_table_has_a_class():
 def test_keys_count_for_methods_of_the_table_alone():
     used = {name for f in fields(ObjectiveChoice) for name in f.metadata["used_by"]}
     assert used <= METHODS.keys()
+
+
+def test_a_method_with_metrics_has_a_name_and_a_main_metric_for_reports():
+    with_metrics = {name for name, cls in CLASSES.items() if cls.metric is not Method.metric}
+    for name, spec in METHODS.items():
+        assert (name in with_metrics) == bool(spec.title) == bool(spec.main_metric), name
+        assert spec.main_metric in {"", *TITLES}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from world import read_lines, write_chats
 
 from fsdp_trainer.config.devices import peak_flops
-from fsdp_trainer.config.schema import Adapter
+from fsdp_trainer.config.schema import Adapter, Logging
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
@@ -37,8 +37,10 @@ from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.observe.console import Console, duration, progress_line, short
 from fsdp_trainer.observe.flops import causal_flops, palm_flops, trained_work
-from fsdp_trainer.observe.records import Records
+from fsdp_trainer.observe.metric_groups import group_of
+from fsdp_trainer.observe.records import Records, numbers
 from fsdp_trainer.observe.step_phases import phases_of, read_trace, table
+from fsdp_trainer.observe.trackers import Tracker, Trackers
 from fsdp_trainer.training.objective import CrossEntropy
 
 FIELDS = {
@@ -70,6 +72,8 @@ def test_metrics_and_events_have_the_contracts_fields(train):
     for line in run.metrics:
         assert line.keys() >= FIELDS
         assert all(isinstance(line[name], int | float) for name in FIELDS)
+        of_no_group = {name for name, _ in numbers(line) if not group_of(name, "sft", ())}
+        assert of_no_group == {name for name, _ in numbers(line)}
     assert run.column("tokens") == sorted(set(run.column("tokens")))
     assert all(
         s < t for s, t in zip(run.column("supervised_tokens"), run.column("tokens"), strict=True)
@@ -530,6 +534,27 @@ def test_a_profile_of_steps_or_ranks_that_are_not_there_is_refused(train):
         "there is no rank 2"
         in train("run", "profile.steps=3", "profile.ranks=[0,2]", ranks=2, code=2).err
     )
+
+
+def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path):
+    logged = []
+    recorder = Tracker("wandb", lambda values, step: logged.append(values), lambda code: None)
+    line = {
+        "step": 1, "time": 9.0, "loss": 1.0, "reward": 0.5, "reward/exact": 0.25, "answers": 3,
+        "mine": {"a": 2}, "own_metrics": ["mine"], "tasks": {"arc/acc": 0.5}, "flag": True,
+        "phases": {"forward": 0.5}, "expert_load": ["44"],
+    }  # fmt: skip
+    with inject.around("wandb", lambda *_: recorder):
+        config = {"objective": {"name": "grpo"}}
+        trackers = Trackers(Logging(wandb="online"), tmp_path, config, lambda text: None)
+        trackers.log(line)
+        trackers.close(0)
+    assert logged == [
+        {
+            "loss": 1.0, "tasks/arc/acc": 0.5, "phases/forward": 0.5, "own/mine/a": 2,
+            "grpo/reward": 0.5, "grpo/reward/exact": 0.25, "grpo/answers": 3,
+        }
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

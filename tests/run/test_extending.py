@@ -64,6 +64,7 @@ def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path
     assert main([*modules, *words, "objective.name=focal"]) == 0
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert all(0 <= line["confident_share"] <= 1 for line in lines)
+    assert all(line["own_metrics"] == ["confident_share"] for line in lines)
     assert all(0 < line["objective"] < line["loss"] for line in lines)
 
 

@@ -1,17 +1,7 @@
 "use strict";
 const find = id => document.getElementById(id), data = JSON.parse(find("data").textContent), runs = data.runs, root = document.documentElement;
 const state = { x: "steps", smooth: 0.5, range: null, hidden: new Set(), quiet: new Set(["data", "evaluation", "tasks", ...(runs.length > 1 ? ["start", "end", "checkpoint"] : [])]), log: new Set(["grad_norm"]), run: 0 };
-const TITLES = {
-  loss: "Loss", objective: "Objective (what was minimised)", validation_loss: "Validation loss", grad_norm: "Gradient norm, before clipping", lr: "Learning rate",
-  tokens_per_second: "Tokens per second", step_seconds: "Seconds a step", memory_gib: "Memory at the peak, GiB", mfu_palm: "MFU (6N + 12LHDT)", mfu_causal: "MFU, causal",
-  load_balancing_loss: "Load-balancing loss, weighted", router_z_loss: "Routers' z-loss, weighted", expert_load_max: "Largest load of an expert, over the even load",
-  expert_load_entropy: "Entropy of the experts' load, 1: even", experts_unused: "Experts without a token",
-  "loss_by_source/": "Loss by source", "validation_loss_by_source/": "Validation loss by source", "tasks/": "Tasks",
-  reward: "Reward", "reward/": "Each reward", answer_tokens: "Tokens of an answer", truncated_share: "Share of answers that were cut",
-  equal_groups: "Share of prompts with equal rewards", entropy: "Entropy, estimated", kl: "Divergence from the reference", sampler_difference: "Log-probabilities, sampling against training",
-};
-const SMOOTHED = ["loss", "objective", "loss_by_source/", "grad_norm", "tokens_per_second"], LOG = ["loss", "objective", "validation_loss", "grad_norm", "lr", "step_seconds"];
-const BAD = ["skipped", "spike", "rewind", "hang", "straggler", "corruption", "not_deterministic", "checkpoint_failed", "checkpoint_waited", "damaged", "out_of_memory", "signal"];
+const BAD = ["skipped", "spike", "rewind", "hang", "straggler", "corruption", "not_deterministic", "checkpoint_failed", "checkpoint_waited", "damaged", "out_of_memory", "signal", "chosen_less_likely", "equal_rewards"];
 const MINOR = ["checkpoint", "evaluation", "tasks", "compile", "data", "profile", "export"];
 let charts = [], scatters = [], active = null;
 
@@ -35,19 +25,36 @@ const place = v => state.x === "time" ? duration(v) : number(v), whole = v => st
 // The times of uPlot's own axis are dates; these are round numbers of seconds, minutes or hours.
 const SECONDS = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 432000, 864000, 1728000];
 
-function lines(name) {
-  const found = [];
-  for (const [run, i] of visible())
-    for (const key of Object.keys(run.lines).filter(key => name.endsWith("/") ? key.startsWith(name) : key === name)) {
-      const of = key.slice(name.length), k = name.endsWith("/") ? found.filter(s => !s.faint).length : i;
-      const at = run.lines[key].map((v, j) => j).filter(j => run.lines[key][j] !== null && !(state.log.has(name) && run.lines[key][j] <= 0) && run.x[state.x][j] !== null);
-      const of_at = values => at.map(j => values[j]), xs = of_at(run.x[state.x]), ys = of_at(run.lines[key]);
-      const line = { run: i, label: runs.length > 1 ? run.name + (of ? " · " + of : "") : of || TITLES[name] || key, xs, ys, colour: colour(k), dash: dashes(k) };
-      const smooth = state.smooth > 0 && SMOOTHED.includes(name) && ys.length > 4;
-      if (ys.length) found.push({ ...line, faint: smooth });
-      if (smooth) found.push({ ...line, label: line.label + ", smoothed", ys: smoothed(of_at(run.lines["mean of " + key] || run.lines[key]), of_at(run.x.steps)) });
-    }
+// Of one run each line has a colour of its own, of several runs that of its run: then dashes tell the lines of a run apart.
+const look = (chart, line, k) => chart.many ? { colour: colour(k), dash: dashes(k) }
+  : { colour: colour(runs.length > 1 ? line.run : line.style), dash: line.is_validation ? [6, 3] : runs.length > 1 && line.style ? [[], [2, 3], [9, 3, 2, 3], [12, 4]][line.style % 4] : dashes(runs.length > 1 ? line.run : 0) };
+function lines(chart) {
+  const found = [], alone = new Set(chart.lines.map(line => line.label)).size === 1, log = state.log.has(chart.name);
+  for (const line of chart.lines.filter(line => !state.hidden.has(line.run))) {
+    const run = runs[line.run], values = run.lines[line.column], x = run.x[state.x], label = line.label || (alone ? "" : "training");
+    const at = values.map((v, j) => j).filter(j => values[j] !== null && !(log && values[j] <= 0) && x[j] !== null), of_at = values => at.map(j => values[j]), ys = of_at(values);
+    const shown = { run: line.run, label: runs.length > 1 ? run.name + (label ? " · " + label : "") : label || chart.title, part: label, style: line.style, points: line.is_validation, xs: of_at(x), ys, ...look(chart, line, found.filter(s => !s.faint).length) };
+    const smooth = state.smooth > 0 && chart.smoothed && !line.is_validation && ys.length > 4;
+    if (ys.length) found.push({ ...shown, faint: smooth });
+    if (smooth) found.push({ ...shown, label: shown.label + ", smoothed", ys: smoothed(of_at(run.lines["mean of " + line.column] || values), of_at(run.x.steps)) });
+  }
   return found;
+}
+// What the table of runs does not say: which line is which, of a chart with several lines of a run.
+function legend(chart, shown) {
+  const box = make("div", undefined, "legend"), clear = shown.filter(s => !s.faint), trained = clear.filter(s => !s.points), listed = [];
+  if (chart.many) listed.push(...clear.map(s => [s.label.replace(/, smoothed$/, ""), s.colour]));
+  else for (const style of new Set(clear.map(s => s.style))) {
+    const names = [...new Set(trained.filter(s => s.style === style).map(s => s.part))].join(" · ");
+    if (names) listed.push([names, ...runs.length > 1 ? [css("--faint"), style ? "dotted" : "solid"] : [colour(style)]]);
+  }
+  if (trained.length < clear.length) listed.push(["validation", css("--faint"), "dashed"]);
+  for (const [text, shade, dash] of listed) {
+    const entry = make("span", text), mark = make("i", undefined, dash ? "stroke" : "");
+    if (dash) mark.style.borderTop = "2px " + dash + " " + shade; else mark.style.background = shade;
+    entry.prepend(mark); box.append(entry);
+  }
+  return chart.many || listed.length > 1 ? box : null;
 }
 // An exponential mean without the bias of its start. The slider says how much of a line's length it reaches over.
 function smoothed(ys, steps) {
@@ -144,31 +151,26 @@ function by_hand(u) {
   });
   for (const name of ["pointerup", "pointercancel", "pointerleave"]) over.addEventListener(name, e => fingers.delete(e.pointerId));
 }
-function draw(parent, title, name, shown, more = {}) {
-  const figure = make("figure"), head = make("figcaption", title);
-  if (LOG.includes(name)) {
+function draw(parent, chart, shown, more = {}) {
+  const { title, name } = chart, figure = make("figure"), head = make("figcaption", title);
+  if (chart.lines) head.title = [...new Set(chart.lines.map(line => line.column))].join(", ");
+  if (chart.log) {
     const label = make("label", " log"), box = make("input");
     box.type = "checkbox"; box.checked = state.log.has(name);
     box.onchange = () => { state.log[box.checked ? "add" : "delete"](name); redraw(); };
     label.prepend(box); head.append(label);
   }
   figure.append(head);
-  // lines that the table of runs does not name: one for each source of the data
-  const sources = name.endsWith("/") ? shown.filter(s => !s.faint) : [];
-  if (sources.length) {
-    const legend = make("div");
-    legend.className = "legend";
-    for (const s of sources) { const entry = make("span", s.label), mark = make("i"); mark.style.background = s.colour; entry.prepend(mark); legend.append(entry); }
-    figure.append(legend);
-  }
+  const list = legend(chart, shown);
+  if (list) figure.append(list);
   parent.append(figure);
   const [min, max] = state.range || extent(), grid = { stroke: css("--line"), width: 1 }, axis = { stroke: css("--faint"), grid, ticks: grid, font: "12px system-ui, sans-serif" };
   const u = new uPlot({
     width: figure.clientWidth, height: innerWidth < 600 ? 200 : 240, legend: { show: false }, padding: [8, 18, 0, 0],
     cursor: { sync: { key: "x", scales: ["x", null], filters: { pub: type => !["mousedown", "mouseup", "dblclick"].includes(type) } }, drag: { x: true, y: false, setScale: false, dist: 6 }, dataIdx: nearest, y: false, bind: { dblclick: () => null }, points: { size: 7 } },
-    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => [low * 0.9, high * 1.1] } : {}), ...more.scale } },
+    scales: { x: { time: false, auto: false, min, max }, y: { distr: state.log.has(name) ? 3 : 1, ...(state.log.has(name) ? { range: (_, low, high) => [low * 0.9, high * 1.1] } : { range: (_, low, high) => low === null ? [null, null] : chart.share && high > 0.5 ? [Math.min(-0.02, low), Math.max(1.02, high)] : low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true) }), ...more.scale } },
     axes: [{ ...axis, size: 32, values: (_, ticks) => ticks.map(place), ...(state.x === "time" ? { incrs: SECONDS, space: 70 } : {}) }, { ...axis, size: 62, values: (_, ticks) => ticks.map(v => tick(v, state.log.has(name))) }],
-    series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || name.startsWith("validation") || name === "tasks/", size: 5, fill: s.colour }, ...s.more }))],
+    series: [{}, ...shown.map(s => ({ stroke: s.colour, width: s.faint ? 1 : 1.75, alpha: s.faint ? 0.35 : 1, dash: s.dash, spanGaps: true, points: { show: s.ys.length < 40 || s.points || name.startsWith("validation") || name === "tasks/", size: 5, fill: s.colour }, ...s.more }))],
     hooks: { draw: [markers], setCursor: [tell], setSelect: [u => { const { left, width } = u.select; if (width) { zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ width: 0 }, false); } }] },
   }, uPlot.join(shown.map(s => [s.xs, s.ys])), figure);
   u.title = title; u.shown = shown; u.name = name;
@@ -203,7 +205,12 @@ function redraw() {
   charts = []; scatters = [];
   const places = [find("charts"), find("phases"), find("settings")];
   places.forEach(p => p.replaceChildren());
-  for (const name of Object.keys(TITLES)) { const shown = lines(name); if (shown.length) draw(places[0], TITLES[name], name, shown); }
+  for (const section of data.sections) {
+    const drawn = section.charts.map(chart => [chart, lines(chart)]).filter(([, shown]) => shown.length), box = make("div", undefined, "figures");
+    if (!drawn.length) continue;
+    places[0].append(...section.title === "Course" ? [] : [make("h2", section.title)], box);
+    for (const [chart, shown] of drawn) draw(box, chart, shown);
+  }
   settings();
   const run = runs[state.run], spent = run && run.phases;
   if (spent && spent.x) {
@@ -211,7 +218,7 @@ function redraw() {
     const xs = [state.x === "steps" ? spent.x.steps[0] - spent.count[0] : 0, ...spent.x[state.x]];
     const stack = own.map((_, k) => own[0].map((_, j) => own.slice(0, k + 1).reduce((sum, ys) => sum + ys[j], 0)));
     const paths = uPlot.paths.stepped({ align: -1 });
-    draw(places[1], "Seconds of a step by phase" + (runs.length > 1 ? ": " + run.name : ""), "phases", used.map((g, k) => ({ label: g, unit: " s", xs, ys: stack[k], own: own[k], colour: css("--c" + data.groups.indexOf(g)), more: { paths, fill: css("--c" + data.groups.indexOf(g)), width: 0, points: { show: false } } })).reverse(), { scale: { range: (_, low, high) => [0, high * 1.05] } });
+    draw(places[1], { title: "Seconds of a step by phase" + (runs.length > 1 ? ": " + run.name : ""), name: "phases", many: false }, used.map((g, k) => ({ label: g, unit: " s", xs, ys: stack[k], own: own[k], colour: css("--c" + data.groups.indexOf(g)), more: { paths, fill: css("--c" + data.groups.indexOf(g)), width: 0, points: { show: false } } })).reverse(), { scale: { range: (_, low, high) => [0, high * 1.05] } });
   }
   find("reset").hidden = !state.range;
 }

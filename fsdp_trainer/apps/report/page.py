@@ -15,9 +15,16 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from fsdp_trainer.apps.report.charts import as_data, curves, varying
 from fsdp_trainer.apps.report.goodput import OUTSIDE, PARTS, attempts_of
 from fsdp_trainer.apps.report.read import RecordedRun, differing, overrides
-from fsdp_trainer.apps.report.run_summary import Summary, by_objective, duration, short
+from fsdp_trainer.apps.report.run_summary import (
+    Summary,
+    by_objective,
+    duration,
+    main_metrics,
+    short,
+)
 from fsdp_trainer.base.phases import CHECKPOINT
 from fsdp_trainer.errors import Problem, UserError
 
@@ -28,33 +35,6 @@ CURVES = 100  # runs with curves; of further runs the page shows only figures
 LOADS = 8  # runs for which the load of every expert is shown
 LARGEST_LOAD = 12  # quarters of the even load at which a cell reaches full colour
 EVENTS, TEXT = 400, 2_000  # events shown for each run, characters shown of an answer
-LINES = (
-    "loss",
-    "objective",
-    "reward",
-    "answer_tokens",
-    "truncated_share",
-    "equal_groups",
-    "entropy",
-    "kl",
-    "sampler_difference",
-    "validation_loss",
-    "validation_bits_per_byte",
-    "lr",
-    "grad_norm",
-    "tokens_per_second",
-    "step_seconds",
-    "memory_gib",
-    "mfu_palm",
-    "mfu_causal",
-    "load_balancing_loss",
-    "router_z_loss",
-    "expert_load_max",
-    "expert_load_entropy",
-    "experts_unused",
-)
-GROUPED = ("loss_by_source/", "validation_loss_by_source/", "tasks/", "reward/")
-"""Beginnings of the names of columns that share a chart."""
 GROUPS = {  # phases stacked in a bar, in the order of a step
     "data": ("data",),
     "answers, rewards": ("rollouts", "rewards"),
@@ -80,7 +60,9 @@ def write(summaries: list[Summary], file: Path) -> None:
         for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js"))
     )
     runs, data = [summary.run for summary in summaries], page_data(summaries[:CURVES])
-    html = environment.get_template("page.html.jinja").render(
+    html = environment.get_template(
+        "page.html.jinja"
+    ).render(
         summaries=summaries,
         data=data,
         script_data=as_script(data),
@@ -90,6 +72,8 @@ def write(summaries: list[Summary], file: Path) -> None:
         parts=PARTS,
         differing=differing(runs) if len(runs) > 1 else {},
         overrides=overrides(runs),
+        mains=main_metrics(runs),
+        one_method=len({run.method for run in runs}) == 1,  # else losses cannot be compared
         curves=CURVES,
         loads=[load for load in map(expert_load, runs[:LOADS]) if load],
         text=TEXT,
@@ -125,18 +109,23 @@ def page_data(summaries: list[Summary]) -> dict[str, Any]:
     runs = [run_data(summary.run, max_rows) for summary in summaries]
     bars = [run["phases"]["bars"] for run in runs if run["phases"]]
     used = [group for group in (*GROUPS, "other") if any(any(bar[group]) for bar in bars)]
-    return {"groups": used, "runs": runs}
+    return {
+        "groups": used,
+        "runs": runs,
+        "sections": as_data([summary.run for summary in summaries]),
+    }
 
 
 def run_data(run: RecordedRun, max_rows: int) -> dict[str, Any]:
     """Return a run's curves, of about `max_rows` points each, including their extremes."""
-    names = [name for name in run.metrics if name in LINES or name.startswith(GROUPED)]
+    names = curves(run)
     began = beginning(run)
     seconds = np.fmax.accumulate(run.column("time")) - began
     rows = thinned({name: run.metrics[name] for name in names}, run.lines, max_rows)
     lines = {name: numbers(run.metrics[name][rows]) for name in names}
-    if len(rows) < run.lines and "loss" in run.metrics:
-        lines["mean of loss"] = numbers(means(run.metrics["loss"], rows))
+    if len(rows) < run.lines:  # a smoothed line of the extremes would not be one of the means
+        for name in varying(run):
+            lines[f"mean of {name}"] = numbers(means(run.metrics[name], rows))
     return {
         "name": run.label,
         "rows": run.lines,
@@ -201,11 +190,13 @@ def events_data(run: RecordedRun, began: float, seconds: np.ndarray) -> list[dic
 def thinned(columns: dict[str, np.ndarray], rows: int, max_rows: int) -> np.ndarray:
     """Return the rows to show: first, last, and those of each column's extremes in ranges of rows.
 
-    rows: number of rows. All of them are shown if they are at most `max_rows`.
+    rows: number of rows. All of them are shown if they are at most `max_rows`. With many columns
+    there are fewer ranges, so that at most about 4 · `max_rows` rows are shown.
     """
     if rows <= max_rows:
         return np.arange(rows)
-    edges = np.linspace(0, rows, max(2, max_rows // 4) + 1).astype(int)
+    ranges = max(2, 2 * max_rows // max(8, len(columns)))
+    edges = np.linspace(0, rows, ranges + 1).astype(int)
     chosen = {0, rows - 1}
     for values in columns.values():
         for start, stop in pairwise(edges):

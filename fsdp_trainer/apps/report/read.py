@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import numpy as np
 import yaml
 
+from fsdp_trainer.config.methods import method_in
 from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.observe.records import parse
+from fsdp_trainer.observe.metric_groups import OWN_METRICS, group_of
+from fsdp_trainer.observe.records import flat, numbers, parse
 
 READ_BYTES = 2**30  # most bytes of all runs' metrics together; of longer files only the end is read
 EVENTS, SAMPLES = 20_000, 200  # the latest that are kept of each run
@@ -49,6 +52,8 @@ class RecordedRun:
     reason: str = ""
     expert_load: tuple[int, list[str]] | None = None
     """The last step whose line has the load of every expert, and that load, one text per block."""
+    own_metrics: set[str] = field(default_factory=set)
+    """Names of the entries of lines that the user's own metrics wrote."""
     label: str = ""
     """A short name for narrow places of the page; by default the name."""
 
@@ -58,6 +63,16 @@ class RecordedRun:
     def column(self, name: str) -> np.ndarray:
         """Return a column of the metrics; NaN for lines that lack the figure."""
         return self.metrics.get(name, np.full(self.lines, np.nan))
+
+    @property
+    def method(self) -> str | None:
+        """The training method; None if it is not known."""
+        return method_in(self.configuration)
+
+    @cached_property
+    def groups(self) -> dict[str, str]:
+        """The group of each column; see metric_groups.group_of."""
+        return {name: group_of(name, self.method, self.own_metrics) for name in self.metrics}
 
     @property
     def phases(self) -> dict[str, np.ndarray]:
@@ -244,11 +259,13 @@ def read_run(
 
 
 def steps(run: RecordedRun, lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl that have a step, and set `run.expert_load` from them."""
+    """Yield the lines of metrics.jsonl that have a step; set expert_load, own_metrics from them."""
     for line in lines:
         if isinstance(line.get("step"), int):
             if "expert_load" in line:
                 run.expert_load = line["step"], line["expert_load"]
+            if isinstance(line.get(OWN_METRICS), list):
+                run.own_metrics.update(map(str, line[OWN_METRICS]))
             yield line
 
 
@@ -266,26 +283,15 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     sparse: dict[str, tuple[list[int], list[float]]] = {}
     count = 0
     for line in lines:
-        for key, number in flat(line, "/"):
-            if isinstance(number, int | float):
-                at, values = sparse.setdefault(key, ([], []))
-                at.append(count)
-                values.append(number)
+        for name, number in numbers(line):
+            at, values = sparse.setdefault(name, ([], []))
+            at.append(count)
+            values.append(number)
         count += 1
     dense = {name: np.full(count, np.nan) for name in sparse}
     for name, (at, values) in sparse.items():
         dense[name][at] = values
     return dense
-
-
-def flat(tree: dict[str, Any], separator: str = ".") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of every leaf of a nested dictionary, with the keys joined."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            for below, leaf in flat(value, separator):
-                yield f"{key}{separator}{below}", leaf
-        else:
-            yield str(key), value
 
 
 def state(run: RecordedRun) -> tuple[str, str]:

@@ -17,6 +17,8 @@ from rich.text import Text
 from fsdp_trainer.apps.preview.preview_text import heading
 from fsdp_trainer.apps.report.goodput import OUTSIDE, PARTS, Goodput, goodput, phases_of
 from fsdp_trainer.apps.report.read import RecordedRun, differing, overrides
+from fsdp_trainer.config.methods import METHODS
+from fsdp_trainer.observe.metric_groups import OWN, VALIDATION, group_title, order_of, title_of
 
 SPARKS, WIDTH = "▁▂▃▄▅▆▇█", 60
 SHOWN = 12  # most runs with their own summary at the terminal, and most differing keys shown
@@ -66,6 +68,18 @@ class Summary:
         last = self.run.last("validation_loss")
         return self.run.last("loss") if last is None else last
 
+    @cached_property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """The last value of each metric of the method and of the user's own, by group and name."""
+        by_group: dict[str, dict[str, float]] = {}
+        groups = self.run.groups
+        for name in sorted(groups, key=order_of):
+            group = groups[name]
+            value = self.run.last(name) if group else None
+            if value is not None:
+                by_group.setdefault(group, {})[name] = value
+        return dict(sorted(by_group.items(), key=lambda item: item[0] == OWN))
+
     @property
     def seconds(self) -> float | None:
         """The seconds from the first start to the last line or event."""
@@ -81,6 +95,7 @@ class Summary:
             attempts = f", {self.goodput.attempts} attempts" if self.goodput.attempts > 1 else ""
             facts.append(("took", f"{duration(self.goodput.wall)}{attempts}"))
         facts += self._progress()
+        facts += [(group_title(group), in_words(last)) for group, last in self.metrics.items()]
         facts += self._world_and_speed()
         if self.goodput:
             facts.append(("goodput", goodput_in_words(self.goodput)))
@@ -147,6 +162,9 @@ class Summary:
             **{name: run.last(name) for name in names},
             "best_validation_loss": (run.minimum("validation_loss") or (None, None))[1],
             "objective": self.objective,
+            "method": run.method,
+            "method_metrics": self.metrics.get(str(run.method), {}),
+            "own_metrics": self.metrics.get(OWN, {}),
             "wall_seconds": good and good.wall,
             "goodput": good and good.share("training"),
             "goodput_while_running": good and good.while_running,
@@ -163,6 +181,36 @@ class Summary:
 def by_objective(summaries: Sequence["Summary"]) -> list["Summary"]:
     """Return the runs ordered by objective, the lowest first, those without one last."""
     return sorted(summaries, key=lambda s: (s.objective is None, s.objective or 0.0))
+
+
+def main_metrics(runs: Sequence[RecordedRun]) -> dict[str, list[float | None]]:
+    """Return the last values of the main metrics of the runs' methods, by their names in words.
+
+    None stands for a run without the metric, or with another metric of this name.
+    """
+    mains = [
+        run.method for run in runs if run.method in METHODS and METHODS[run.method].main_metric
+    ]
+    columns: dict[str, list[float | None]] = {}
+    for method in dict.fromkeys(mains):
+        name = METHODS[method].main_metric
+        title = title_of(name, method)
+        columns[name.replace("_", " ")] = [
+            run.last(name) if title_of(name, str(run.method)) == title else None for run in runs
+        ]
+    return columns
+
+
+def in_words(metrics: dict[str, float]) -> str:
+    """Return the values of metrics as text, those of the validation data after training's."""
+    texts = []
+    for name, value in metrics.items():
+        if name.removeprefix(VALIDATION) in metrics and name.startswith(VALIDATION):
+            continue
+        validation = metrics.get(VALIDATION + name)
+        more = f" (validation {short(validation)})" if validation is not None else ""
+        texts.append(f"{name.replace('_', ' ')} {short(value)}{more}")
+    return ", ".join(texts)
 
 
 def goodput_in_words(good: Goodput) -> str:
@@ -227,15 +275,19 @@ def show(summaries: list[Summary], console: Console) -> None:
 
 def table_of(summaries: list[Summary]) -> Table:
     """Return a table of the runs, in order of their objectives."""
-    varied = overrides([summary.run for summary in summaries])
-    columns = ["run", *map(escape, varied), "objective", "state", "steps", "took", "goodput"]
+    summaries = by_objective(summaries)
+    runs = [summary.run for summary in summaries]
+    varied, mains = overrides(runs), main_metrics(runs)
+    figures = ("state", "steps", "took", "goodput")
+    columns = ["run", *map(escape, varied), "objective", *map(escape, mains), *figures]
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1))
-    for summary in by_objective(summaries):
+    for row, summary in enumerate(summaries):
         run, good = summary.run, summary.goodput
         table.add_row(
             Text(run.name),
             *(Text(run.given.get(key, "")) for key in varied),
             short(summary.objective),
+            *("" if values[row] is None else short(values[row]) for values in mains.values()),
             Text(run.state),
             short(run.last("step")),
             duration(summary.seconds),

@@ -63,7 +63,7 @@ class Chart:
 
         For numbers without a title of their own: if all are positive and of different magnitudes.
         """
-        if self.title.log or not self.groups:
+        if self.title.log or self.title.is_share or not self.groups:
             return self.title.log
         values = np.concatenate([runs[line.run].metrics[line.column] for line in self.lines])
         values = values[np.isfinite(values)]

@@ -286,6 +286,7 @@ def work(pipe) -> None:
     keep_result_shapes()
     keep_placements()
     os.fsync = lambda file: None  # it only matters when the machine loses power
+    freeze, gc.freeze, gc.unfreeze = gc.freeze, do_nothing, do_nothing
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before, handlers = dict(os.environ), [signal.getsignal(s) for s in signals]
     while True:
@@ -295,8 +296,8 @@ def work(pipe) -> None:
             return
         os.environ.update(env)
         # as after a real rank's imports: garbage collection would go through all of torch's
-        # objects, which takes a third of a small run
-        gc.freeze()
+        # objects, which takes a third of a small run. The end of a run must not unfreeze them
+        freeze()
         try:
             function, args = pickle.loads(job)
             answer = ("done", function(*args))
@@ -333,11 +334,11 @@ def collect_garbage() -> None:
     A rank may not get another job for long, and each process group has a thread that wakes 100
     times a second.
     """
-    if gc.get_freeze_count():
-        gc.collect()  # only objects created by the job, so it is quick
-    if len(os.listdir("/proc/self/fd")) > 120 or thread_count() > 24:
-        gc.unfreeze()  # include objects that were frozen during the job
-        gc.collect()
+    gc.collect()  # only objects created by the job, so it is quick
+
+
+def do_nothing() -> None:
+    """Take the place of gc.freeze and gc.unfreeze in a worker."""
 
 
 class Packer(pickle.Pickler):

@@ -24,7 +24,7 @@ SMALLER = [
 FURTHER_SIZES = {
     "llama405b_pretrain_pp": ["model.num_hidden_layers=4"],  # two stages of each rank
     "qwen3_30b_a3b_sft": ["model.num_experts=8", "model.moe_intermediate_size=16"],
-    "olmoe_pretrain": ["model.num_experts=8", "model.moe_intermediate_size=16"],
+    "olmoe_pretrain": ["model.num_experts=8"],
     "gpt_oss_20b_lora": ["model.num_experts=8"],
     "chain_depth": ["model.depth=2", "compile=disabled"],
     "deepseek_v3_sft": [

@@ -85,7 +85,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     """Compose a verb's configuration, run the verb and return its exit code."""
     phases.begin()
     verb = VERBS[name]
-    overrides = _with_bare_words(name, overrides)
+    overrides = with_bare_words(name, overrides)
     if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
         return resolve_name(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
@@ -129,7 +129,7 @@ def _dispatch(argv: list[str] | None) -> int:
 
 def _run_or_show(verb: str, overrides: list[str], flags: argparse.Namespace) -> int:
     """Run the verb, once or as a sweep, or print what --cfg or --info request."""
-    overrides = _with_bare_words(verb, overrides)
+    overrides = with_bare_words(verb, overrides)
     if flags.multirun and (flags.info or flags.cfg):
         raise _unreadable("-m", "--cfg and --info show one run: leave one of them out")
     if flags.multirun:
@@ -193,7 +193,7 @@ def _split_verb(words: list[str]) -> tuple[str | None, list[str]]:
     return first, rest
 
 
-def _with_bare_words(verb: str, words: list[str]) -> list[str]:
+def with_bare_words(verb: str, words: list[str]) -> list[str]:
     """Return the words with those written out that stand for a setting.
 
     The name of a YAML file stands for `+recipe=FILE`, a path that exists for `source=PATH`.

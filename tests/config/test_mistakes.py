@@ -135,7 +135,7 @@ def folder(world, tmp_path_factory):
 SAY = """\
 import io, json, os, sys
 from contextlib import redirect_stderr
-from fsdp_trainer.cli import VERBS, main
+from fsdp_trainer.cli import VERBS, main, with_bare_words
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
 from fsdp_trainer.errors import UserError
@@ -153,7 +153,8 @@ for kind, words in json.loads(sys.stdin.read()):
                 SweepLine(words[1:])
             else:
                 own, words = (words[1], words[2:]) if words[0] == "--config-dir" else (None, words)
-                compose(words.pop(0) if words[0] in VERBS else "train", words, own)
+                verb = words.pop(0) if words[0] in VERBS else "train"
+                compose(verb, with_bare_words(verb, words), own)
     except UserError as error:
         code, said = 2, io.StringIO(str(error))
     os.environ.pop("RANK", None)

@@ -83,8 +83,9 @@ def read_overrides(
         try:
             override = parser.parse_override(argument)
         except HydraException:
-            meant = {"source"} & keys.keys() if "=" not in argument else ()
-            line.refuse(argument, why_unparsable(argument, parser, keys, options), *meant)
+            meant = "" if "=" in argument else without_key(argument, keys, options)
+            reason = why_unparsable(argument, parser, keys, options)
+            line.refuse(argument, reason, meant.split("=")[0])
             continue
         key = override.key_or_group + (f"@{override.package}" if override.package else "")
         refusal = _why_refused(argument, override, key, keys, options, sweeping)
@@ -345,10 +346,14 @@ def _why_no_file(group: str, text: str) -> str:
             f"{group} has no option {text}: one of your own is"
             f"  --config-dir DIR +{group}=NAME  for  DIR/{group}/NAME.yaml"
         )
-    names = [f.name for f in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-    close = nearest(file.name, names)
-    meant = f" Did you mean  {file.parent / close} ?" if close else ""
-    return f"there is no such file (looked in {Path.cwd()}).{meant}"
+    return f"there is no such file (looked in {Path.cwd()}){_path_nearby(file, '*.y*ml')}"
+
+
+def _path_nearby(path: Path, pattern: str = "*") -> str:
+    """Return a sentence that names the most similar path in the same folder, or ""."""
+    names = [file.name for file in path.parent.glob(pattern)] if path.parent.is_dir() else []
+    close = nearest(path.name, names)
+    return f". Did you mean  {path.parent / close} ?" if close else ""
 
 
 def why_unparsable(
@@ -362,7 +367,8 @@ def why_unparsable(
     if not equals:
         meant = without_key(argument, keys, groups)
         if meant == f"source={argument}":
-            return f"is no setting, and there is no such file or folder (looked in {Path.cwd()})"
+            nearby = _path_nearby(Path(argument))
+            return f"there is no such file or folder (looked in {Path.cwd()}){nearby}"
         return f"is neither a verb nor key=value{f'. Did you mean  {meant} ?' if meant else ''}"
     is_tuple = value[:1] == "(" and key in keys and not takes_text(keys[key].type)
     setting = f"{key}=[{value.strip('()')}]" if is_tuple else f"{key}={_with_quotes(value)}"

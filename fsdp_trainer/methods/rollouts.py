@@ -123,8 +123,8 @@ class RolloutSource:
         self.order: Mixture = prompts.order
         self.source_names = [""]
         self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
-        self._waiting: list[list[Rollout]] = []
-        """Answers for the next steps, made together with an earlier step's, one list per step."""
+        self._answers: dict[int, list[Rollout]] = {}
+        """Answers for the current step and for later ones, made together, by step."""
         self._steps: dict[int, tuple[PackedAnswers, np.ndarray]] = {}
         self._equal: deque[float] = deque(maxlen=WINDOW)
         self._has_warned = False
@@ -135,28 +135,39 @@ class RolloutSource:
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
         """Begin to read the rows after `progress`. Answers are made when a step needs them."""
         what = f"prompts prepared in {self.order.folder}"
+        self._answers = self._stored(progress)
         items = self._read(progress, leave)
         return Feed(self.assembler, what, items, 0, self.context.signals)
 
     def _read(self, progress: Progress, leave: LeaveTogether) -> Iterator[StepPlan | MicroBatch]:
         """Yield each plan, followed by this rank's micro-batches of that step."""
         plans = self.prompts.plans(progress)
-        self._waiting = self._stored(progress)
-        while block := list(islice(plans, len(self._waiting) or self.cfg.objective.updates)):
-            if not self._waiting:
-                self._waiting = self._answer(block, leave)
+        while block := list(islice(plans, len(self._answers) or self.cfg.objective.updates)):
+            if not self._answers:
+                self._answers = self._answer(self._completed(block, progress), leave)
             for plan in block:
-                packed = self._pack(plan, self._waiting[0])
+                packed = self._pack(plan, self._answers[plan.step])
                 batches = RowBatches(packed, **vars(self.context.options))
                 of_packed = StepPlan(plan.step, 0, len(packed))
                 self._remember(plan.step, packed, batches.assign_rows_to_ranks(of_packed))
                 metrics = self._metrics(packed, plan)
                 yield packed.plan(plan.step, plan.start, plan.stop, metrics)
-                self._waiting = self._waiting[1:]
                 yield from batches.micro_batches(of_packed)
+                del self._answers[plan.step]
 
-    def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> list[list[Rollout]]:
-        """Make the rollouts of some steps together; return one list per step.
+    def _completed(self, block: list[StepPlan], progress: Progress) -> list[StepPlan]:
+        """Return the plans of steps whose answers are made together, beyond the end of the run too.
+
+        A run that ends among them may be continued with more steps, and then uses the same answers
+        as one that had them from the beginning. No step can follow one of fewer rows than usual.
+        """
+        last, missing = block[-1], self.cfg.objective.updates - len(block)
+        if last.stop - last.start < self.cfg.batch.rows:
+            return block
+        return [*block, *islice(self.prompts.plans_after(last, progress), missing)]
+
+    def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> dict[int, list[Rollout]]:
+        """Make the rollouts of some steps together; return a list of them by step.
 
         Collective. Raises Stop.
         """
@@ -174,9 +185,9 @@ class RolloutSource:
         phases.enter("rollouts")
         rollouts = self.maker.make(requests, questions, block[0].step - 1, check)
         phases.enter("data")
-        sizes = [(plan.stop - plan.start) * len(samples) for plan in block]
-        ends = np.cumsum(sizes).tolist()
-        return [rollouts[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        in_order = iter(rollouts)
+        sizes = {plan.step: (plan.stop - plan.start) * len(samples) for plan in block}
+        return {step: list(islice(in_order, size)) for step, size in sizes.items()}
 
     def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
         """Return the tokens of a prompt, and the data for scoring answers to it."""
@@ -187,13 +198,24 @@ class RolloutSource:
         seq_len, cost = self.cfg.batch.seq_len, self.context.attention_cost
         return PackedAnswers(self.cfg.objective, seq_len, rollouts, cost, self.order.where)
 
-    def _stored(self, progress: Progress) -> list[list[Rollout]]:
-        """Return the answers in a checkpoint for the next steps; empty if those use other rows."""
+    def _stored(self, progress: Progress) -> dict[int, list[Rollout]]:
+        """Return the answers in a checkpoint for the next steps, by step.
+
+        Empty if those use other rows, or if answers are now made or scored in another number.
+        """
         by_step = [decode_rollouts(text) for text in progress.rollouts]
-        rows = [sorted({rollout.row for rollout in step}) for step in by_step]
-        plans = islice(self.prompts.plans(progress), len(rows))
-        wanted = [list(range(plan.start, plan.stop)) for plan in plans]
-        return by_step if rows == wanted else []
+        plans = list(islice(self.prompts.plans(progress), len(by_step)))
+        last = plans[-1] if plans else StepPlan(progress.step, 0, progress.rows)
+        plans += islice(self.prompts.plans_after(last, progress), len(by_step) - len(plans))
+        samples, scores = range(self.cfg.objective.samples), len(self.maker.rewards)
+        stored = [[(r.row, r.sample, len(r.scores)) for r in step] for step in by_step]
+        wanted = [
+            [(row, i, scores) for row in range(plan.start, plan.stop) for i in samples]
+            for plan in plans
+        ]
+        if stored != wanted:
+            return {}
+        return {plan.step: step for plan, step in zip(plans, by_step, strict=True)}
 
     # --- metrics and records
 
@@ -268,8 +290,9 @@ class RolloutSource:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the mixtures that prompts were read from, and answers made for future steps."""
+        future = [each for step, each in self._answers.items() if step > progress.step]
         stored = self.prompts.state(progress)
-        return stored | {"rollouts": [encode_rollouts(step) for step in self._waiting]}
+        return stored | {"rollouts": [encode_rollouts(each) for each in future]}
 
     def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
         return self.prompts.read_by_component(progress)

@@ -142,6 +142,11 @@ class StoredRows:
         plans = self.batches.plans(self.rows, self.last_row, progress.step, progress.rows, skipped)
         return islice(plans, max(0, self.total_steps(progress) - progress.step))
 
+    def plans_after(self, plan: StepPlan, progress: Progress) -> Iterator[StepPlan]:
+        """Return the plans of the steps after `plan`, as in a run that does not end."""
+        skipped = progress.skipped_row_ranges
+        return self.batches.plans(self.rows, None, plan.step, plan.stop, skipped)
+
     def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
         """Begin to read the rows after `progress`.
 

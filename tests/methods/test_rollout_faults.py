@@ -1,12 +1,15 @@
 """Bad steps, stops and the end of the data in runs that learn from their own answers."""
 
+import functools
 import json
 import math
+import signal
 
 import inject
 import pytest
 from stored import assert_bitwise_equal, newest, stored
 
+from fsdp_trainer.base import phases
 from fsdp_trainer.cli import main
 
 GRPO = [
@@ -21,6 +24,57 @@ def never_had_them(real, self):
     """A run whose prompts never were those of step SPIKED."""
     self.progress.skipped_row_ranges = [[4 * (SPIKED - 1), 4 * SPIKED]]
     return real(self)
+
+
+TERM = functools.partial(inject.send, signal.SIGTERM)
+
+
+def lost_at_step_4(real, self, rows):
+    """An error of rank 0 where it packs answers for the second update of a batch."""
+    if phases.training.step == 4 and rows.documents:
+        raise OSError("no such answers")
+    return real(self, rows)
+
+
+# words, seam and exit code of a run that ends after step 3, between two updates from one batch
+ENDINGS = {
+    "the last step": (["train.steps=3"], None, 0),
+    "a signal": ([], inject.at("backward", TERM, rank=0, step=3, nth=1), 75),
+    "a signal amid samples": (
+        ["checkpoint.every=1", "train.validate_every=3", "train.sample_prompts=[a]"],
+        inject.at("samples", TERM, rank=0, step=3),
+        75,
+    ),
+    "data lost at the next step": ([], inject.around("batch_read", lost_at_step_4, rank=0), 1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_ended_between_updates_from_the_same_answers_goes_on_with_the_rest_of_them(
+    world, tmp_path, ranks
+):
+    keys = [*GRPO, "data.path=demo:sums", f"data.cache={tmp_path}", "objective.updates=2"]
+    keys += ["train.steps=4"]
+    whole = world.train(tmp_path / "whole", *keys, ranks=ranks)
+    assert whole.column("staleness") == [0, 1, 0, 1]
+    for name, (words, seam, code) in ENDINGS.items():
+        ended = world.train(tmp_path / name, *keys, *words, ranks=ranks, seam=seam, code=code)
+        assert ended.column("step") == [1, 2, 3], name
+        words = [word for word in words if not word.startswith("train.steps")]
+        run = world.train(tmp_path / name, *keys, *words, ranks=ranks)
+        for column in ("reward", "loss", "grad_norm", "staleness"):
+            assert run.column(column) == whole.column(column), (name, column)
+        assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+
+
+@pytest.mark.slow
+def test_answers_left_over_are_made_again_where_other_ones_are_wanted(world, tmp_path):
+    keys = [*GRPO, "data.path=demo:sums", f"data.cache={tmp_path}", "objective.updates=2"]
+    world.train(tmp_path / "run", *keys, "train.steps=1")
+    keys += ["objective.samples=3", "checkpoint.allow_changes=[objective.samples]"]
+    run = world.train(tmp_path / "run", *keys, "train.steps=2")
+    assert run.column("staleness") == [0, 0]
 
 
 @pytest.mark.slow

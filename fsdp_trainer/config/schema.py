@@ -796,7 +796,7 @@ class Optim:
     name: str = key(
         "adamw",
         "which optimizer; `muon`: for the matrices of the blocks, and AdamW for all else",
-        choices=("adamw", "muon", "lion", "sgd", "lamb"),
+        choices=("adamw", "muon", "lion", "sgd", "lamb", "lars"),
     )
     implementation: str = key(
         "auto",
@@ -833,13 +833,19 @@ class Optim:
     )
     momentum: float = key(
         0.95,
-        "muon, sgd: decay of the running sum of gradients",
+        "muon, sgd: decay of the running sum of gradients; lars: of that of steps",
         minimum=0,
         maximum=1,
-        used_by=("muon", "sgd"),
+        used_by=("muon", "sgd", "lars"),
     )
     nesterov: bool = key(
         True, "muon, sgd: look ahead by the gradient of this step", used_by=("muon", "sgd")
+    )
+    trust_coefficient: float = key(
+        0.001,
+        "lars: share of its norm that a parameter moves in a step, at lr=1 and without momentum",
+        above=0,
+        used_by=("lars",),
     )
     ns_steps: int = key(
         5,

@@ -132,6 +132,7 @@ def chunked_update_bytes(optim: Optim, master_dtype: str, update: Update) -> flo
 FOOTPRINTS = {
     "adamw": Footprint(adamw_state_bytes, adamw_update_bytes),
     "lamb": Footprint(adamw_state_bytes, chunked_update_bytes),
+    "lars": Footprint(lion_state_bytes, chunked_update_bytes),
     "lion": Footprint(lion_state_bytes, chunked_update_bytes),
     "sgd": Footprint(lion_state_bytes, chunked_update_bytes),
     "muon": Footprint(muon_state_bytes, muon_update_bytes),

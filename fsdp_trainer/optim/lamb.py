@@ -3,20 +3,17 @@
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_trainer.base.distributed import replication_factor, sum_in_order
-from fsdp_trainer.optim.compact import CompactOptimizer, MomentKind, NumberChunk
+from fsdp_trainer.optim.compact import MomentKind, NumberChunk
 from fsdp_trainer.optim.footprint import is_matrix
+from fsdp_trainer.optim.layerwise import LayerwiseOptimizer, norm_ratio, square_sum
 
 
-class Lamb(CompactOptimizer):
+class Lamb(LayerwiseOptimizer):
     """LAMB for matrices; vectors (norms and biases) are updated by AdamW.
 
-    Group options: lr, betas, eps, weight_decay. Norms are computed over complete parameters,
-    independent of sharding.
-    ranks: group of the ranks that hold parts of the same parameters; None: all ranks.
+    Group options: lr, betas, eps, weight_decay.
     """
 
     moments: ClassVar = {
@@ -24,34 +21,10 @@ class Lamb(CompactOptimizer):
         "exp_avg_sq": MomentKind(signed=False, stochastic=True),
     }
 
-    def __init__(self, *args: Any, ranks: dist.ProcessGroup | None = None, **options: Any):
-        """Create the optimizer. args, options: see CompactOptimizer."""
-        super().__init__(*args, **options)
-        self.ranks = ranks
-
-    def update(self, count: Tensor, skip: Tensor) -> None:
-        """Update all moments, then the weights by them. Collective."""
-        named = [
-            (name, parameter, group)
-            for group in self.param_groups
-            for name, parameter in zip(group["param_names"], group["params"], strict=True)
-        ]
-        squares = torch.stack([self.update_moments(p, group, count, skip) for _, p, group in named])
-        ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
-        # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
-        squares = sum_in_order(squares, self.ranks)
-        for (name, parameter, group), sums in zip(named, squares, strict=True):
-            ratio = trust_ratio(sums / replication_factor(parameter, ranks))
-            for chunk in self.chunks(parameter, count, skip):
-                update = direction(chunk, group, count)
-                if is_matrix(name, parameter.ndim):
-                    update *= ratio
-                chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
-
-    def update_moments(
+    def squares(
         self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
     ) -> Tensor:
-        """Update a parameter's moments; return Σ weight² and Σ update² of its part: [2] float64."""
+        """Update a parameter's moments; return Σ weight² and Σ update² of its part."""
         beta1, beta2 = group["betas"]
         sums = torch.zeros(2, dtype=torch.float64, device=self.count.device)
         for chunk in self.chunks(parameter, count, skip):
@@ -61,9 +34,25 @@ class Lamb(CompactOptimizer):
             chunk.store("exp_avg", mean)
             chunk.store("exp_avg_sq", square.addcmul_(gradient, gradient, value=1 - beta2))
             update = direction(chunk, group, count)
-            for i, numbers in enumerate((chunk.weight, update)):
-                sums[i] += torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
+            sums += torch.stack([square_sum(chunk.weight), square_sum(update)])
         return sums
+
+    def update_weight(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        group: dict[str, Any],
+        norms: Tensor,
+        count: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Move a matrix by as much as its norm, and a vector by AdamW's step, times lr."""
+        ratio = norm_ratio(*norms)
+        for chunk in self.chunks(parameter, count, skip):
+            update = direction(chunk, group, count)
+            if is_matrix(name, parameter.ndim):
+                update *= ratio
+            chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
 
 
 def direction(chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
@@ -72,10 +61,3 @@ def direction(chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tenso
     root = (chunk.load("exp_avg_sq") / bias2).sqrt_().add_(group["eps"])
     step = chunk.load("exp_avg") / bias1 / root
     return step.add_(chunk.weight.float(), alpha=group["weight_decay"])
-
-
-def trust_ratio(squares: Tensor) -> Tensor:
-    """Return ‖weight‖ / ‖update‖ from their squares, or 1 if either is 0: float32 scalar."""
-    weight, update = squares.sqrt().unbind()
-    usable = (weight > 0) & (update > 0)
-    return torch.where(usable, weight / update, 1.0).float()

@@ -14,6 +14,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.footprint import is_block_matrix, is_matrix
 from fsdp_trainer.optim.lamb import Lamb
+from fsdp_trainer.optim.lars import Lars
 from fsdp_trainer.optim.muon import Muon
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
@@ -119,6 +120,14 @@ def build_lamb(
     return Lamb(groups, *formats(groups, cfg, seed), ranks=ranks, **options)
 
 
+def build_lars(
+    groups: list[dict[str, Any]], cfg: Optim, seed: int, ranks: dist.ProcessGroup | None
+) -> TrainerOptimizer:
+    """Return LARS (You et al. 2017)."""
+    options = {name: getattr(cfg, name) for name in ("lr", "momentum", "trust_coefficient")}
+    return Lars(groups, *formats(groups, cfg, seed), ranks=ranks, **options)
+
+
 def split(
     groups: list[dict[str, Any]], belongs: Callable[[str, Tensor], bool]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -148,6 +157,7 @@ def formats(groups: list[dict[str, Any]], cfg: Optim, seed: int) -> tuple[str, b
 OPTIMIZERS = {
     "adamw": build_adamw,
     "lamb": build_lamb,
+    "lars": build_lars,
     "lion": build_lion,
     "muon": build_muon,
     "sgd": build_sgd,

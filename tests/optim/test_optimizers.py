@@ -1,5 +1,5 @@
-"""Lion, SGD and LAMB: against other implementations, on any number of ranks, through bad steps and
-restarts."""
+"""Lion, SGD, LAMB and LARS: against other implementations, on any number of ranks, through bad
+steps and restarts."""
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ NAMES = {
     "sgd": {},
     "sgd without nesterov": {"nesterov": False},
     "lamb": {},
+    "lars": {"trust_coefficient": 0.5},
 }
 LAYOUTS = {
     "rows": ((2,), [Shard(0)]),
@@ -78,6 +79,14 @@ def lamb(weight, gradient, state, step):
     return mean / (square.sqrt() + EPS)
 
 
+def lars(weight, gradient, state, decay):
+    """Algorithm 1 of You et al. 2017, for a learning rate LR."""
+    quotient = weight.norm() / (gradient.norm() + decay * weight.norm())
+    local = NAMES["lars"]["trust_coefficient"] * quotient
+    state["sum"] = 0.9 * state.get("sum", 0) + LR * local * (gradient + decay * weight)
+    return state["sum"]
+
+
 def by_hand(name, count):
     """The weights after some steps as the papers have them, in float64; SGD is torch's."""
     weights = {}
@@ -96,6 +105,8 @@ def by_hand(name, count):
                 is_matrix = weight.ndim > 1 and not key.endswith("bias")
                 ratio = weight.norm() / update.norm() if is_matrix else 1.0
                 weight = weight - LR * ratio * update
+            elif name == "lars":
+                weight = weight - lars(weight, gradient, state, decay)
             else:
                 plain.data.mul_(1 - LR * decay)
                 plain.grad = gradient
@@ -112,7 +123,7 @@ def test_steps_are_those_of_the_paper(name):
         assert torch.allclose(got[key].double(), weight, rtol=1e-5, atol=2e-6), key
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "lars"])
 def test_a_skipped_step_changes_nothing(name):
     before, after = steps(name, count=2), steps(name, count=3)
     for key, tensor in before.items():
@@ -121,7 +132,7 @@ def test_a_skipped_step_changes_nothing(name):
 
 def steps_of_each(layout):
     dist.init_process_group("gloo")
-    return {name: steps(name, layout) for name in ("lion", "sgd", "lamb")}
+    return {name: steps(name, layout) for name in ("lion", "sgd", "lamb", "lars")}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -130,13 +141,13 @@ def test_every_layout_steps_as_one_process_does(world, layout):
     for name, got in world.call(ranks, steps_of_each, layout)[-1].items():
         alone = steps(name)
         assert alone.keys() == got.keys()
-        # LAMB's norms are sums of other parts
-        same = torch.allclose if name == "lamb" else torch.equal
+        # norms are sums of other parts
+        same = torch.allclose if name in ("lamb", "lars") else torch.equal
         for key, tensor in alone.items():
             assert same(tensor, got[key]), (name, key)
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "adamw", "muon"])
+@pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "lars", "adamw", "muon"])
 @pytest.mark.parametrize("form", [None, "bfloat16", "8bit"])
 def test_bytes_of_state_are_what_the_plan_counts(name, form):
     model = nn.Module()
@@ -149,9 +160,10 @@ def test_bytes_of_state_are_what_the_plan_counts(name, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion", "sgd", "lamb"])
+@pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "lars"])
 def test_a_run_goes_on_on_any_number_of_ranks(train, name):
-    options = [f"optim={name}", "optim.lr=1e-3", "batch.micro_rows=2", "checkpoint.every=1"]
+    rate = 0.3 if name == "lars" else 1e-3
+    options = [f"optim={name}", f"optim.lr={rate}", "batch.micro_rows=2", "checkpoint.every=1"]
     through = train("through", *options, "train.steps=3")
     train("again", *options, "train.steps=2", ranks=2)
     again = train("again", *options, "train.steps=3")
@@ -164,3 +176,5 @@ def test_a_run_goes_on_on_any_number_of_ranks(train, name):
 def test_keys_of_other_optimizers_are_refused(train):
     assert "optim=adamw" in train("run", "optim=sgd", "optim.eps=1e-6", code=2).err
     assert "optim=sgd" in train("run", "optim=lamb", "optim.momentum=0.8", code=2).err
+    said = train("run", "optim=sgd", "optim.trust_coefficient=0.1", code=2).err
+    assert "only counts with  optim=lars" in said

@@ -163,6 +163,11 @@ CASES = {
         layout(pipeline_schedule="gpipe", strategy="hsdp", replicas=2)
         | {"optim": {"state_dtype": "8bit"}, "tolerance": 1e-4},
     ),
+    "lars, tied, shard": (
+        4,
+        {"tie_word_embeddings": True},
+        layout() | {"optim": {"name": "lars", "trust_coefficient": 1.0}},
+    ),
     "4 bits": (2, BLOCKS_OF_64, layout() | {"adapter": NF4}),
     "ring and tensor": (8, {}, layout(context=2, tensor=2, context_method="ring")),
     "experts and shard": (8, EXPERTS, layout(expert=2)),

@@ -1,0 +1,69 @@
+"""The base of optimizers whose step of a parameter depends on norms of the whole parameter."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_trainer.base.distributed import replication_factor, sum_in_order
+from fsdp_trainer.optim.compact import CompactOptimizer
+
+
+class LayerwiseOptimizer(CompactOptimizer):
+    """A CompactOptimizer that sums squares over complete parameters, however they are sharded.
+
+    ranks: group of the ranks that hold parts of the same parameters; None: all ranks.
+    """
+
+    def __init__(self, *args: Any, ranks: dist.ProcessGroup | None = None, **options: Any):
+        """Create the optimizer. args, options: see CompactOptimizer."""
+        super().__init__(*args, **options)
+        self.ranks = ranks
+
+    def update(self, count: Tensor, skip: Tensor) -> None:
+        """Sum each parameter's squares over its parts, then update its weights. Collective."""
+        named = list(self.named())
+        squares = torch.stack([self.squares(p, group, count, skip) for _, p, group in named])
+        ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
+        # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
+        squares = sum_in_order(squares, self.ranks)
+        for (name, parameter, group), sums in zip(named, squares, strict=True):
+            norms = (sums / replication_factor(parameter, ranks)).sqrt()
+            self.update_weight(name, parameter, group, norms, count, skip)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        """Yield each parameter with its name and its group."""
+        for group in self.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                yield name, parameter, group
+
+    def squares(
+        self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
+    ) -> Tensor:
+        """Return the sums of squares of this rank's part of a parameter: [sums] float64."""
+        raise NotImplementedError
+
+    def update_weight(
+        self,
+        name: str,
+        parameter: nn.Parameter,
+        group: dict[str, Any],
+        norms: Tensor,
+        count: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """Update a parameter. norms: roots of `squares`, over the complete parameter."""
+        raise NotImplementedError
+
+
+def square_sum(numbers: Tensor) -> Tensor:
+    """Return Σ numbers²: float64 scalar."""
+    return torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
+
+
+def norm_ratio(weight: Tensor, update: Tensor) -> Tensor:
+    """Return ‖weight‖ / ‖update‖, or 1 if either is 0: float32 scalar. The arguments are norms."""
+    usable = (weight > 0) & (update > 0)
+    return torch.where(usable, weight / update, 1.0).float()

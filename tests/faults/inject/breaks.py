@@ -3,6 +3,7 @@
 Set FAULTS="rank=1 phase=shards step=4 do=kill; rank=0 phase=data step=9 do=stop", and put this
 folder on PYTHONPATH. FAULTS_FOLDER holds the time of each fault that has happened, and each rank's
 process id. A fault happens once, however often the run is started, but with step=* at every step.
+A process that is no rank of a launcher, but trains alone, needs FAULTS_RANK=0.
 """
 
 import importlib.abc
@@ -21,7 +22,7 @@ _of_thread = threading.local()
 
 def when_imported() -> None:
     """Arrange that in ranks `wrap` is called when the trainer imports its phases."""
-    if "FAULTS" in os.environ and "RANK" in os.environ:
+    if "FAULTS" in os.environ and {"RANK", "FAULTS_RANK"} & os.environ.keys():
         sys.meta_path.insert(0, _Finder())
 
 
@@ -46,7 +47,8 @@ def wrap(phases) -> None:
         for fault in os.environ["FAULTS"].split(";")
         if fault.strip()
     ]
-    folder, rank = Path(os.environ["FAULTS_FOLDER"]), os.environ["RANK"]
+    folder = Path(os.environ["FAULTS_FOLDER"])
+    rank = os.environ.get("RANK") or os.environ["FAULTS_RANK"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"pid.{rank}").write_text(str(os.getpid()))
 
@@ -114,6 +116,16 @@ def terminate(_folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def interrupt(_folder: Path) -> None:
+    """Send this process SIGINT, as Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def usr1(_folder: Path) -> None:
+    """Send this process SIGUSR1, as Slurm does before a job's time is over."""
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def full(_folder: Path) -> None:
     """Limit files to 4 KiB until this thread's next phase: writes fail as on a full disk."""
     _of_thread.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -159,6 +171,8 @@ DEEDS = {
     "kill_all": kill_all,
     "stop": stop,
     "term": terminate,
+    "interrupt": interrupt,
+    "usr1": usr1,
     "full": full,
     "slow": slow,
 }

@@ -1,9 +1,9 @@
-"""The same as soak.py, with what must come of it."""
+"""The same as thirty_faults.py, with what must come of it."""
 
 import time
 
 import pytest
-from soak import soak, table
+from thirty_faults import soak, table
 
 
 @pytest.mark.faults

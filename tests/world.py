@@ -100,6 +100,13 @@ def write_chats(path: Path, count: int, start: int = 0) -> Path:
     return path
 
 
+def flip_bit(file: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
 def read_lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.base.checksum import checksum
 from fsdp_trainer.config.paths import (
     MANIFEST,
     checkpoint_folders,
@@ -18,18 +19,7 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.errors import Problem, UserError
 
-READ_BYTES = 1 << 24
 SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file: it finds every burst of up to 32 wrong bits. Raises OSError."""
-    value = 0
-    buffer = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", 0) as file:
-        while count := file.readinto(buffer):
-            value = zlib.crc32(buffer[:count], value)
-    return value
 
 
 def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, int]]:

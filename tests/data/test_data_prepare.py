@@ -17,7 +17,7 @@ from pathlib import Path
 
 import inject
 import pytest
-from world import alive, wait_until
+from world import alive, flip_bit, wait_until
 
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.store import fingerprint
@@ -298,7 +298,17 @@ def one_is_missing(folder):
     (folder / "train" / "weights.bin").unlink()
 
 
-@pytest.mark.parametrize("damage", [cut, half_a_file, one_is_missing])
+def bit_of_a_token(folder):
+    flip_bit(folder / "train" / "tokens.bin")
+
+
+def bit_of_the_description(folder):
+    flip_bit(folder / "meta.json")
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, half_a_file, one_is_missing, bit_of_a_token, bit_of_the_description]
+)
 def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
     before = made(str(data), tmp_path / "c")
     expected, folder = content(before), before.train[0].folder.parent

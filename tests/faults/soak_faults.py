@@ -303,10 +303,10 @@ def of_checkpoint(harm: Callable) -> Callable[[Path, Path, random.Random], str |
 
 
 def of_cache(harm: Callable) -> Callable[[Path, Path, random.Random], str | None]:
-    """Return a damage to a file of the token cache."""
+    """Return a damage to a file of the token cache, of one that is complete."""
 
     def damage(run: Path, cache: Path, draw: random.Random) -> str | None:
-        file = one_of(draw, [path for path in cache.rglob("*") if path.name != "lock"])
+        file = one_of(draw, [*cache.glob("[!.]*/**/*")])
         return file and harm(file, draw)
 
     return damage

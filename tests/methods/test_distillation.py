@@ -20,7 +20,7 @@ from memory_of_a_step import LiveBytes, whole_batch
 from stored import newest
 from textbook import TOKENS, VOCABULARY, make
 from torch.distributed.tensor import DTensor
-from world import SMALL, write_chats
+from world import SMALL, flip_bit, write_chats
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.cli import main
@@ -32,6 +32,8 @@ from fsdp_trainer.config.schema import (
     Sharding,
     TrainConfig,
 )
+from fsdp_trainer.data.store.stored_values import read_top_k
+from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.methods.distillation import DistilForwardBackward, Distillation, TeacherMetrics
 from fsdp_trainer.methods.teacher import shard_teacher
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
@@ -493,6 +495,11 @@ def test_stored_lists_stand_in_for_the_teacher_in_any_order_and_on_any_ranks(
     assert "the teacher is another one" in said
     said = world.train(tmp_path / "new", *keys, "objective.top_k=261", code=2).err
     assert "is more than the 260 tokens of the vocabulary" in said
+    place = next(iter(stored)).parent
+    store = TokenStore(place.parents[1], "")
+    assert read_top_k(place, store)
+    flip_bit(place / "top_logs.npy")
+    assert read_top_k(place, store) is None, "it is read from the teacher again"
 
 
 @contextmanager

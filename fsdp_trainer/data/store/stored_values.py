@@ -6,10 +6,12 @@ token, in the order of the store. Neither depends on packing, row order or the n
 
 import errno
 import fcntl
+import io
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +21,14 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.data.store.cache_folders import LOCK, clear_leftovers
-from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.store.token_store import (
+    CHECKED_BYTES,
+    CHECKSUMS,
+    Damaged,
+    TokenStore,
+    check_files,
+    checksums_of,
+)
 
 REFERENCE, TEACHER = "reference", "teacher"
 """Names of the folders next to a store's columns."""
@@ -28,6 +37,7 @@ TOP_K = (TOKENS, LOGS, REST, TARGET) = ("top_tokens", "top_logs", "top_rest", "t
 """Names of a teacher's files, and of columns of rows: the likeliest tokens, their
 log-probabilities, the log of the total probability of all other tokens, and the log-probability of
 the target."""
+CRC_BYTES = 4
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,18 +61,32 @@ def read_sums(place: Path, store: TokenStore) -> SampleColumns | None:
     """Return a reference's sums of a store's samples; None if it is missing or damaged."""
     try:
         sums = np.load(place, mmap_mode="r")
+        is_whole = place.stat().st_size > CHECKED_BYTES or _has_checksum(place.read_bytes())
     except (OSError, ValueError, EOFError):
         return None
-    return SampleColumns(reference=sums) if sums.shape == (len(store),) else None
+    return SampleColumns(reference=sums) if is_whole and sums.shape == (len(store),) else None
+
+
+def _has_checksum(content: bytes) -> bool:
+    return content[-CRC_BYTES:] == _checksum_bytes(content[:-CRC_BYTES])
+
+
+def _checksum_bytes(content: bytes) -> bytes:
+    return zlib.crc32(content).to_bytes(CRC_BYTES, "little")
 
 
 def write_sums(file: Path, sums: np.ndarray) -> None:
-    """Write a file atomically. Errors are ignored: the run then only has the sums in memory."""
+    """Write a file atomically, with its CRC-32 behind the array.
+
+    Errors are ignored: the run then only has the sums in memory.
+    """
+    content = io.BytesIO()
+    np.save(content, sums)
     with suppress(OSError):
         file.parent.mkdir(exist_ok=True)
         descriptor, aside = tempfile.mkstemp(prefix=".", dir=file.parent)
         with open(descriptor, "wb") as opened:
-            np.save(opened, sums)
+            opened.write(content.getvalue() + _checksum_bytes(content.getvalue()))
             opened.flush()
             os.fsync(opened.fileno())
         os.chmod(aside, 0o644)  # mkstemp makes a file that only its owner can read
@@ -102,10 +126,12 @@ class TopKValues:
 
 
 def read_top_k(place: Path, store: TokenStore) -> SampleColumns | None:
-    """Return a teacher's values of a store's tokens; None if they are missing or incomplete."""
+    """Return a teacher's values of a store's tokens; None if they are missing or damaged."""
     try:
+        about = json.loads((place / ABOUT).read_text())
+        check_files(place, about.get(CHECKSUMS, {}))
         arrays = {name: np.load(place / f"{name}.npy", mmap_mode="r") for name in TOP_K}
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError, EOFError, AttributeError, Damaged):
         return None
     whole = all(len(array) == store.supervised_tokens for array in arrays.values())
     return SampleColumns(of_tokens=TopKValues(arrays)) if whole else None
@@ -153,6 +179,7 @@ class TopKWriter:
         for array in self.arrays.values():
             array.flush()
         self.arrays = {}
+        about = about | {CHECKSUMS: checksums_of(self.aside, self.aside.glob("*.npy"))}
         (self.aside / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
         self.lock.close()
         (self.aside / LOCK).unlink()

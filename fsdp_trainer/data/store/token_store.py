@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdp_trainer.base.checksum import checksum
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, MappedArrays
 from fsdp_trainer.data.tokens.samples import Sample
 
@@ -29,6 +31,10 @@ QUESTIONS, QUESTION_SIZES = "questions", "question_sizes"
 """Columns that only stores of prompts have. questions: concatenated JSON of what answers are judged
 by. question_sizes: [samples] int64, bytes of each."""
 BLOCK = 1 << 24  # bytes copied between two calls of `tick`
+CHECKED_BYTES = 256 << 20
+"""Size of the largest file whose content is checked at every start, which takes 0.1 s."""
+CHECKSUMS, CHECKSUM = "checksums", "crc32"
+"""Keys of meta.json: the CRC-32 of each file up to CHECKED_BYTES, and that of all other keys."""
 
 
 class Damaged(Exception):
@@ -327,12 +333,16 @@ def _copy(source: int, target: int) -> int:
 def read_meta(folder: Path) -> dict[str, Any]:
     """Return the description that `write_meta` wrote into a folder of stores.
 
-    Raises Damaged if the description cannot be read or a column does not match it.
+    Raises Damaged if the description cannot be read, or a file does not match it.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        written = meta.pop(CHECKSUM, None)  # earlier versions have written none
+        if written not in (None, _checksum_of(meta)):
+            raise ValueError("it does not have the checksum it was written with")
         for store, about in meta["stores"].items():
             check_columns(folder / store, about["totals"])
+        check_files(folder, meta.get(CHECKSUMS, {}))
     except OSError as error:
         raise Damaged(str(error)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -344,7 +354,25 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def write_meta(folder: Path, meta: dict[str, Any]) -> None:
     """Write the description of a folder of stores; the folder is complete only with this file."""
+    meta = meta | {CHECKSUMS: checksums_of(folder, folder.rglob("*.bin"))}
     with open(folder / "meta.json", "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1, ensure_ascii=False)
+        json.dump(meta | {CHECKSUM: _checksum_of(meta)}, file, indent=1, ensure_ascii=False)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _checksum_of(meta: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(meta).encode())
+
+
+def checksums_of(folder: Path, files: Iterable[Path]) -> dict[str, int]:
+    """Return the CRC-32 of files in `folder` by relative name, of those up to CHECKED_BYTES."""
+    checked = (file for file in files if file.stat().st_size <= CHECKED_BYTES)
+    return {str(file.relative_to(folder)): checksum(file) for file in checked}
+
+
+def check_files(folder: Path, checksums: dict[str, int]) -> None:
+    """Raise Damaged if a file in `folder` does not have its checksum. Raises OSError."""
+    for name, value in checksums.items():
+        if checksum(folder / name) != value:
+            raise Damaged(f"{folder / name} does not have the checksum it was written with")

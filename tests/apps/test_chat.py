@@ -1,5 +1,6 @@
 """The verb `chat`: OpenAI's interface and the page, on a server in this process and alone."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -55,6 +56,8 @@ def test_a_wrong_request_names_the_key():
     for content in (None, 7, [{"type": "image_url"}], "\ud800"):
         with pytest.raises(BadRequest):
             read_request({"messages": [{"role": "user", "content": content}]}, DEFAULTS)
+    with pytest.raises(BadRequest):
+        read_request({"messages": [{"role": "\ud800", "content": "Hi"}]}, DEFAULTS)
 
 
 def test_other_machines_need_a_token(tmp_path, capsys):
@@ -210,15 +213,51 @@ def test_a_client_that_goes_away_ends_its_answer(server):
     until(lambda: server.engine.is_idle)
 
 
+def test_a_client_that_goes_away_while_it_sends_its_request_is_no_error():
+    requests = pytest.importorskip("starlette.requests")
+    from fsdp_trainer.apps.chat.app import complete
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    request = requests.Request({"type": "http"}, receive)
+    assert asyncio.run(complete(request, None)).status_code == 499
+
+
+@pytest.mark.slow
+def test_a_long_conversation_does_not_hold_up_other_clients(server, monkeypatch):
+    arrived, goes_on = threading.Event(), threading.Event()
+    encode = server.engine.speaker.encode
+
+    def encode_slowly(text):
+        arrived.set()
+        assert goes_on.wait(60)
+        return encode(text)
+
+    monkeypatch.setattr(server.engine.speaker, "encode", encode_slowly)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"messages": HI, "max_tokens": 1}
+        long = pool.submit(server.status, "/v1/chat/completions", body)
+        assert arrived.wait(60)
+        try:
+            assert server.status("/v1/models") == 200
+        finally:
+            goes_on.set()
+        assert long.result() == 200
+
+
 @pytest.mark.slow
 def test_requests_that_cannot_be_answered_get_a_message(server):
     path = "/v1/chat/completions"
     assert server.status(path, {"messages": []}) == 400
+    far_too_long = [{"role": "user", "content": "x" * 16384 * 101}]
+    assert server.status(path, {"messages": far_too_long}) == 400
     assert server.status(path, {"messages": [{"role": "user", "content": "xyz" * 20_000}]}) == 400
     assert server.status(path, {"messages": HI, "max_tokens": 1}) == 200
     # another site's page, and its name for this machine
     assert server.status(path, {"messages": HI}, Origin="https://evil.example") == 403
     assert server.status(Host="evil.example") == 403
+    assert server.status(Host="[") == server.status(Origin="http://[") == 403
     assert server.status() == 200
 
 

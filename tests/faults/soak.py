@@ -268,7 +268,7 @@ class Disturbed:
         return inside, outside
 
     def check(self, done: Done, names: list[str]) -> None:
-        """Raise Unexpected if a start did not end as it may after the faults that happened in it."""
+        """Raise Unexpected if a start did not end as it may after its faults."""
         log = f"{self.soak.folder}/faults-{self.name}/log"
         if done.code is None:
             raise Unexpected(f"start {self.episode.starts} hangs, see {log}")

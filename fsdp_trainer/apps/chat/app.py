@@ -6,8 +6,9 @@ import secrets
 import time
 from base64 import b64encode
 from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,17 +37,27 @@ HERE = Path(__file__).parent
 POLL_SECONDS = 0.25
 """Seconds between two checks that a client is still connected while nothing is sent to it."""
 MAX_REQUEST_BYTES = 16 << 20
+CHARACTERS_PER_TOKEN = 100
+"""A conversation with more characters per token of the context is refused without being encoded,
+which would take 20 s for 16 MiB. Text has 3 to 5."""
+DISCONNECTED = 499
+"""nginx's status code for a client that has disconnected."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """The model that the application serves. token: required of requests; None: no token is."""
+    """The model that the application serves.
+
+    token: required of requests; None: no token is. encoder: the thread that renders and encodes
+    conversations, so that all connections are served meanwhile.
+    """
 
     name: str
     engine: Engine
     defaults: ChatDefaults
     token: str | None
     created: int
+    encoder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "encoder"))
 
 
 class AccessGuard:
@@ -75,12 +86,20 @@ class AccessGuard:
             if not secrets.compare_digest(given.encode(), self.token.encode()):
                 return error_response(401, "the token is missing or wrong")
             return None
-        host = urlsplit(f"//{request.headers.get('host', '')}").hostname
+        host = host_of(f"//{request.headers.get('host', '')}")
         origin = request.headers.get("origin")
-        origin_host = urlsplit(origin).hostname if origin else host
+        origin_host = host_of(origin) if origin else host
         if host not in LOCAL_ADDRESSES or origin_host not in LOCAL_ADDRESSES:
             text = "only requests from this machine are accepted: start with  token=…"
             return error_response(403, text)
+        return None
+
+
+def host_of(url: str) -> str | None:
+    """Return the host of a URL; None if there is none or it is malformed."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
         return None
 
 
@@ -144,9 +163,12 @@ async def complete(request: Request, served: Served) -> Response:
     """Answer a request for the next turn, at once or as a stream."""
     try:
         wanted = read_request(await body_of(request), served.defaults)
-        prompt = encode(served, wanted)
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(served.encoder, encode, served, wanted)
     except BadRequest as error:
         return error_response(400, *error.args)
+    except ClientDisconnect:
+        return Response(status_code=DISCONNECTED)
     answers = Answers(request, served, wanted, prompt)
     if wanted.stream:
         return StreamingResponse(answers.stream(), media_type="text/event-stream")
@@ -170,7 +192,12 @@ def encode(served: Served, request: ChatRequest) -> list[int]:
     """Return the tokens of the conversation up to the answer. Raises BadRequest."""
     speaker = served.engine.speaker
     try:
-        return speaker.encode(speaker.ask(request.messages))
+        text = speaker.ask(request.messages)
+        context = speaker.model.config.max_position_embeddings
+        if len(text) > CHARACTERS_PER_TOKEN * context:
+            reason = f"the prompt is too long: has {len(text):,} characters"
+            raise BadRequest(f"{reason}, the model's context {context:,} tokens", "messages")
+        return speaker.encode(text)
     except UserError as error:
         reason = error.problems[0].reason
         raise BadRequest(f"{error.title}: {reason}", "messages") from None
@@ -233,7 +260,7 @@ class Answers:
                     if await self.request.is_disconnected():
                         raise ConnectionError
         except ConnectionError:
-            return Response(status_code=499)  # nginx's code for a client that has disconnected
+            return Response(status_code=DISCONNECTED)
         choices = [
             {
                 "index": index,

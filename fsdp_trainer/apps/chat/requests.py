@@ -83,9 +83,9 @@ def read_turn(turn: Any, place: int) -> dict[str, str]:
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content should be a text", "messages")
     try:
-        content.encode()
+        (turn["role"] + content).encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{where}.content holds half a character", "messages") from None
+        raise BadRequest(f"{where} holds half a character", "messages") from None
     # `developer` is OpenAI's newer name for the system role
     role = "system" if turn["role"] == "developer" else turn["role"]
     return {"role": role, "content": content}

@@ -248,6 +248,8 @@ def wait(launch: Launch, outside: Sequence[Outside], deadline: float, pids: set[
     """
     while launch.process.poll() is None or (launch.second and launch.second.poll() is None):
         pids |= set(launch.ranks().values())
+        if launch.is_alone:
+            wake(launch.process.pid)
         if launch.process.poll() is None:
             for fault in outside:
                 fault.try_now(launch)
@@ -264,6 +266,14 @@ def wait(launch: Launch, outside: Sequence[Outside], deadline: float, pids: set[
     codes = [launch.process.returncode, *([launch.second.returncode] if launch.second else [])]
     counted = [code for code in codes if code != 2] if launch.second else codes
     return counted[-1] if counted else 2
+
+
+def wake(pid: int) -> None:
+    """Continue a process that is stopped: the watchdog never kills a rank that trains alone."""
+    with suppress(OSError):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            time.sleep(2)
+            os.kill(pid, signal.SIGCONT)
 
 
 # --- damage between two starts

@@ -345,9 +345,13 @@ def differences(whole: dict[str, Any], run: dict[str, Any], tolerance: float | N
 
 
 def shared_memory(pids: set[int]) -> list[str]:
-    """Return the files of ranks in shared memory."""
-    files = [path for pid in pids for path in Path("/dev/shm").glob(f"fsdp_trainer-{pid}-*")]
-    return sorted(map(str, files))
+    """Return the files of ranks in shared memory that a watchdog has not deleted in 10 s."""
+    deadline = time.monotonic() + 10
+    while True:
+        files = [path for pid in pids for path in Path("/dev/shm").glob(f"fsdp_trainer-{pid}-*")]
+        if not files or time.monotonic() > deadline:
+            return sorted(map(str, files))
+        time.sleep(0.2)
 
 
 def leftovers(folder: Path, run: str) -> list[str]:

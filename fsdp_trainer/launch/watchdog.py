@@ -117,8 +117,9 @@ class Watched:
             self._begin(watch, rank, local_rank)
         except OSError:
             self.close()
-            if local_rank == 0:
-                Path(watch.board).unlink(missing_ok=True)
+            if local_rank == 0:  # there is no watchdog that would delete them
+                for file in (watch.board, stacks_of(watch.board, rank)):
+                    Path(file).unlink(missing_ok=True)
             raise
 
     def _begin(self, watch: Watch, rank: int, local_rank: int) -> None:

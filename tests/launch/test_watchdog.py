@@ -373,10 +373,12 @@ def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process)
 
 
 @pytest.mark.parametrize("full", ["open_slot", "touch", "start_watchdog"])
-def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full):
+def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full, world):
     run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
     assert len(run.metrics) == 1
     assert "rank 0 has no watchdog" in run.err
+    pid = world.workers[0][0].pid
+    assert not [*Path("/dev/shm").glob(f"fsdp_trainer-{pid}-*")]
 
 
 @contextlib.contextmanager

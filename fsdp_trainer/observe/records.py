@@ -4,6 +4,7 @@ A failing disk stops no run: lines that cannot be written are kept in memory and
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ class LineFile:
     def __init__(self, path: Path, say: Callable[[str], None]):
         self.path, self.unwritten = path, bytearray()
         self._say = say
-        self._cut: int | None = None  # step to cut the file after, at the next flush that works
+        self._cut: float | None = None  # step to cut the file after, at the next flush that works
         self._mid_line = False  # the file ends in the middle of the first unwritten line
         self._failing = False
         self._dropped = 0
@@ -35,8 +36,11 @@ class LineFile:
         else:
             self.unwritten += text.encode()
 
-    def cut_after(self, step: int) -> None:
-        """Drop lines of later steps: unwritten ones now, those in the file at the next `flush`."""
+    def cut_after(self, step: float) -> None:
+        """Drop lines of later steps, and incomplete ones.
+
+        Unwritten ones are dropped now, those in the file at the next `flush`.
+        """
         lines = bytes(self.unwritten).splitlines(keepends=True)
         self.unwritten = bytearray(b"".join(line for line in lines if not_after(line, step)))
         self._cut, self._mid_line = step, False
@@ -97,8 +101,9 @@ class Records:
     def cut_after(self, step: int) -> None:
         """Drop metrics and samples after `step`, which a resume repeats, and incomplete lines."""
         with self._lock:
-            for file in (self.metrics, self.samples):
-                file.cut_after(step)
+            last = {self.metrics: step, self.samples: step, self.events: math.inf}
+            for file in last:
+                file.cut_after(last[file])
                 file.flush()
 
     def write(self, lines: list[dict[str, Any]]) -> None:
@@ -183,13 +188,13 @@ def whole_lines(file: Path, newest_first: bool = False) -> Iterator[dict[str, An
     return (line for text in texts[:: -1 if newest_first else 1] if (line := parse(text)))
 
 
-def not_after(text: bytes, step: int) -> bool:
-    """Return True for a complete line of a step up to `step`."""
+def not_after(text: bytes, step: float) -> bool:
+    """Return True for a complete line of a step up to `step`, or without a step."""
     line = parse(text.decode(errors="replace"))
-    return line is not None and line["step"] <= step
+    return line is not None and line.get("step", 0) <= step
 
 
-def cut(file: Path, step: int) -> None:
+def cut(file: Path, step: float) -> None:
     """Drop the lines of steps after `step` and incomplete lines from a file. Raises OSError."""
     lines = file.read_bytes().splitlines(keepends=True)
     good = [not_after(line, step) for line in lines]

@@ -349,6 +349,9 @@ def test_records_survive_a_half_written_line(tmp_path):
     assert records.last_event()["exit_code"] == 75
     records.event("resume")
     assert records.last_event()["event"] == "resume", "a line after a half one is a line of its own"
+    records.cut_after(4)
+    events = [json.loads(line)["event"] for line in records.events.path.read_text().splitlines()]
+    assert events == ["end", "resume"], "the next start drops the half one"
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ Reads the key names of transformers 4 and of transformers 5.
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.errors import Problem, UserError
@@ -46,6 +46,9 @@ ROPE_OPTIONS = (
     "truncate",
     "factor",
 )
+ROPE_OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
+MOST_FACTOR = 2**50
+"""The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
 DENSE = "gated"
@@ -120,6 +123,28 @@ NULL_DIFFERS_FROM_ABSENT = (
     "final_logit_softcapping",
     "q_lora_rank",
 )
+DIVISORS = (
+    *SIZES[1:],  # of a model that is not built, the vocabulary may be unknown
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "decoder_sparse_step"),
+    *("n_group", "topk_group", "query_pre_attn_scalar", "rope_theta", "rope_local_theta"),
+)
+"""Keys of config.json that must be at least 1."""
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "max_position_embeddings": 2**40,
+    "sliding_window": 2**40,
+    "rope_theta": MOST_FACTOR,
+    "rope_local_theta": MOST_FACTOR,
+}
+"""Largest values of keys of config.json; of all others 2²⁴. A folder may come from anyone."""
+MOST_PARAMETERS = 10**15
+OF_WINDOWS = {
+    "layer_types": tuple[str, ...],
+    "max_window_layers": int,
+    "sliding_window_pattern": int,
+    "use_sliding_window": bool,
+}
+"""Types of the keys of config.json from which the windows are read."""
 HF_DEFAULTS: Json = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -403,7 +428,7 @@ class ModelConfig:
             raw = json.loads(path.read_text())
             if not isinstance(raw, dict):
                 raise ValueError("is not a JSON object")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problem = Problem(str(path), str(error))
             raise UserError("cannot read the model's configuration", [problem]) from None
         raw = _without_mxfp4(_text_part(raw))
@@ -418,6 +443,9 @@ class ModelConfig:
             values["head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
         values |= _read_windows(raw, FAMILIES[family]) | _read_rope(raw, FAMILIES[family])
         config = cls(**values, family=family, source=raw)
+        if config.parameters() > MOST_PARAMETERS:
+            problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
+            raise UserError("there is no model of this size", [problem])
         return config.as_reward_model() if _is_classifier(raw) else config
 
     def to_hf(
@@ -548,23 +576,28 @@ def _without_mxfp4(raw: Json) -> Json:
     return raw
 
 
-def _read_values(raw: Json, spec: Family) -> Json:
-    """Return all keys except windows and RoPE under our names, with defaults for absent ones."""
+def _keys(raw: Json, spec: Family) -> dict[str, str]:
+    """Return the names in config.json of all keys except windows and RoPE, by our name."""
     names = (*SIZES, *COMMON, "hidden_act", *spec.options)
     keys = {name: spec.key_aliases.get(name, name) for name in names}
-    keys |= {
+    return keys | {
         name: other
         for name, others in spec.other_names.items()
         for other in others
         if keys[name] not in raw and other in raw
     }
+
+
+def _read_values(raw: Json, spec: Family) -> Json:
+    """Return all keys except windows and RoPE under our names, with defaults for absent ones."""
+    keys = _keys(raw, spec)
     given = {
         name: tuple(raw[key]) if isinstance(raw[key], list) else raw[key]
         for name, key in keys.items()
         if raw.get(key) is not None or (key in raw and name in NULL_DIFFERS_FROM_ABSENT)
     }
     values = HF_DEFAULTS | spec.defaults | spec.hf_defaults | given
-    return {name: values[name] for name in names if values.get(name) is not None}
+    return {name: values[name] for name in keys if values.get(name) is not None}
 
 
 def _read_windows(raw: Json, spec: Family) -> Json:
@@ -616,7 +649,7 @@ def _rope_section(raw: Json, spec: Family) -> Json:
     inner = {**(raw.get("rope_scaling") or {}), **parameters.get(FULL, parameters)}
     rope = _without_nulls(outer) | _without_nulls(inner)
     kind = rope.pop("type", None) or rope.get("rope_type") or "default"
-    return rope | {"rope_type": spec.rope_type_aliases.get(kind, kind)}
+    return rope | {"rope_type": spec.rope_type_aliases.get(str(kind), kind)}
 
 
 def _without_nulls(values: Json) -> Json:
@@ -645,7 +678,7 @@ def _is_classifier(raw: Json) -> bool:
 def _unsupported(raw: Json) -> list[Problem]:
     """Return a problem for everything that the decoder does not support."""
     family = raw.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         return [Problem(f"model_type={family}", _why_unknown(raw))]
     spec = FAMILIES[family]
     return list(_form_problems(raw, spec)) or list(_content_problems(raw, spec))
@@ -672,18 +705,43 @@ def _why_unknown(raw: Json) -> str:
 
 
 def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
-    """Yield a problem for each missing key and each value of a wrong type."""
+    """Yield a problem for each missing key, and each value of a wrong type or an absurd size."""
     for name in SIZES:
         if not isinstance(raw.get(name, spec.hf_defaults.get(name)), int):
             yield Problem(name, "is missing")
-    options = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-    for name in (*COMMON, "sliding_window", *options):
-        allowed = int | float | None if name in NULL_DIFFERS_FROM_ABSENT else int | float
-        if not isinstance(raw.get(name, 0), allowed):
-            yield Problem(f"{name}={raw[name]}", "is not a number")
-    for name in ("rope_scaling", "rope_parameters"):
+    keys = _keys(raw, spec) | {name: name for name in ("sliding_window", "rope_theta")}
+    kinds = {f.name: f.type for f in fields(ModelConfig)} | OF_WINDOWS
+    keys |= {name: name for name in OF_WINDOWS}
+    for name, key in keys.items():
+        if raw.get(key) is not None and (reason := _why_no_value(name, kinds[name], raw[key])):
+            yield Problem(f"{key}={str(raw[key])[:40]}", reason)
+    for name in ("rope_scaling", "rope_parameters", "id2label"):
         if not isinstance(raw.get(name), dict | None):
             yield Problem(f"{name}={raw[name]}", "is not an object")
+    parameters = raw.get("rope_parameters")
+    for name in (FULL, SLIDING):
+        if isinstance(parameters, dict) and not isinstance(parameters.get(name), dict | None):
+            yield Problem(f"rope_parameters: {name}", "is not an object")
+
+
+def _why_no_value(name: str, kind: Any, value: Any) -> str:
+    """Return why a value of config.json cannot be one of this type; "" if it can."""
+    types = {*get_args(kind), kind, get_origin(kind)}
+    if bool in types:
+        return "" if isinstance(value, bool) else "is neither true nor false"
+    if str in types and tuple not in types:
+        return "" if isinstance(value, str) else "is not a text"
+    if tuple in types:
+        item = get_args(kind)[0]
+        is_list = isinstance(value, list) and all(type(each) is item for each in value)
+        return "" if is_list else "is not a list of such values"
+    if type(value) is not int and int in types:
+        return "is not a whole number"
+    if type(value) not in (int, float):
+        return "is not a number"
+    least = 1 if name in DIVISORS else 0
+    most = LARGEST.get(name, 2**24)
+    return "" if least <= value <= most else f"is not from {least} to {most:,}"
 
 
 def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
@@ -702,9 +760,17 @@ def _content_problems(raw: Json, spec: Family) -> Iterator[Problem]:
         name = spec.key_aliases.get("hidden_act", "hidden_act")
         yield Problem(f"{name}={activation}", f"supported are {', '.join(ACTIVATIONS)}")
     yield from _layer_type_problems(raw, spec)
+    yield from _local_rope_problems(raw)
+    yield from rope_problems(_rope_section(raw, spec), "rope")
+
+
+def _local_rope_problems(raw: Json) -> Iterator[Problem]:
+    """Yield a problem for each value of the RoPE of blocks with a window that is not computed."""
     if _local_rope(raw).get("rope_type", "default") != "default":
         yield Problem(f"rope_parameters: {SLIDING}", "only rope_type=default is computed")
-    yield from rope_problems(_rope_section(raw, spec), "rope")
+    for theta in (_local_rope(raw).get("rope_theta"), raw.get("rope_local_base_freq")):
+        if not _is_factor(theta):
+            yield Problem(f"rope_theta={theta} of blocks with a window", "is no positive number")
 
 
 def _layer_type_problems(raw: Json, spec: Family) -> Iterator[Problem]:
@@ -739,11 +805,34 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
     """Return the problems of a RoPE scaling. where: its name in the messages."""
     kind = rope.get("rope_type") or rope.get("type") or "default"
     where = f"{where}: rope_type={kind}"
-    if kind not in ROPE_TYPES:
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
         return [Problem(where, f"supported are {', '.join(ROPE_TYPES)}")]
     missing = []
     for name in ROPE_TYPES[kind]:
         needed = list if name in ("short_factor", "long_factor") else int | float
         if not isinstance(rope.get(name), needed):
             missing.append(name)
-    return [Problem(where, f"needs {', '.join(missing)}")] if missing else []
+    if missing:
+        return [Problem(where, f"needs {', '.join(missing)}")]
+    needed = {*ROPE_TYPES[kind], "factor", "attention_factor", *ROPE_OF_ALL_TYPES}
+    return [
+        Problem(f"{where}, {name}={value}", "is no positive number")
+        for name, value in rope.items()
+        if (
+            name in needed
+            and not _is_factor(value, is_list=name in ("short_factor", "long_factor"))
+        )
+        or (name in ROPE_OPTIONS and value != 0 and not _is_factor(value))
+    ]
+
+
+def _is_factor(value: Any, is_list: bool = False) -> bool:
+    """Return True for a value of a RoPE scaling: a finite positive number, null, true or false.
+
+    is_list: True for a value that is a list of such numbers.
+    """
+    if is_list and isinstance(value, list):
+        return all(map(_is_factor, value))
+    if type(value) in (int, float):
+        return 0 < value < MOST_FACTOR
+    return value is None or isinstance(value, bool)

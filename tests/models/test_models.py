@@ -3,6 +3,7 @@ name what it does not know."""
 
 import contextlib
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from unittest.mock import patch
@@ -15,15 +16,16 @@ from zoo import LLAMA3, SIZES, WILD, ZOO, make_model
 
 import fsdp_trainer
 from fsdp_trainer.checkpoint.formats.huggingface import tensor_parts
-from fsdp_trainer.config.schema import ActivationCheckpoint
+from fsdp_trainer.config.schema import ActivationCheckpoint, Model, TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, MaskedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import FEED_FORWARDS, MLP, Decoder, MicroBatch
-from fsdp_trainer.models.families import FAMILIES
+from fsdp_trainer.models.families import FAMILIES, FULL
 from fsdp_trainer.models.initialize import BLOCK, draw_numbers, initialize_weights
+from fsdp_trainer.models.resolve import model_problems, resolve_model
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
@@ -542,7 +544,27 @@ def test_all_that_is_not_supported_is_told_at_once_with_exit_2(tmp_path, train):
     assert all(text in refused.err for text in ("attention_dropout", "relu", "yarn"))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}'])
+ODD = [0, -1, 10**300, math.inf, math.nan, "x", [1], {"a": 1}, {FULL: 5}, {FULL: {"rope_type": []}},
+       {"rope_theta": "x"}, {"rope_type": "linear", "factor": 0}]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_no_value_of_an_untrusted_config_json_crashes_the_program_or_keeps_it_busy(
+    tmp_path, family
+):
+    written = resolve_model(Model(family=family), 320).to_hf("float32")
+    cfg = TrainConfig(model=Model(init_from=str(tmp_path)))
+    for name in written:
+        for value in ODD:
+            (tmp_path / "config.json").write_text(json.dumps(written | {name: value}))
+            with contextlib.suppress(UserError):
+                config = ModelConfig.from_hf(tmp_path)
+                model_problems(cfg)
+                assert config.num_hidden_layers <= 10_000
+                assert config.parameters() <= 10**15
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "llama"}', "[" * 10**5])
 def test_a_broken_config_json_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match=r"config\.json"):

@@ -145,7 +145,8 @@ class Soak:
         if name not in self.whole:
             words = [*self.words(name, "whole"), f"checkpoint={mode}"]
             done = watched_launch(words, self.folder, PATIENCE, "whole", TRAININGS[name][0])
-            assert done.code == 0, f"{name} fails undisturbed\n{done.text}"
+            if done.code:
+                raise Unexpected(f"{name} fails undisturbed\n{done.text}")
             self.whole[name] = end_of(self.folder / "runs/whole")
             self.clear("whole")
         return self.whole[name]
@@ -163,18 +164,17 @@ class Soak:
         episode = Episode(number, order[number % len(order)])
         mode = draw.choice(["sync", "async"])
         run = Disturbed(self, episode, draw, mode)
-        whole = self.undisturbed(episode.name, mode)
         began = time.monotonic()
         try:
-            ended = run.disturb() or run.end()
-        except Unexpected as error:
-            episode.problems.append(str(error))
-            ended = False
-        if ended:
+            whole = self.undisturbed(episode.name, mode)
+            began = time.monotonic()
+            run.disturb()
             tolerance = None if episode.exact else tolerance_of(episode.name)
             episode.problems += differences(whole, end_of(run.folder), tolerance)
             episode.problems += leftovers(self.folder, run.name)
             episode.problems += [f"left {file}" for file in shared_memory(run.pids)]
+        except (Unexpected, ValueError) as error:  # ValueError: a record that is no JSON
+            episode.problems.append(str(error))
         episode.seconds = time.monotonic() - began
         if not episode.problems:
             self.clear(run.name)
@@ -197,8 +197,11 @@ class Disturbed:
         self.pids: set[int] = set()
         """Process ids of all ranks so far."""
 
-    def disturb(self) -> bool:
-        """Start the run one to three times, each time with faults; return whether it has ended."""
+    def disturb(self) -> None:
+        """Start the run one to three times, each time with faults, then without until it ends.
+
+        Raises Unexpected.
+        """
         for _ in range(self.draw.randint(1, 3)):
             if self.episode.starts > 0:
                 self.damage()
@@ -207,8 +210,8 @@ class Disturbed:
                 layout = self.draw.choice(LAYOUTS)
             done = self.start(layout, armed=True)
             if done.code == 0:
-                return True
-        return False
+                return
+        self.end()
 
     def damage(self) -> None:
         """Perhaps damage a file between two starts."""
@@ -285,11 +288,11 @@ class Disturbed:
         if done.code == 1 and not done.text.strip():
             raise Unexpected(f"start {self.episode.starts} fails without a word, see {log}")
 
-    def end(self) -> bool:
+    def end(self) -> None:
         """Give the same command, without faults, until it ends. Raises Unexpected."""
         for _ in range(3):
             if self.start(None, armed=False).code == 0:
-                return True
+                return
         raise Unexpected("does not end")
 
     def log(self, text: str) -> None:

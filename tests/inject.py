@@ -123,6 +123,7 @@ SETTINGS = {
     "remembered_steps": ["fsdp_trainer.methods.rollouts:REMEMBERED_STEPS"],
     "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
+    "template_seconds": ["fsdp_trainer.data.templates.chat_template:SECONDS"],
     "tokenizer_overlap": ["fsdp_trainer.data.tokens.tokenizer:OVERLAP"],
     "tokenizer_long_text": ["fsdp_trainer.data.tokens.tokenizer:LONG"],
     "words_kept_characters": ["fsdp_trainer.data.tokens.word_cache:CHARACTERS"],

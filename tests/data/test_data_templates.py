@@ -6,6 +6,7 @@ the template; text, tokens and the beginning of what is learnt must be the same.
 
 import json
 
+import inject
 import pytest
 from texts import make_tokenizer, samples_of, supervised_texts, turn
 
@@ -676,3 +677,20 @@ def test_a_template_cannot_leave_the_sandbox(expression):
     template = Template("t", "{{ " + expression + " }}", SPECIAL)
     with pytest.raises(RecordError):
         template.render([{"role": "user", "content": "hello"}])
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ABSURD = {
+    "takes more than": ENDLESS,
+    "nested too deeply": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "characters": "a" * 300_000,
+}
+
+
+@pytest.mark.parametrize("says", ABSURD)
+def test_a_template_that_takes_too_long_or_is_too_deep_is_refused(says, tokenizer, tmp_path, enter):
+    enter(inject.setting("template_seconds", 0.5))
+    file = tmp_path / "template.jinja"
+    file.write_text(ABSURD[says])
+    with pytest.raises(UserError, match=says):
+        load_template(str(file), tokenizer).render([turn("user", "Hi")])

@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import Forms, convert_turns
@@ -44,6 +45,12 @@ NAMED = {
 """Special tokens that a template needs from the tokenizer."""
 
 
+LONGEST = 1 << 18
+"""Characters of a template at most; published ones have up to 30,000."""
+SECONDS = 20.0
+"""Longest time to compile a template, or to render the short conversations that probe it."""
+
+
 class RecordTemplate:
     """A compiled template for rows of one kind, with tools or without.
 
@@ -71,8 +78,9 @@ class RecordTemplate:
         try:
             return self._renderer.render(messages, tools, add_generation_prompt)
         except Exception as e:
+            reason = str(e) or type(e).__name__
             raise RecordError(
-                f"the chat template ({self.name}) cannot render this conversation: {e}"
+                f"the chat template ({self.name}) cannot render this conversation: {reason}"
             ) from None
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> str:
@@ -167,12 +175,19 @@ class Template:
         return {name: with_defaults(text, self._args) for name, text in self.sources.items()}
 
     def for_record(self, tools: list[dict] | None) -> RecordTemplate:
-        """Return the template for a row with these tools, chosen as in `transformers`."""
+        """Return the template for a row with these tools, chosen as in `transformers`.
+
+        Raises UserError if it takes too long.
+        """
         with_tools = bool(tools)
         if with_tools not in self._for_record:
             named = TOOL_USE if with_tools and TOOL_USE in self.sources else DEFAULT
             renderer = self._renderers.get(named) or next(iter(self._renderers.values()))
-            record_template = RecordTemplate(self.name, renderer, self._values, with_tools)
+            try:
+                with time_limit(SECONDS):
+                    record_template = RecordTemplate(self.name, renderer, self._values, with_tools)
+            except TooSlow:
+                raise _bad(self.name, f"takes more than {SECONDS:.0f} s for two turns") from None
             self._for_record[with_tools] = record_template
         return self._for_record[with_tools]
 
@@ -223,12 +238,24 @@ def load_template(
     elif name_or_path:
         source = _read(name_or_path)
     _check_markers(name, tokenizer)
+    _check_length(name, [source] if isinstance(source, str) else [*source.values()])
     try:
-        template = Template(name, source, tokenizer.special, args, _date(today))
-        _check_args(template, args or {})
+        with time_limit(SECONDS):
+            template = Template(name, source, tokenizer.special, args, _date(today))
+            _check_args(template, args or {})
     except jinja2.TemplateSyntaxError as e:
         raise _bad(name, f"line {e.lineno}: {e.message}") from None
+    except (RecursionError, TooSlow):
+        raise _bad(name, "is nested too deeply, or too much to compile") from None
     return template
+
+
+def _check_length(name: str, texts: list[str]) -> None:
+    """Raise UserError for a template that is longer than any real one."""
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST:
+        reason = f"has {longest:,} characters, where templates have some thousand"
+        raise _bad(name, f"{reason}. At most {LONGEST:,} are compiled")
 
 
 def _check_markers(name: str, tokenizer: TextTokenizer) -> None:

@@ -15,6 +15,7 @@ from world import flip_bit
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.store.stored_values import read_sums, write_sums
 from fsdp_trainer.methods.preferences import ChosenWatch, PairObjective, Pairs, orpo
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -202,6 +203,19 @@ COMPUTED = "the reference reads"
 
 def numbers(folder):
     return [path for path in folder.rglob("*.npy") if path.parent.name == "reference"]
+
+
+def test_a_references_sums_are_checked_but_for_those_of_versions_without_checksums(tmp_path):
+    new, old, samples = tmp_path / "new.npy", tmp_path / "old.npy", [0] * 3
+    write_sums(new, np.arange(3.0))
+    np.save(old, np.arange(3.0))
+    for file in (new, old):
+        read = read_sums(file, samples)
+        assert read.reference.tolist() == [0, 1, 2]
+    flip_bit(new)
+    assert read_sums(new, samples) is None
+    new.write_bytes(old.read_bytes()[:-4])
+    assert read_sums(new, samples) is None
 
 
 @pytest.mark.slow

@@ -1,15 +1,16 @@
 # Everything runs in .venv, which `make setup` fills from constraints.txt. Nothing else need be installed but Python 3.11+ and pip.
 PYTHON ?= python3
 VENV ?= .venv
-MINUTES ?= 10
-SEED ?= 0
 JOBS ?= 2
 BASE ?= 42cc08c
+SEED ?= 1
+N ?= 20
+MINUTES ?= 10
 BIN := $(VENV)/bin
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults soak same lint docs bench bench-gpu first-gpu clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults fuzz soak same lint docs bench bench-gpu first-gpu clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -33,6 +34,9 @@ test-fast: $(VENV)/.for-developers  ## the quick half
 
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
 	$(BIN)/python -m pytest -q $(TESTS) -m faults
+
+fuzz: $(VENV)/.for-developers  ## random combinations of methods, models and layouts, each compared with one rank: SEED=1 N=20
+	$(BIN)/python tests/fuzz.py $(SEED) $(N)
 
 soak: $(VENV)/.for-developers  ## random faults in runs of every method and layout, for MINUTES=10: each must end as an undisturbed run; SEED=N begins with episode N
 	$(BIN)/python tests/faults/soak.py $(MINUTES) $(SEED)

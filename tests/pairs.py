@@ -16,6 +16,20 @@ def write_pairs(path, count=30):
     return path
 
 
+def write_labelled(path, count=30):
+    """Answers of many lengths, of which sums are good."""
+    rows = [
+        {
+            "prompt": f"{i}+{i % 7}?",
+            "completion": f"{i + i % 7}" + "!" * (i % 4) if i % 3 else f"no {i}",
+            "label": bool(i % 3),
+        }
+        for i in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def textbook(name, policy, reference, tokens, beta, smoothing=0.0, gamma=0.0, sft_weight=0.0):
     """Return the loss of one pair by the formula of its paper.
 

@@ -1,12 +1,10 @@
 """Good and bad answers: KTO's formula, a baseline from mismatched answers that is the same on any
 ranks, labels and pairs as its data."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from pairs import write_pairs
+from pairs import write_labelled, write_pairs
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import Batch, Data, ObjectiveChoice
@@ -19,21 +17,6 @@ from fsdp_trainer.methods.kto import KtoMetrics, KtoObjective
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.training.metrics import MicroBatchResult
-
-
-def write_labelled(path, count=30):
-    """Answers of many lengths, of which sums are good."""
-    rows = [
-        {
-            "prompt": f"{i}+{i % 7}?",
-            "completion": f"{i + i % 7}" + "!" * (i % 4) if i % 3 else f"no {i}",
-            "label": bool(i % 3),
-        }
-        for i in range(count)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
 
 KINDS = [GOOD, MISMATCHED, BAD, MISMATCHED, GOOD, MISMATCHED]
 

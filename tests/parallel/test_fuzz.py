@@ -35,8 +35,8 @@ def all_words(combinations):
 @pytest.mark.slow
 def test_combinations_of_a_seed_give_the_numbers_of_one_rank(world, tmp_path):
     lines = []
-    fuzz = Fuzz(world, tmp_path / "fuzz", most_ranks=2)
-    checked, reports = run_all(fuzz, SEED, COUNT, lines.append)
+    fuzz = Fuzz(world, tmp_path / "fuzz")
+    checked, reports = run_all(fuzz, SEED, COUNT, most_ranks=2, say=lines.append)
     assert not reports, "\n".join(lines)
     assert len(lines) == COUNT
     words = all_words(checked)
@@ -77,7 +77,7 @@ class Planted(Fuzz):
 
 def test_what_differs_is_reported_with_as_few_words_as_possible(tmp_path):
     lines = []
-    checked, reports = run_all(Planted(None, tmp_path), 3, 200, lines.append)
+    checked, reports = run_all(Planted(None, tmp_path), 3, 200, say=lines.append)
     words = all_words(checked)
     assert "sharding.context=2" not in words
     refused = {"sharding.context=2", "sharding.context_method=ring"}
@@ -86,7 +86,7 @@ def test_what_differs_is_reported_with_as_few_words_as_possible(tmp_path):
             assert {*value.split()} <= words or {*value.split()} & refused, value
     assert any("exit codes" in report for report in reports)
     smallest = [line for line in lines if line.startswith("and with as few words")]
-    assert len(smallest) == len(reports) > 2
+    assert len(smallest) == len(reports) > 1
     for text in smallest:
         assert "optim=lars" in text
         assert ("sharding.tensor=2" in text) != ("model.family=gemma2" in text)

@@ -185,7 +185,8 @@ def with_second_model(
     second = ModelConfig.from_hf(model_folder(source)) if source else trained
     if ranks == 1:
         return trained, second
-    rows = max(one.with_equal_rows(ranks).embedding_rows for one in (trained, second))
+    # the vocabulary of random weights has no rows before the tokenizer is read
+    rows = max(ranks, *(one.with_equal_rows(ranks).embedding_rows for one in (trained, second)))
     return replace(trained, vocab_multiple=rows), replace(second, vocab_multiple=rows)
 
 

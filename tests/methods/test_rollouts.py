@@ -352,6 +352,17 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     assert "the reference is another one" in said
 
 
+@pytest.mark.slow
+def test_a_reference_of_random_weights_is_divided_over_matrices_and_rows(world, tmp_path):
+    keys = [*GRPO, "objective.kl=0.1", f"data.cache={tmp_path / 'c'}", "train.steps=2"]
+    alone = world.train(tmp_path / "alone", *keys)
+    layout = ["sharding.tensor=2", "sharding.context=2"]
+    divided = world.train(tmp_path / "divided", *keys, *layout, ranks=4)
+    for name in ("loss", "kl", "grad_norm"):
+        expected = alone.column(name)
+        assert divided.column(name) == pytest.approx(expected, rel=2e-4, abs=2e-6), name
+
+
 REFUSED = {
     "objective.rewards=[]": "objective.rewards=[exact]",
     "sharding.pipeline=2": "sharding.pipeline=1",

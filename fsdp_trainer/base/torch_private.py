@@ -228,6 +228,28 @@ class PackedResult:
 # The compiler
 
 
+class RepeatableRecomputation:
+    """The context of a recomputation that backward may run more than once.
+
+    recomputation: the second of `create_selective_checkpoint_contexts`, which drops a kept result
+    as soon as it is used, and has no option to keep it. Kept results are freed with the graph.
+    """
+
+    def __init__(self, recomputation: Any):
+        self.recomputation = recomputation
+        self.results: dict[Any, dict[int, Any]] = {}
+
+    def __enter__(self) -> Any:
+        stored = self.recomputation.storage
+        self.results = {key: dict(results) for key, results in stored.items()}
+        return self.recomputation.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.recomputation.__exit__(*error)
+        self.recomputation.storage.update(self.results)
+        self.results = {}
+
+
 def set_activation_memory_budget(budget: float) -> None:
     """Set the share of activations that compiled blocks keep for backward.
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fsdp_trainer.base.torch_private import set_activation_memory_budget
+from fsdp_trainer.base.torch_private import RepeatableRecomputation, set_activation_memory_budget
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.activation_offload import Offloader
@@ -38,11 +38,16 @@ MATMUL = (
 
 
 def checkpoint_activations(
-    model: Decoder, cfg: ActivationCheckpoint, offloader: Offloader | None = None
+    model: Decoder,
+    cfg: ActivationCheckpoint,
+    offloader: Offloader | None = None,
+    splits_backward: bool = False,
 ) -> None:
     """Wrap the forward of every n-th block; wrapping the block itself would change names.
 
     offloader: moves the results that `selective` keeps; None if blocks are compiled.
+    splits_backward: True for a pipeline's schedule that computes the gradients of weights
+    separately; both parts of backward recompute a block.
     """
     # always set, so that the budget of an earlier model does not remain
     set_activation_memory_budget(cfg.budget if cfg.mode == "budget" else 1.0)
@@ -51,7 +56,8 @@ def checkpoint_activations(
     # a block has no randomness, so there is no random state to preserve
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
-        options["context_fn"] = partial(selective_contexts, frozenset(cfg.save), offloader)
+        kept = frozenset(cfg.save)
+        options["context_fn"] = partial(selective_contexts, kept, offloader, splits_backward)
 
     def forward(block: nn.Module, *args: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, **options)
@@ -66,9 +72,13 @@ def checkpoint_activations(
         )
 
 
-def selective_contexts(save: frozenset[str], offloader: Offloader | None = None) -> Any:
+def selective_contexts(
+    save: frozenset[str], offloader: Offloader | None = None, splits_backward: bool = False
+) -> Any:
     """Return the contexts for forward and recomputation of one block and micro-batch."""
     forward, recomputation = create_selective_checkpoint_contexts(save_policy(save))
+    if splits_backward:
+        return forward, RepeatableRecomputation(recomputation)
     if offloader is not None:
         return offloader.moving_results(forward), recomputation
     return forward, recomputation

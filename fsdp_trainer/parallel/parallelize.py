@@ -49,6 +49,7 @@ from torch.distributed.fsdp import (
 
 from fsdp_trainer.base.torch_private import reduce_scatter_groups, set_timeout
 from fsdp_trainer.config.layout import keeps_gathered
+from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import (
     NEEDS_NCCL,
     ActivationCheckpoint,
@@ -138,7 +139,9 @@ def parallelize(
     shard_tensors(model, dims)
     shard_experts(model, dims)
     offloader = Offloader() if recompute.offload else None
-    checkpoint_activations(model, recompute, None if computation.compile else offloader)
+    moving = None if computation.compile else offloader
+    splits_backward = Stages.of(computation.sharding).order.splits
+    checkpoint_activations(model, recompute, moving, splits_backward)
     if computation.compile:
         # before fully_shard and offloading, whose hooks must not be part of the graph
         compile_blocks(model, computation.compile, forward_alone=offloader is not None)

@@ -137,10 +137,11 @@ CASES = {
         {},
         layout(pipeline_schedule="interleaved") | {"compiled": True, "attention": "mask"},
     ),
-    "dora, selective": (
+    "zbv, dora, selective": (
         2,
         {},
-        layout() | {"checkpoint": {"mode": "selective"}, "adapter": {"name": "dora", "rank": 2}},
+        layout(pipeline_schedule="zbv")
+        | {"checkpoint": {"mode": "selective"}, "adapter": {"name": "dora", "rank": 2}},
     ),
     "normuon, zbv, tied": (
         4,

@@ -16,6 +16,7 @@ import json
 import math
 import random
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -205,8 +206,11 @@ LAYOUT: dict[str, tuple[str, ...]] = {
         f"{THEN} {RANKS}4 sharding.tensor=2",
         f"{THEN} {RANKS}2 sharding.pipeline=2 batch.micro_rows=1",
     ),
+    "start": ("", "", "model=auto model.init_from=DATA/start/hf"),
 }
 """Words of the run only, by dimension."""
+WITH_A_FOLDER = ("model=auto", "model.init_from", "model.attention=", "model.vocab_multiple")
+"""Beginnings of the words about the model that a run has which starts from a folder."""
 DIMENSIONS = TASK | LAYOUT
 HARD_TO_PLACE = ("sharding.pipeline", "sharding.expert", "loss.bias_update_speed")
 """Beginnings of the values that most methods or families refuse."""
@@ -390,15 +394,21 @@ class Fuzz:
         chosen = [
             combination[name] for name in dimensions if not combination[name].startswith(THEN)
         ]
-        return " ".join(chosen).replace("DATA", str(self.folder / "data")).split()
+        words = " ".join(chosen).replace("DATA", str(self.folder / "data")).split()
+        if any(word.startswith("model.init_from") for word in words):
+            words = [word for word in words if word.startswith(WITH_A_FOLDER) or not is_size(word)]
+        return words
 
     def check(self, combination: Combination) -> Difference:
         """Return the largest difference between a combination and its reference.
 
         Raises Refused, and Failed.
         """
-        require_accepted(*self.argv(self.words(combination, DIMENSIONS)))
+        require_accepted(*self.argv(self.words(combination | {"start": ""}, DIMENSIONS)))
         reference = self.reference(combination)
+        if combination["start"]:
+            shutil.rmtree(self.folder / "data/start", ignore_errors=True)
+            self.start(self.words_of_start(combination))
         results = self.train(self.words(combination, DIMENSIONS), then=combination["resume"])
         allowed = tolerance(combination)
         largest = differences(results, reference, allowed)
@@ -467,18 +477,31 @@ class Fuzz:
         own = [word for word in words if not word.startswith(RANKS)]
         return ["train", *self.all_words([f"train.steps={STEPS}", *own])], ranks_of(words)
 
+    def words_of_start(self, combination: Combination) -> list[str]:
+        """Return the words of a run that only exports the weights of the combination's model."""
+        sizes = [word for word in self.words(combination, TASK) if is_size(word)]
+        place = [f"run.root={self.folder / 'data'}", "run.name=start", "train.steps=0"]
+        return [*sizes, "objective=sft", f"data.path={self.folder}/data/chats.jsonl", *place]
+
     def all_words(self, words: list[str]) -> list[str]:
-        return [*BASE, f"data.cache={self.folder / 'cache'}", *words]
+        from_folder = any(word.startswith("model.init_from") for word in words)
+        base = [word for word in BASE if not (from_folder and is_size(word))]
+        return [*base, f"data.cache={self.folder / 'cache'}", *words]
 
     def command_lines(self, combination: Combination) -> str:
         """Return the command lines of a combination and its reference."""
         lines = []
         for dimensions, name in ((DIMENSIONS, "run"), (TASK, "reference")):
             words = self.all_words([*self.words(combination, dimensions), f"train.steps={STEPS}"])
-            quoted = [f"'{word}'" if re.search(r"[^\w./=,:-]", word) else word for word in words]
-            lines.append(f"  fsdp-trainer run.name={name} {' '.join(quoted)}")
+            last = {word.partition("=")[0]: word for word in words}
+            lines.append(f"  fsdp-trainer run.name={name} {shlex.join(last.values())}")
+        if combination["start"]:
+            words = self.all_words(self.words_of_start(combination))
+            lines.insert(0, f"  fsdp-trainer {shlex.join(words)}")
         if combination["resume"]:
-            lines[0] += f"\n    with train.steps=1 first, and then with {combination['resume'][6:]}"
+            lines[-2] += (
+                f"\n    with train.steps=1 first, and then with {combination['resume'][6:]}"
+            )
         return "\n".join(lines)
 
     def smallest(self, combination: Combination) -> Combination:
@@ -496,6 +519,11 @@ class Fuzz:
             return False
         except Failed:
             return True
+
+
+def is_size(word: str) -> bool:
+    """Return True for a word that decides the architecture, or how random weights are drawn."""
+    return word.startswith("model")
 
 
 def ranks_of(words: list[str]) -> int:
@@ -560,7 +588,8 @@ class Dealer:
 
     def __init__(self, seed: int, most_ranks: int):
         """Prepare to deal. most_ranks: of a layout."""
-        self.random = random.Random(seed)
+        # one for each dimension, so that a new dimension changes nothing in the others
+        self.random = {name: random.Random(f"{seed} {name}") for name in DIMENSIONS}
         self.values = {
             name: [value for value in values if ranks_of(value.split()) <= most_ranks]
             for name, values in DIMENSIONS.items()
@@ -572,7 +601,7 @@ class Dealer:
         deck = self.decks[name]
         if not deck:
             deck += self.values[name]
-            self.random.shuffle(deck)
+            self.random[name].shuffle(deck)
             alike, order = Counter[str](), []
             for value in deck:
                 order.append((-alike[kind(value)], kind(value).startswith(HARD_TO_PLACE), value))

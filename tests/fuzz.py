@@ -12,6 +12,7 @@ traceback. Where a combination differs, both command lines are printed, and thos
 combination with a difference.
 """
 
+import argparse
 import json
 import math
 import random
@@ -702,4 +703,7 @@ def main(seed: int, count: int) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("seed", type=int, nargs="?", default=1)
+    parser.add_argument("count", type=int, nargs="?", default=20)
+    sys.exit(main(**vars(parser.parse_args())))

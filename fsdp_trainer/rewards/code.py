@@ -32,6 +32,12 @@ SETUP = ("test_setup_code", "test_imports")
 """Columns with code that runs before the answer's, as in MBPP."""
 MOST_OUTPUT = 4096
 """Maximum size of a verdict in bytes; a process that writes more is killed."""
+MOST_THREADS = 64
+"""Number of threads of a process above which it is killed.
+
+The answers of a node could otherwise use up all process ids of the machine.
+"""
+POLL_SECONDS = 0.05
 # does not pass on settings, keys and tokens of this process; keeps libraries from starting a thread
 # for each core
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -148,23 +154,35 @@ def run_confined(job: dict[str, Any], folder: str, seconds: float) -> str:
     with process:
         assert process.stdout
         try:
-            return read_verdict(process.stdout.fileno(), seconds)
+            return read_verdict(process.stdout.fileno(), process.pid, seconds)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def read_verdict(descriptor: int, seconds: float) -> str:
-    """Return the output of a process until it ends; "" if it writes too much or takes too long."""
+def read_verdict(descriptor: int, pid: int, seconds: float) -> str:
+    """Return the output of a process until it ends.
+
+    "" if it writes too much, takes too long or starts too many threads.
+    """
     deadline = time.monotonic() + seconds
     content = b""
     while len(content) <= MOST_OUTPUT:
         remaining = deadline - time.monotonic()
-        ready, _, _ = select.select([descriptor], [], [], max(0.0, remaining))
+        ready, _, _ = select.select([descriptor], [], [], min(POLL_SECONDS, max(0.0, remaining)))
         if not ready:
-            return ""
+            if remaining <= 0 or threads_of(pid) > MOST_THREADS:
+                return ""
+            continue
         piece = os.read(descriptor, MOST_OUTPUT)
         if not piece:
             return content.decode(errors="replace")
         content += piece
     return ""
+
+
+def threads_of(pid: int) -> int:
+    """Return the number of threads of a process; 0 if it is unknown."""
+    with suppress(OSError):
+        return os.stat(f"/proc/{pid}/task").st_nlink - 2
+    return 0

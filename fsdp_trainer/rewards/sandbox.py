@@ -52,7 +52,9 @@ CLONE, CLONE3, OPEN, OPENAT, PRLIMIT, FCNTL, IOCTL = (
 # fmt: on
 CLONE_THREAD = 0x10000
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-SIGNALLING = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: could send signals to other processes
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC: others lock files that everybody
+# uses, or send signals to other processes
+DUPLICATES = (0, 1, 2, 3, 4, 1030)
 HARMLESS = (0x5401, 0x5421, 0x5451)  # TCGETS, FIONBIO, FIOCLEX: used by asyncio
 NO_SUCH_CALL, REFUSED = 38, 13  # ENOSYS, after which glibc falls back from clone3 to clone; EACCES
 # linux/filter.h, linux/seccomp.h
@@ -199,7 +201,7 @@ def rules_for(machine: str) -> list[Instruction]:
     rules += when(PRLIMIT[column], 0, [Instruction(EQUALS, 0, 1, 0), allow, refuse])
     reads = [Instruction(ANY_BIT, 1, 0, WRITES), allow, refuse]
     rules += [*when(OPEN[column], 1, reads), *when(OPENAT[column], 2, reads)]
-    rules += when(FCNTL[column], 1, [*each(SIGNALLING, refuse), allow])
+    rules += when(FCNTL[column], 1, [*each(DUPLICATES, allow), refuse])
     rules += when(IOCTL[column], 1, [*each(HARMLESS, allow), refuse])
     return [*rules, refuse]
 

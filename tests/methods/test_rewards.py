@@ -263,6 +263,7 @@ RUNAWAYS = {
     "signals all": "import os; os.kill(-1, 9)",
     "signals by a socket": "import fcntl, os, socket\na, b = socket.socketpair()\n"
     "fcntl.fcntl(a, fcntl.F_SETOWN, os.getppid())",
+    "locks": "import fcntl; fcntl.lockf(open('/usr/bin/env'), fcntl.LOCK_SH)",
     "connects": "import socket; socket.create_connection(('127.0.0.1', 80))",
     "ends early": "import os; os._exit(0)",
     "crashes": "import ctypes; ctypes.string_at(0)",
@@ -316,6 +317,9 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
     assert dict(zip(RUNAWAYS, scores, strict=True)) == dict.fromkeys(RUNAWAYS, 0)
     sleeps = "import time; time.sleep(1000)"
     assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
+    thread = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
+    many = f"import threading, time\nfor _ in range(70): {thread}\ntime.sleep(9)"
+    assert scores_of(PATIENT, [many], {"tests": "pass"}) == [0]
     assert children() <= before
     assert list((tmp_path / "tmp").iterdir()) == []
     assert other.read_text() == "data"

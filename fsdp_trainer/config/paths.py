@@ -85,7 +85,7 @@ def base_of_adapter(folder: str | Path) -> str:
     folder = Path(folder).expanduser()
     try:
         name = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     if not isinstance(name, str) or not name:
         return ""

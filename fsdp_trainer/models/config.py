@@ -130,7 +130,7 @@ DIVISORS = (
 )
 """Keys of config.json that must be at least 1."""
 LARGEST = {
-    "num_hidden_layers": 10_000,
+    "num_hidden_layers": 1000,
     "max_position_embeddings": 2**40,
     "sliding_window": 2**40,
     "rope_theta": MOST_FACTOR,
@@ -712,9 +712,17 @@ def _form_problems(raw: Json, spec: Family) -> Iterator[Problem]:
     keys = _keys(raw, spec) | {name: name for name in ("sliding_window", "rope_theta")}
     kinds = {f.name: f.type for f in fields(ModelConfig)} | OF_WINDOWS
     keys |= {name: name for name in OF_WINDOWS}
+    for name in COMMON:
+        if raw.get(name, 0) is None and name not in NULL_DIFFERS_FROM_ABSENT:
+            yield Problem(f"{name}=null", "is not a number")
     for name, key in keys.items():
         if raw.get(key) is not None and (reason := _why_no_value(name, kinds[name], raw[key])):
             yield Problem(f"{key}={str(raw[key])[:40]}", reason)
+    yield from _object_problems(raw)
+
+
+def _object_problems(raw: Json) -> Iterator[Problem]:
+    """Yield a problem for each value that should be an object and is none."""
     for name in ("rope_scaling", "rope_parameters", "id2label"):
         if not isinstance(raw.get(name), dict | None):
             yield Problem(f"{name}={raw[name]}", "is not an object")

@@ -17,6 +17,7 @@ from fsdp_trainer.checkpoint.formats import tensor_files
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -396,6 +397,23 @@ def test_folders_without_readable_weights_are_refused(train, tmp_path, broken):
         "safetensors"
         in train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2).err
     )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            f'{{"weight_map": {{"a": {name}}}}}'
+            for name in ('"../a"', '"/etc/passwd"', '"a\\u0000"')
+        ),
+        *(f'{{"weight_map": {{"a": {name}}}}}' for name in ("5", "null", "[]", '"."')),
+        "[" * 10**5,
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(UserError, match="cannot read the index"):
+        read_headers(tmp_path)
 
 
 def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, tmp_path):

@@ -252,6 +252,29 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
         load_tokenizer(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"tokenizer_config.json": '{"chat_template": 5}'},
+        {"tokenizer_config.json": "[" * 10**5},
+        {"generation_config.json": "[" * 10**5},
+        {
+            "tokenizer.json": '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4e9}}}'
+        },
+        {
+            "tokenizer.json": '{"model": {"type": "WordLevel", "unk_token": "a",'
+            ' "vocab": {"a": 2147483647}}}'
+        },
+    ],
+)
+def test_an_untrusted_tokenizer_is_refused_by_name_whatever_it_contains(tmp_path, odd):
+    load_tokenizer("demo:bytes").save(tmp_path)
+    for name, content in odd.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.path="):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_template_that_is_no_text_is_refused_by_name(tmp_path):
     (tmp_path / "a.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match=r"data\.template=.*a\.jinja"):

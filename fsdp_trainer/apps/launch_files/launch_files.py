@@ -71,7 +71,7 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
             raise UserError("nothing was written", [Problem(str(file), reason)])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: an argument that is no text
         raise UserError(
             "nothing was written", [Problem(f"out={file.parent}", str(error))]
         ) from None

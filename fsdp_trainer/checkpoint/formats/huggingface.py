@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -171,15 +171,24 @@ def _weight_files(folder: Path) -> list[Path]:
     single = folder / SINGLE
     if index.is_file():
         try:
-            names = json.loads(index.read_text())["weight_map"].values()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            for name in names:
+                if not isinstance(name, str) or not is_inside(name):
+                    raise ValueError(f"{name!r} is not a file of this folder")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             problem = Problem(str(index), f"{type(error).__name__}: {error}")
             raise UserError("cannot read the index of the weights", [problem]) from None
-        return sorted({folder / name for name in names})
+        return sorted(folder / name for name in names)
     if single.is_file():
         return [single]
     problem = Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")
     raise UserError("there are no weights", [problem])
+
+
+def is_inside(name: str) -> bool:
+    """Return True for the name of a file in a folder or below it, as an untrusted file gives it."""
+    path = PurePath(name)
+    return bool(path.name) and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
 
 
 def read_header(path: Path) -> dict[str, HuggingFaceTensor]:

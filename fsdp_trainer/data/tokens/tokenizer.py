@@ -81,10 +81,13 @@ def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | No
     return None
 
 
+MOST_IDS = 1 << 24
+
+
 class TextTokenizer:
     """A tokenizer that adds nothing to a text: no bos, no eos, no padding, no truncation.
 
-    Special tokens in a text are recognised.
+    Special tokens in a text are recognised. Raises ValueError if an id is MOST_IDS or more.
     """
 
     def __init__(
@@ -95,6 +98,10 @@ class TextTokenizer:
         chat_template: str | dict[str, str] | None,
         files: dict[str, Path] | None = None,
     ):
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        """Number of ids: the largest id + 1."""
+        if self.vocab_size > MOST_IDS:  # `to_str` would fill the memory
+            raise ValueError(f"the largest id of a token is {self.vocab_size - 1:,}")
         self._saved = backend.to_str()  # unchanged, including the post-processor
         self._files = files or {}
         self.backend = backend
@@ -105,8 +112,6 @@ class TextTokenizer:
         self._words = Words(backend, separator) if separator else None
         self._joins = joins_anywhere(backend)
         added = backend.get_added_tokens_decoder()
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        """Number of ids: the largest id + 1."""
         self.special = {
             name: text for name, text in special.items() if backend.token_to_id(text) is not None
         }
@@ -282,8 +287,18 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
 
     Files: tokenizer.json, a `.model` of SentencePiece or tiktoken, or vocab.json with merges.txt.
 
-    add_tokens: special tokens to add if they are missing; new ones get the next free ids.
+    add_tokens: special tokens to add if they are missing; new ones get the next free ids. Raises
+    UserError, whatever the files contain.
     """
+    try:
+        return _load(path, add_tokens)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        reason = f"one of its files cannot be used: {type(e).__name__}: {e}"
+        raise _bad(path, reason) from None
+
+
+def _load(path: str, add_tokens: Sequence[str]) -> TextTokenizer:
+    """Return a tokenizer, see load_tokenizer. Raises many errors for files of wrong content."""
     if path == quickstart_data.TOKENIZER:
         backend, special, ends, template = quickstart_data.byte_tokenizer()
         _add_special(backend, add_tokens)
@@ -317,7 +332,7 @@ def load_tokenizer(path: str, add_tokens: Sequence[str] = ()) -> TextTokenizer:
 def _stop_ids(generation: dict[str, Any]) -> set[int]:
     """Return the ids that end an answer according to generation_config.json."""
     ids = generation.get("eos_token_id") or []
-    return set(ids if isinstance(ids, list) else [ids])
+    return {id for id in (ids if isinstance(ids, list) else [ids]) if isinstance(id, int)}
 
 
 def _files_to_copy(file: Path, folder: Path | None) -> dict[str, Path]:
@@ -385,7 +400,7 @@ def _json(folder: Path | None, name: str) -> dict:
     try:
         read = json.loads((folder / name).read_text(encoding="utf-8"))
         return read if isinstance(read, dict) else {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise _bad(folder, f"{name} cannot be read: {e}") from None
 
 

@@ -167,7 +167,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise ValueError("is not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problem = Problem(str(path), str(error))
         raise UserError("cannot read the adapter's configuration", [problem]) from None
     problems = unsupported(config)
@@ -243,7 +243,7 @@ def read_folder(folder: Path) -> PeftFolder:
                 "\nPeftModel.from_pretrained(…).save_pretrained(DIR)"
             )
         raise UserError("there are no weights", [Problem(str(path), text)]) from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         text = f"is no safetensors file, or was copied in part: do it again ({error})"
         raise UserError("the adapter cannot be read", [Problem(str(path), text)]) from None
     metadata = header.pop("__metadata__", {})

@@ -47,6 +47,7 @@ ROPE_OPTIONS = (
     "factor",
 )
 ROPE_OF_ALL_TYPES = ("rope_theta", "partial_rotary_factor")
+LISTS_OF_FACTORS = ("short_factor", "long_factor")
 MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
@@ -743,7 +744,12 @@ def _why_no_value(name: str, kind: Any, value: Any) -> str:
         item = get_args(kind)[0]
         is_list = isinstance(value, list) and all(type(each) is item for each in value)
         return "" if is_list else "is not a list of such values"
-    if type(value) is not int and int in types:
+    return _why_no_number(name, int in types, value)
+
+
+def _why_no_number(name: str, is_whole: bool, value: Any) -> str:
+    """Return why a value of config.json is no number, or none that makes sense; "" if it is one."""
+    if is_whole and type(value) is not int:
         return "is not a whole number"
     if type(value) not in (int, float):
         return "is not a number"
@@ -817,21 +823,27 @@ def rope_problems(rope: Json, where: str) -> list[Problem]:
         return [Problem(where, f"supported are {', '.join(ROPE_TYPES)}")]
     missing = []
     for name in ROPE_TYPES[kind]:
-        needed = list if name in ("short_factor", "long_factor") else int | float
-        if not isinstance(rope.get(name), needed):
+        form = list if name in LISTS_OF_FACTORS else int | float
+        if not isinstance(rope.get(name), form):
             missing.append(name)
     if missing:
         return [Problem(where, f"needs {', '.join(missing)}")]
-    needed = {*ROPE_TYPES[kind], "factor", "attention_factor", *ROPE_OF_ALL_TYPES}
+    factors = {*ROPE_TYPES[kind], "factor", "attention_factor", *ROPE_OF_ALL_TYPES}
     return [
         Problem(f"{where}, {name}={value}", "is no positive number")
         for name, value in rope.items()
-        if (
-            name in needed
-            and not _is_factor(value, is_list=name in ("short_factor", "long_factor"))
-        )
-        or (name in ROPE_OPTIONS and value != 0 and not _is_factor(value))
+        if not _is_sound(name, value, factors)
     ]
+
+
+def _is_sound(name: str, value: Any, factors: set[str]) -> bool:
+    """Return True unless an entry of a RoPE scaling should be a factor and is none.
+
+    factors: the entries that must be above 0; other known ones may also be 0.
+    """
+    if name in factors:
+        return _is_factor(value, is_list=name in LISTS_OF_FACTORS)
+    return name not in ROPE_OPTIONS or value == 0 or _is_factor(value)
 
 
 def _is_factor(value: Any, is_list: bool = False) -> bool:

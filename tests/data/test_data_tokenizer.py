@@ -259,7 +259,9 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, name):
         {"tokenizer_config.json": "[" * 10**5},
         {"generation_config.json": "[" * 10**5},
         {
-            "tokenizer.json": '{"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4e9}}}'
+            "tokenizer.json": json.dumps(
+                {"model": {"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4e9}}}
+            )
         },
         {
             "tokenizer.json": '{"model": {"type": "WordLevel", "unk_token": "a",'

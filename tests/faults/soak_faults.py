@@ -184,7 +184,7 @@ class Outside:
 
 @dataclass
 class Done:
-    """How a start ended.
+    """The end of a start.
 
     code: None if it hangs. names: of the faults that happened. pids: of all its ranks.
     """

@@ -318,8 +318,8 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
     sleeps = "import time; time.sleep(1000)"
     assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
     thread = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
-    many = f"import threading, time\nfor _ in range(70): {thread}\ntime.sleep(9)"
-    assert scores_of(PATIENT, [many], {"tests": "pass"}) == [0]
+    threads = f"import threading, time\nfor _ in range(70): {thread}\ntime.sleep(9)"
+    assert scores_of(PATIENT, [threads], {"tests": "pass"}) == [0]
     assert children() <= before
     assert list((tmp_path / "tmp").iterdir()) == []
     assert other.read_text() == "data"

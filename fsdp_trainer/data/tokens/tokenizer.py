@@ -84,6 +84,17 @@ def _seam(before: Encoding, after: Encoding, start: int) -> tuple[int, int] | No
 MOST_IDS = 1 << 24
 
 
+def count_ids(backend: Tokenizer) -> int:
+    """Return the largest id of a tokenizer, plus 1.
+
+    Raises ValueError if it is absurd: `to_str` would fill the memory.
+    """
+    count = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    if count > MOST_IDS:
+        raise ValueError(f"the largest id of a token is {count - 1:,}")
+    return count
+
+
 class TextTokenizer:
     """A tokenizer that adds nothing to a text: no bos, no eos, no padding, no truncation.
 
@@ -98,10 +109,8 @@ class TextTokenizer:
         chat_template: str | dict[str, str] | None,
         files: dict[str, Path] | None = None,
     ):
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size: int = count_ids(backend)
         """Number of ids: the largest id + 1."""
-        if self.vocab_size > MOST_IDS:  # `to_str` would fill the memory
-            raise ValueError(f"the largest id of a token is {self.vocab_size - 1:,}")
         self._saved = backend.to_str()  # unchanged, including the post-processor
         self._files = files or {}
         self.backend = backend

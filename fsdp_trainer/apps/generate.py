@@ -14,6 +14,7 @@ from fsdp_trainer.config.paths import tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.templates.chat_template import Template, load_template
+from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
@@ -56,16 +57,14 @@ class Speaker:
 
     def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
-        tokens = []
-        length = 0
+        stream = TextStream(self.tokenizer)
         prompt = self.encode(text)
         stop_ids = self.tokenizer.stop_ids
         for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg), self.decoding):
-            tokens.append(token)
-            whole = self.tokenizer.decode(tokens)
-            if not whole.endswith("\ufffd"):
-                yield whole[length:]
-                length = len(whole)
+            if piece := stream.add([token]):
+                yield piece
+        if rest := stream.finish():
+            yield rest
 
     def say_all(self, texts: list[str], cfg: GenerateConfig) -> list[list[str]]:
         """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""

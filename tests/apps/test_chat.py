@@ -17,10 +17,12 @@ from browser import browser_page, settle
 from texts import make_tokenizer
 from zoo import make_folder
 
-from fsdp_trainer.apps.chat.engine import Engine, first_stop, settled_text
+from fsdp_trainer.apps.chat.engine import AnswerText, ChatJob, Engine, first_stop, settled_text
 from fsdp_trainer.apps.chat.requests import BadRequest, ChatDefaults, read_request
 from fsdp_trainer.cli import main
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+from fsdp_trainer.generation.continuations import Continuation, never
+from fsdp_trainer.generation.sampling import Sampling
 
 DEFAULTS = ChatDefaults(temperature=0.0, top_p=1.0, max_tokens=8, rows=4)
 HI = [{"role": "user", "content": "Hi"}]
@@ -33,9 +35,25 @@ LONG = 100_000  # tokens: up to the context
 def test_a_text_ends_before_a_stop_string_and_holds_its_beginning_back():
     assert first_stop(["##", "b#"], "ab##c") == 1
     assert first_stop([], "abc") is None
-    for text, given in {"ab": "ab", "a#": "a", "a##": "a#", "aé\ufffd": "aé", "#a": "#a"}.items():
+    for text, given in {"ab": "ab", "a#": "a", "a##": "a#", "#a": "#a"}.items():
         assert settled_text(text, ["#b"]) == given
     assert settled_text("xyEN", ["END", "yEND"]) == "x"
+
+
+def test_an_answer_ends_before_a_stop_string_of_several_tokens():
+    tokenizer = TextTokenizer(make_tokenizer(), {}, set(), None)
+    tokens = tokenizer.encode("one 世界 EN ENDS here")
+    for stops, text in {("END",): "one 世界 EN ", (): "one 世界 EN ENDS here"}.items():
+        sent = []
+        job = ChatJob([1], Sampling(max_tokens=len(tokens)), list(stops), sent.append)
+        continuation = Continuation(job.prompt, job.sampling, LONG)
+        answer = AnswerText(job, 0, continuation, tokenizer)
+        for token in tokens:
+            continuation.add(token, (), never)
+            answer.advance()
+        assert "".join(piece.text for piece in sent) == text
+        assert sent[-1].finish == ("stop" if stops else "length")
+        assert len(sent) > 4
 
 
 def test_a_wrong_request_names_the_key():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.generation.continuations import Continuation, Generation, room_after
 from fsdp_trainer.generation.prompt_ranks import OneRank
@@ -21,8 +22,6 @@ from fsdp_trainer.generation.sampling import Sampling
 
 POLL_SECONDS = 0.2
 """Seconds between two checks of an idle engine whether it has been closed."""
-UNFINISHED = "\ufffd"
-"""The character that a decoder writes for bytes of an incomplete character."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class AnswerText:
         self.job = job
         self.index = index
         self.continuation = continuation
-        self._tokenizer = tokenizer
-        self._sent = 0
+        self._stream = TextStream(tokenizer)
+        self._unsent = ""
         self._count = 0
         self.is_finished = False
 
@@ -80,21 +79,24 @@ class AnswerText:
         if self.job.is_cancelled:
             continuation.is_done = self.is_finished = True
             return
-        self.job.tokens += len(continuation.tokens) - self._count
-        self._count = len(continuation.tokens)
-        text = self._tokenizer.decode(continuation.tokens)
+        new = continuation.tokens[self._count :]
+        self.job.tokens += len(new)
+        self._count += len(new)
+        text = self._unsent + self._stream.add(new)
+        if continuation.is_done:
+            text += self._stream.finish()
         at_stop = first_stop(self.job.stops, text)
         finish = None
         if at_stop is not None:
-            text = text[:at_stop]
+            piece = text[:at_stop]
             continuation.is_done = True
             finish = "stop"
         elif continuation.is_done:
+            piece = text
             finish = "length" if len(continuation.tokens) >= continuation.room else "stop"
         else:
-            text = settled_text(text, self.job.stops)
-        piece = text[self._sent :]
-        self._sent = max(self._sent, len(text))
+            piece = settled_text(text, self.job.stops)
+            self._unsent = text[len(piece) :]
         self.is_finished = finish is not None
         if piece or finish:
             self.job.send(AnswerPiece(self.index, piece, finish))
@@ -107,11 +109,7 @@ def first_stop(stops: list[str], text: str) -> int | None:
 
 
 def settled_text(text: str, stops: list[str]) -> str:
-    """Return the beginning of a text that no further token can change.
-
-    An incomplete character at the end is left out, and an end that may begin a stop string.
-    """
-    text = text.rstrip(UNFINISHED)
+    """Return a text without its end if that may begin a stop string."""
     longest = max(map(len, stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):

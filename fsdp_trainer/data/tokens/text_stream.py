@@ -1,0 +1,116 @@
+"""The text of tokens that arrive one by one, without decoding all of them again."""
+
+import codecs
+import json
+from typing import Any
+
+from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
+from fsdp_trainer.data.tokens.token_bytes import BYTE_TOKEN
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+
+BYTE_OF = {text: byte for byte, text in enumerate(BYTE_TEXTS)}
+PER_TOKEN = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
+"""Steps of a decoder whose text of a token depends on the token before it, or on a run of bytes."""
+
+
+class TextStream:
+    """The text of a growing list of tokens, special tokens left out.
+
+    The pieces together are `TextTokenizer.decode` of all tokens, whatever the tokens are.
+    `tokenizers.decoders.DecodeStream` is not used: at bytes that are no UTF-8, which a model may
+    generate at any time, it waits or raises an error, and it never returns those at the end.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._backend = tokenizer.backend
+        added = self._backend.get_added_tokens_decoder().values()
+        self._special = {token.content for token in added if token.special}
+        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {}
+        is_bytes = decoder.get("type") == "ByteLevel"
+        self._pieces: _Bytes | _Window = (
+            _Bytes() if is_bytes else _Window(tokenizer, _steps(decoder))
+        )
+
+    def add(self, tokens: list[int]) -> str:
+        """Append tokens; return the text that they add and that no further token can change."""
+        texts = ((id, self._backend.id_to_token(id)) for id in tokens)
+        return "".join(
+            self._pieces.add(id, text)
+            for id, text in texts
+            if text is not None and text not in self._special
+        )
+
+    def finish(self) -> str:
+        """Return the rest of the text, after the last token."""
+        return self._pieces.finish()
+
+
+class _Bytes:
+    """Byte-level tokens: each is a few bytes of UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, id: int, text: str) -> str:
+        """Return the characters that the token `text` completes."""
+        is_encoded = all(c in BYTE_OF for c in text)
+        return self._decoder.decode(
+            bytes(BYTE_OF[c] for c in text) if is_encoded else text.encode()
+        )
+
+    def finish(self) -> str:
+        """Return U+FFFD if the last character is incomplete."""
+        return self._decoder.decode(b"", final=True)
+
+
+class _Window:
+    """Other tokens, decoded together with those of the piece of text before them.
+
+    Consecutive tokens <0xNN> are a character only if all of them together are UTF-8, so that they
+    are decoded when their run has ended.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, steps: list[dict[str, Any]]):
+        self._tokenizer = tokenizer
+        self._has_bytes = any(step["type"] == "ByteFallback" for step in steps)
+        self._is_local = _is_local(steps)
+        self._tokens: list[int] = []
+        self._before = 0  # tokens whose text was returned, at the beginning of self._tokens
+        self._length = 0  # characters of their text
+
+    def add(self, id: int, text: str) -> str:
+        """Return the text up to the token `text`, as far as it is new; nothing within bytes."""
+        self._tokens.append(id)
+        return "" if self._has_bytes and BYTE_TOKEN.fullmatch(text) else self._new_text()
+
+    def finish(self) -> str:
+        """Return the text of bytes at the end."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        text = self._tokenizer.decode(self._tokens)
+        piece = text[self._length :]
+        if piece and self._is_local:
+            self._tokens = self._tokens[self._before :]
+            self._before = len(self._tokens)
+            text = self._tokenizer.decode(self._tokens)
+        self._length = len(text)
+        return piece
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the steps of a decoder, in order."""
+    inner = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    return [step for step in inner if step]
+
+
+def _is_local(steps: list[dict[str, Any]]) -> bool:
+    """Return whether the text of a token depends on nothing further away than the piece before it.
+
+    After `Fuse` a step changes the whole text: only one that strips its first character is local.
+    """
+    kinds = [step["type"] for step in steps]
+    after = steps[kinds.index("Fuse") + 1 :] if "Fuse" in kinds else []
+    return set(kinds) <= PER_TOKEN and all(
+        step["type"] == "Strip" and step["start"] <= 1 and step["stop"] == 0 for step in after
+    )

@@ -1,0 +1,113 @@
+"""The text of tokens that arrive one by one is the text of all of them, at a fixed cost a token."""
+
+import io
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from texts import make_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from fsdp_trainer.data.tokens.byte_level_files import BYTE_TEXTS
+from fsdp_trainer.data.tokens.sentencepiece_model import read_sentencepiece
+from fsdp_trainer.data.tokens.text_stream import TextStream
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
+
+PIECES = ["▁", "▁▁", "▁a", "b", " c", "##d", "é", "▁世", "\ufffd", "n't", "."]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def with_decoder(pieces, decoder):
+    """A tokenizer of these pieces, with a special token and one that is added but not special."""
+    backend = Tokenizer(models.WordLevel({p: i for i, p in enumerate(pieces)}, unk_token="b"))
+    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    backend.add_tokens([AddedToken("▁fooé ", normalized=False)])
+    if decoder:
+        backend.decoder = decoder
+    return TextTokenizer(backend, {}, set(), None)
+
+
+def fallback(*more):
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *more]
+    return decoders.Sequence(steps)
+
+
+MADE = {
+    "byte_level": with_decoder([*BYTE_TEXTS, BYTE_TEXTS[0xE4] + BYTE_TEXTS[0xB8], " "],
+                               decoders.ByteLevel()),
+    "llama_2": with_decoder([*PIECES, *BYTES], fallback(decoders.Strip(" ", 1, 0))),
+    "gemma": with_decoder([*PIECES, *BYTES], fallback()),
+    "metaspace": with_decoder(PIECES, decoders.Metaspace()),
+    "wordpiece": with_decoder(PIECES, decoders.WordPiece()),
+    "suffix": with_decoder(PIECES, decoders.BPEDecoder("b")),
+    "no decoder": with_decoder(PIECES, None),
+    "replaced at the end": with_decoder([*PIECES, *BYTES], fallback(decoders.Replace("bb", "x"))),
+}  # fmt: skip
+
+
+def pieces_of(tokenizer, ids):
+    stream = TextStream(tokenizer)
+    return [*(stream.add([id]) for id in ids), stream.finish()]
+
+
+def characters(tokenizer):
+    """Ids of complete characters of several bytes, which random ids rarely are."""
+    of = tokenizer.backend.token_to_id
+    in_bytes = [[*character.encode()] for character in "é世🙂"]
+    names = BYTES if of(BYTES[0]) is not None else BYTE_TEXTS
+    spelled = [[of(names[byte]) for byte in some] for some in in_bytes]
+    return [ids for ids in spelled if None not in ids]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_pieces_of_any_tokens_are_the_text_of_all(name):
+    tokenizer = MADE[name]
+    one = st.integers(0, tokenizer.vocab_size + 1).map(lambda id: [id])
+    some = st.lists(st.one_of([one, *map(st.just, characters(tokenizer))]), max_size=30)
+
+    @settings(max_examples=60, deadline=None)
+    @given(some)
+    @example([[0xE4 % tokenizer.vocab_size]] * 9)
+    def check(drawn):
+        ids = [id for ids in drawn for id in ids]
+        assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+    check()
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_sentencepiece_model_streams_its_text(tmp_path, prefix):
+    spm = pytest.importorskip("sentencepiece")
+    model = io.BytesIO()
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the small cell of worlds", "one world of cells"] * 9),
+        model_writer=model, vocab_size=290, model_type="bpe", byte_fallback=True,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    (tmp_path / "spm.model").write_bytes(model.getvalue())
+    backend, special = read_sentencepiece(tmp_path / "spm.model", prefix=prefix)
+    tokenizer = TextTokenizer(backend, special, set(), None)
+    for text in ("  the small 世界 cells é", "one<s> world</s>", "\x00 a🙂🙂 of the"):
+        ids = tokenizer.encode(text)
+        pieces = pieces_of(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert len([piece for piece in pieces if piece]) > 2
+
+
+def test_a_character_is_returned_with_its_last_byte():
+    tokenizer = MADE["byte_level"]
+    ids = characters(tokenizer)[1]
+    assert pieces_of(tokenizer, [*ids, ids[0]]) == ["", "", "世", "", "\ufffd"]
+
+
+@pytest.mark.parametrize("tokenizer", [
+    TextTokenizer(make_tokenizer(), {}, set(), None), load_tokenizer("demo:bytes"),
+    *(MADE[name] for name in ("byte_level", "llama_2", "gemma", "metaspace", "wordpiece")),
+])  # fmt: skip
+def test_a_token_costs_the_same_wherever_it_is(tokenizer, monkeypatch):
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    ids = [id % tokenizer.vocab_size for id in range(7, 4007)]
+    pieces_of(tokenizer, ids)
+    assert sum(decoded) < 10 * len(ids)

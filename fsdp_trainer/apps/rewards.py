@@ -181,7 +181,7 @@ def with_lengths(
 def _attempt(question: DataQuestion, answer: str) -> tuple[str, Attempt]:
     where = f"{question.where[0]}:{question.where[1]}"
     attempt = Attempt(question.prompt, answer, question.columns, question.reference)
-    return where, replace(attempt, messages=question.messages)
+    return where, replace(attempt, messages=question.messages, tools=question.tools)
 
 
 def as_json(chosen: list[Reward], scored: list[Scored]) -> dict[str, Any]:

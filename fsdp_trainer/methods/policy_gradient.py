@@ -4,7 +4,7 @@ The loss uses the probability of each token, and the advantage of its answer ove
 to the same prompt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.rewards.model import ModelReward
+from fsdp_trainer.rewards.reward import Reward
 from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
@@ -189,6 +191,29 @@ def columns_of(batch: MicroBatch) -> dict[str, Tensor]:
     return {name: batch.columns.get(name, zeros) for name in (ADVANTAGE, SAMPLED, REFERENCE)}
 
 
+def short_contexts(rewards: Sequence[Reward], prompt: int, answer: int) -> list[str]:
+    """Return a warning for each reward model that may not read the longest prompt and answer.
+
+    prompt, answer: the most tokens of both. It is no error: the model's answers may stay shorter,
+    and the reward model may have another tokenizer.
+    """
+    lines = []
+    for reward in rewards:
+        if not isinstance(reward, ModelReward) or reward.scorer is None:
+            continue
+        longest = reward.scorer.longest
+        if prompt + answer > longest:
+            use = f"Use  objective.max_new_tokens={longest - prompt}  or  a reward model that does"
+            if longest <= prompt:
+                use = "Use  a reward model that does, or shorter prompts"
+            lines.append(
+                f"warning: the reward {reward.title} reads at most {longest:,} tokens, but the "
+                f"longest prompt ({prompt:,}) with an answer (objective.max_new_tokens={answer}) "
+                f"has {prompt + answer:,}: such an answer ends the run. {use}"
+            )
+    return lines
+
+
 class PolicyGradientMethod(Method):
     """Training on the model's own answers to prompts, which rewards score."""
 
@@ -230,8 +255,15 @@ class PolicyGradientMethod(Method):
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
         return [
             f"{rows:,} prompts a step × {choice.samples} answers of at most "
-            f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}"
+            f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
+            *short_contexts(self.rewards, self._longest_prompt, choice.max_new_tokens),
         ]
+
+    @property
+    def _longest_prompt(self) -> int:
+        """Number of tokens of the longest prompt."""
+        lengths = (order.store.lengths for order, _ in self.rows.stored)
+        return max((int(each.max()) for each in lengths if len(each)), default=0)
 
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
         digests = {"reference": self.load_frozen(self.loaded)} if self.loaded else {}

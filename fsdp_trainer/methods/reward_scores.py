@@ -18,12 +18,9 @@ from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.rewards.model import ModelReward
+from fsdp_trainer.rewards.model import ROW_TOKENS, ModelReward
 from fsdp_trainer.rewards.reward import Reward
 from fsdp_trainer.training.batches import Assembler
-
-ROW_TOKENS = 4096
-"""Length of a packed row in tokens, unless a text is longer."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +36,30 @@ class RewardModel:
         """The model's own chat template, or `plain` if it has none."""
         return load_template(None, self.tokenizer)
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text that it reads."""
+        return self.model.config.max_position_embeddings
+
     def scores_of_answers(
-        self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
+        self,
+        prompts: Sequence[list[dict[str, Any]]],
+        answers: Sequence[str],
+        tools: Sequence[list[dict[str, Any]] | None] | None = None,
     ) -> list[float]:
         """Return the score of each answer, rendered with its prompt by the model's chat template.
 
-        prompts: for each answer, the turns before it.
+        prompts, tools: for each answer, the turns before it and the tools of its row.
         """
-        pairs = zip(prompts, answers, strict=True)
-        return self.scores([self._written(prompt, answer) for prompt, answer in pairs])
+        given = tools or [None] * len(answers)
+        rows = zip(prompts, answers, given, strict=True)
+        return self.scores([self._written(*row) for row in rows])
 
-    def _written(self, prompt: list[dict[str, Any]], answer: str) -> str:
+    def _written(
+        self, prompt: list[dict[str, Any]], answer: str, tools: list[dict[str, Any]] | None
+    ) -> str:
         turns = [*prompt, {"role": "assistant", "content": answer}]
-        return self.template.for_record(None).finished(self.template.adapt(turns, None))
+        return self.template.for_record(tools).finished(self.template.adapt(turns, tools), tools)
 
     def scores(self, texts: Sequence[str]) -> list[float]:
         """Return the score of each text; special tokens in it are recognised as such.
@@ -66,13 +74,11 @@ class RewardModel:
 
         Raises RunFailed for a text longer than the model's context.
         """
-        longest, positions = (
-            max(map(len, texts), default=0),
-            self.model.config.max_position_embeddings,
-        )
-        if longest > positions:
+        longest = max(map(len, texts), default=0)
+        if longest > self.longest:
             raise RunFailed(
-                f"a text of {longest:,} tokens is longer than a reward model reads: {positions:,}"
+                f"a text of {longest:,} tokens is longer than a reward model reads:"
+                f" {self.longest:,}"
             )
         scores = torch.zeros(len(texts))
         for numbers, rows in packed_rows(texts):

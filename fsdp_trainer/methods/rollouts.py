@@ -110,6 +110,7 @@ class AnswerMaker:
             len(answer.tokens) - answer.finished,  # without the stop token
             answer.finished,
             question["messages"],
+            question["tools"],
         )
 
 

@@ -100,6 +100,7 @@ def memory(run: PlannedRun, device: str = "cuda", load: float = 1.0) -> Memory:
     """
     steps = [Step(run, stages, device, load) for stages in run.stages_by_rank]
     for step in steps:
+        step.score_answers()
         step.forward()
         step.head()
         step.backward()
@@ -245,10 +246,12 @@ class States(NamedTuple):
         activations: Activations,
         teacher: TeacherUnits | None,
         offload: bool,
+        whole: float,
     ) -> "States":
         """Return the states of all units of a rank, and of a teacher.
 
-        master: bytes of a trained weight's number; offload: True if they are in host memory.
+        master: bytes of a trained weight's number; offload: True if they are in host memory; whole:
+        bytes of models that the device has as a whole.
         """
         states = {
             "parameters": units.own * master + units.frozen,
@@ -260,7 +263,10 @@ class States(NamedTuple):
             host += teacher.states
         elif teacher is not None:
             states["parameters"] += teacher.states
-        return cls({} if offload else states, host, 0 if offload else master)
+        on_device = {} if offload else states
+        if whole:
+            on_device["parameters"] = on_device.get("parameters", 0.0) + whole
+        return cls(on_device, host, 0 if offload else master)
 
 
 # --- what changes
@@ -418,7 +424,10 @@ class Step:
         self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
         offload = layout.sharding.cpu_offload and device == "cuda"
         whole, master = self.units.stored.all, model.stored_number
-        self.states = States.of(whole, master, self.activations, self.teacher_units, offload)
+        self.scoring = run.scoring
+        others = sum(one.weights for one in run.scoring)
+        teacher = self.teacher_units
+        self.states = States.of(whole, master, self.activations, teacher, offload, others)
         self.reshard = not layout.keeps_gathered
         self.backward_from = stages.is_first * model.own.backward_from
         self.later = layout.batch.rows > layout.batch.micro_rows * layout.batch_ranks
@@ -447,6 +456,15 @@ class Step:
     def at(self, phase: str, when: str, now: Now) -> None:
         """Record a moment, if it is the largest of its phase."""
         self.moments.add(phase, when, self.held, now)
+
+    def score_answers(self) -> None:
+        """Record the moments in which reward models score answers, before the step."""
+        teacher = self.teacher_units
+        gathered = teacher.gathered * teacher.stays if teacher is not None else 0.0
+        for one in self.scoring:
+            held = Held(0.0, 0.0, 0.0, 0.0, teacher_gathered=gathered)
+            now = Now(one.activations(self.device))
+            self.moments.add("forward", f"the forward of the reward {one.title}", held, now)
 
     def forward(self) -> None:
         """Record the moments of the forward of the embedding and the blocks.

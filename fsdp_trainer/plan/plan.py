@@ -3,7 +3,8 @@
 Nothing is allocated, and hundreds of plans take a second.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from fsdp_trainer.config.devices import DEVICES, Device
 from fsdp_trainer.config.schema import TrainConfig
@@ -12,7 +13,7 @@ from fsdp_trainer.observe.flops import palm_flops
 from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.memory import GIB, Memory, memory
 from fsdp_trainer.plan.planned_run import PlannedRun
-from fsdp_trainer.plan.rollout_cost import Rollouts, rollouts, rows_of_answers
+from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy, rollouts
 from fsdp_trainer.plan.time import Times, times
 from fsdp_trainer.plan.wire import Wire, wire
 
@@ -119,7 +120,9 @@ def make_plan(
     """
     rated = device if device.flops else DEVICES["h100"]._replace(per_node=device.per_node)
     answers = rollouts(cfg, config, world, rated)
-    run = PlannedRun.of(rows_of_answers(cfg), config, world, known)
+    run = PlannedRun.of(cfg, config, world, known)
+    if answers is not None:
+        answers = replace(answers, scored=tuple(scored_by(run, rated)))
     layout, whole = run.layout, run.model.whole
     batch, tokens = layout.batch, layout.batch.rows * layout.batch.seq_len
     return RunPlan(
@@ -138,3 +141,10 @@ def make_plan(
         batch_ranks=layout.batch_ranks,
         rollouts=answers,
     )
+
+
+def scored_by(run: PlannedRun, device: Device) -> Iterator[ScoredBy]:
+    """Yield what each reward model of a run needs."""
+    for one in run.scoring:
+        fast, slow = (one.seconds(device, best) for best in (True, False))
+        yield ScoredBy(one.title, one.weights, (fast, slow))

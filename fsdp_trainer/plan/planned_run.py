@@ -8,6 +8,8 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.pipeline_stages import RankStages, stages_by_rank
 from fsdp_trainer.plan.planned_model import PlannedModel
+from fsdp_trainer.plan.rollout_cost import rows_of_answers
+from fsdp_trainer.plan.scoring_models import ScoringModel, scoring_models
 from fsdp_trainer.plan.second_model import PlannedTeacher, named_teacher
 
 
@@ -16,12 +18,13 @@ class PlannedRun:
     """The models of a run in its layout.
 
     teacher: its teacher or reference model, None without; further_forwards: additional forwards of
-    a step's rows without gradients.
+    a step's rows without gradients; scoring: its reward models.
     """
 
     model: PlannedModel
     teacher: PlannedTeacher | None
     further_forwards: int
+    scoring: tuple[ScoringModel, ...] = ()
 
     @classmethod
     def of(
@@ -29,14 +32,17 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Return the run of a model on `world` ranks.
 
+        With generated answers a step has as many rows as they fill, instead of batch.rows prompts.
         known: models of earlier plans. Raises UserError for adapters that do not fit the model, and
         for a teacher whose architecture is not known.
         """
         known = known or KnownModels()
+        scoring = scoring_models(cfg, world, known)
+        cfg = rows_of_answers(cfg)
         model = PlannedModel.of(cfg, config, world, known)
         by_base = cfg.second_model is not None and cfg.second_model.mode == "base"
         further_forwards = by_base + cfg.objective.method.extra_forwards
-        return cls(model, named_teacher(cfg, config, world, known), further_forwards)
+        return cls(model, named_teacher(cfg, config, world, known), further_forwards, scoring)
 
     @property
     def layout(self) -> Layout:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.methods import ObjectiveChoice
@@ -16,13 +17,22 @@ BYTES = 2
 """Bytes of a number in generation: bfloat16."""
 
 
+class ScoredBy(NamedTuple):
+    """A reward model: title, bytes of weights on each rank, shortest and longest seconds a step."""
+
+    title: str
+    weights: float
+    seconds: tuple[float, float]
+
+
 @dataclass(frozen=True)
 class Rollouts:
     """The answers generated in a step.
 
     answers: number on all ranks; at_once: number that a rank generates at the same time; cache:
     bytes of keys and values on a rank; weights: bytes of the model gathered for generation;
-    seconds: shortest and longest time, if all answers have objective.max_new_tokens.
+    seconds: shortest and longest time, if all answers have objective.max_new_tokens; scored: what
+    each reward model needs.
     """
 
     answers: int
@@ -30,6 +40,7 @@ class Rollouts:
     cache: float
     weights: float
     seconds: tuple[float, float]
+    scored: tuple[ScoredBy, ...] = ()
 
 
 def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
@@ -47,6 +58,12 @@ def answer_tokens(choice: ObjectiveChoice, seq_len: int) -> int:
     return min(seq_len, PROMPT_TOKENS + choice.max_new_tokens)
 
 
+def answers_of_rank(cfg: TrainConfig, world: int) -> int:
+    """Return the number of answers that a rank makes, and scores, in a step."""
+    answers = cfg.batch.rows * cfg.objective.samples
+    return math.ceil(answers * cfg.sharding.tensor / world)
+
+
 def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
     """Return the cost of generating answers; None for an objective that generates none.
 
@@ -56,7 +73,7 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
         return None
     choice, tensor = cfg.objective, cfg.sharding.tensor
     answers = cfg.batch.rows * choice.samples
-    own = math.ceil(answers * tensor / world)
+    own = answers_of_rank(cfg, world)
     at_once = min(own, choice.answer_rows)
     heads = max(1, config.num_key_value_heads // tensor)
     of_token = 2 * config.num_hidden_layers * heads * config.head_dim * BYTES

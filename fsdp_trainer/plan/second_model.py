@@ -76,14 +76,14 @@ def named_teacher(
         activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps only inputs of blocks
         objective=replace(cfg.objective, name="sft", teacher=None),
     )
-    config = student if second.is_start else _architecture(second.source)
+    config = student if second.is_start else architecture_of(second.source)
     model = PlannedModel.of(own, config, world, known)
     return PlannedTeacher(model, second.role, second.role == "teacher", second.has_lists)
 
 
 @lru_cache
-def _architecture(named: str) -> ModelConfig:
-    """Return the architecture of a teacher. Cached, because plans need it hundreds of times."""
+def architecture_of(named: str) -> ModelConfig:
+    """Return the architecture of another model. Cached, because plans need it hundreds of times."""
     return architecture(replace(TrainConfig(), model=Model(init_from=named)))[0]
 
 
@@ -98,7 +98,7 @@ def list_bytes(choice: ObjectiveChoice) -> int:
     """Return the bytes on disk of stored lists for each supervised token; 0 without lists."""
     if choice.method.second != "teacher" or choice.teacher is None or choice.top_k is None:
         return 0
-    return bytes_per_token(choice.top_k, _architecture(choice.teacher).vocab_size)
+    return bytes_per_token(choice.top_k, architecture_of(choice.teacher).vocab_size)
 
 
 def teacher_units(model: PlannedModel) -> TeacherUnits:

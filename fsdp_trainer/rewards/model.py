@@ -9,19 +9,32 @@ from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.paths import find_checkpoint, is_hub_id
 from fsdp_trainer.rewards.reward import Attempt, Reward
 
+ROW_TOKENS = 4096
+"""Tokens of a packed row of answers that a reward model scores at once, unless one is longer."""
+
 
 class AnswerScorer(Protocol):
     """A reward model in memory."""
 
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text that it reads."""
+
     def scores_of_answers(
-        self, prompts: Sequence[list[dict[str, Any]]], answers: Sequence[str]
+        self,
+        prompts: Sequence[list[dict[str, Any]]],
+        answers: Sequence[str],
+        tools: Sequence[list[dict[str, Any]] | None],
     ) -> list[float]:
-        """Return the score of each answer. prompts: for each answer, the turns before it."""
+        """Return the score of each answer.
+
+        prompts, tools: for each answer, the turns before it and the tools of its row.
+        """
 
 
 @dataclass(frozen=True)
 class ModelReward(Reward):
-    """The score of a reward model, which reads prompt and answer in its own chat template.
+    """The score of a reward model, which reads tools, prompt and answer in its chat template.
 
     scorer: the model, None until it is loaded.
     """
@@ -49,4 +62,6 @@ class ModelReward(Reward):
         """Return one score per attempt."""
         assert self.scorer is not None
         prompts = [list(attempt.turns) for attempt in attempts]
-        return self.scorer.scores_of_answers(prompts, [attempt.answer for attempt in attempts])
+        answers = [attempt.answer for attempt in attempts]
+        tools = [attempt.tools for attempt in attempts]
+        return self.scorer.scores_of_answers(prompts, answers, tools)

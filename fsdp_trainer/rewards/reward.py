@@ -16,7 +16,8 @@ class Attempt:
     prompt: text of the last user turn. answer: text without special tokens. row: columns of the
     data row. reference: the answer in the data row, None if it has none. tokens: number of tokens
     of the answer, None if it was not tokenized. finished: False if the answer was cut at the
-    maximum length. messages: all turns before the answer, () if there is only the prompt.
+    maximum length. messages: all turns before the answer, () if there is only the prompt. tools:
+    descriptions of the row's tools in OpenAI's format, None if it has none.
     """
 
     prompt: str
@@ -26,6 +27,7 @@ class Attempt:
     tokens: int | None = None
     finished: bool = True
     messages: Sequence[dict[str, Any]] = ()
+    tools: list[dict[str, Any]] | None = None
 
     @property
     def turns(self) -> Sequence[dict[str, Any]]:

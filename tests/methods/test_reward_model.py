@@ -3,15 +3,23 @@ are rewarded by them."""
 
 import json
 import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from pairs import write_pairs
+from texts import make_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fsdp_trainer.cli import main
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.methods.reward_scores import open_reward_model
+from fsdp_trainer.methods.policy_gradient import short_contexts
+from fsdp_trainer.methods.reward_scores import RewardModel, open_reward_model
+from fsdp_trainer.rewards.exact import Exact
+from fsdp_trainer.rewards.model import ModelReward
+from fsdp_trainer.rewards.reward import Attempt
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +34,11 @@ def keys(tmp_path_factory):
     ]
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}
+SHOWS_TOOLS = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}"""
 REWARD = ["objective=reward", "tokenizer.path=demo:bytes"]
 
 
@@ -54,6 +67,35 @@ def test_pairs_teach_scores_alike_on_any_ranks(world, keys, tmp_path):
         assert last["validation_bits_per_byte"] is None
 
 
+class Writes(RewardModel):
+    """A reward model that keeps the texts that it should score."""
+
+    def scores(self, texts):
+        self.texts.extend(texts)
+        return [0.0] * len(texts)
+
+
+def test_a_reward_model_reads_the_tools_of_each_row():
+    tokenizer = TextTokenizer(make_tokenizer(), {}, set(), SHOWS_TOOLS)
+    model = Writes(None, tokenizer, torch.device("cpu"))
+    object.__setattr__(model, "texts", [])
+    attempts = [Attempt("Rain?", "no", {}, tools=tools) for tools in ([TOOL], None)]
+    ModelReward(source="m", scorer=model).score(attempts)
+    plain = "<|im_start|>user\nRain?<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
+    assert model.texts == [f"{json.dumps([TOOL])}\n{plain}", plain]
+
+
+def test_a_reward_model_with_a_short_context_is_named_at_the_start():
+    reads_64 = ModelReward(source="m", label="rm", scorer=SimpleNamespace(longest=64))
+    assert short_contexts([reads_64, Exact()], 40, 24) == []
+    [line] = short_contexts([reads_64, Exact()], 40, 25)
+    assert "the reward rm reads at most 64 tokens" in line
+    assert "has 65" in line
+    assert "Use  objective.max_new_tokens=24" in line
+    [line] = short_contexts([reads_64], 64, 8)
+    assert "shorter prompts" in line
+
+
 TEXTS = ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n", "a", "no 7"]
 
 
@@ -77,7 +119,9 @@ def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys
     for source in (out, run.folder):
         scores = open_reward_model(source).scores(TEXTS)
         assert scores == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    check_rewards_of_answers(world, theirs, tokenizer, run.folder, keys, tmp_path)
+    tokenizer.chat_template = SHOWS_TOOLS
+    tokenizer.save_pretrained(out)
+    check_rewards_of_answers(world, theirs, tokenizer, out, tmp_path)
 
     assert main(["generate", f"source={out}", "prompt=Hello"]) == 2
     assert "writes no text" in capsys.readouterr().err
@@ -89,17 +133,19 @@ def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys
     assert "objective=reward" in said
 
 
-def check_rewards_of_answers(world, theirs, tokenizer, source, keys, tmp_path):
+def check_rewards_of_answers(world, theirs, tokenizer, source, tmp_path):
     """Check that 2 ranks, which make answers of their own, give each the reward of transformers'
-    score."""
+    score, for a conversation with the row's tools."""
+    file = tmp_path / "questions.jsonl"
+    rows = [{"question": f"{i}+1?", "answer": f"{i + 1}", "tools": [TOOL]} for i in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = f"{{name: model, source: {source}, weight: 2, label: rm}}"
-    run = world.train(
-        tmp_path / "rewarded",
+    grpo = [
         *["objective=grpo", f"objective.rewards=[{reward}]", "objective.max_new_tokens=6"],
-        *["tokenizer.path=demo:bytes", "objective.samples=2", "batch.rows=2", "train.steps=2"],
-        *[key for key in keys if key.startswith("data")],
-        ranks=2,
-    )
+        *["tokenizer.path=demo:bytes", "objective.samples=2", "batch.rows=2", "batch.seq_len=128"],
+        *[f"data.path={file}", f"data.cache={tmp_path / 'cache'}"],
+    ]
+    run = world.train(tmp_path / "rewarded", *grpo, "train.steps=2", ranks=2)
     lines = [json.loads(one) for one in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert len(lines) >= 2
     for line in lines:
@@ -107,16 +153,24 @@ def check_rewards_of_answers(world, theirs, tokenizer, source, keys, tmp_path):
         question = line["prompt"].removeprefix("user\n").removesuffix("\nassistant\n")
         turns = [("user", question), ("assistant", answer)]
         text = tokenizer.apply_chat_template(
-            [{"role": role, "content": content} for role, content in turns], tokenize=False
+            [{"role": role, "content": content} for role, content in turns],
+            tools=[TOOL],
+            tokenize=False,
         )
+        assert text.startswith('[{"type": "function"')
         with torch.no_grad():
             score = theirs(torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
         assert line["reward"] == pytest.approx(2 * score, rel=1e-5, abs=1e-6)
     assert run.column("reward") == pytest.approx([2 * x for x in run.column("reward/rm")])
-
-    file = tmp_path / "questions.jsonl"
-    file.write_text(json.dumps({"question": "1+1?", "answer": "2"}))
     assert main(["rewards", f"data.path={file}", f"objective.rewards=[{reward}]"]) == 0
+
+    short = shutil.copytree(source, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    grpo[1] = f"objective.rewards=[{reward.replace(str(source), str(short))}]"
+    failed = world.train(tmp_path / "fails", *grpo, "train.steps=1", code=1)
+    assert "reads at most 16 tokens" in failed.out
+    assert "is longer than a reward model reads: 16" in failed.err
 
 
 @pytest.mark.slow

@@ -40,11 +40,13 @@ TURNS = [
     {"role": "system", "content": "be brief"},
     {"role": "user", "content": "hi"},
 ]
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 ROWS = [
     ({"question": "1+1?", "solution": "one, two", "level": 3}, "1+1?", "one, two"),
     ({"messages": TURNS, "answer": 7, "id": "a"}, "hi", "7"),
     ({"prompt": "Sort [2, 1]", "tests": ["f([2, 1]) == [1, 2]"]}, "Sort [2, 1]", None),
     ({"prompt": "p", "chosen": "good", "rejected": "bad"}, "p", "good"),
+    ({"prompt": "Rain?", "tools": [TOOL]}, "Rain?", None),
 ]
 
 
@@ -54,7 +56,18 @@ def test_rows_of_many_formats_are_prompts_and_keep_their_columns(columns, prompt
     stored = json.loads(reader.read(Record(columns, ("f", 1))).as_json)
     messages = columns.get("messages", [{"role": "user", "content": prompt}])
     wanted = {"prompt": prompt, "reference": reference, "row": columns, "messages": messages}
-    assert stored == wanted
+    assert stored == wanted | {"tools": columns.get("tools")}
+
+
+def test_a_prompt_without_an_answer_keeps_its_system_text_and_tools():
+    columns = {"q": "Rain?", "sys": "be brief", "functions": json.dumps([TOOL])}
+    fields = {"prompt": "q", "system": "sys", "tools": "functions"}
+    question = make_prompt_reader(columns, "auto", fields, "f").read(Record(columns, ("f", 1)))
+    assert question.messages == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "Rain?"},
+    ]
+    assert question.tools == [TOOL]
 
 
 def test_text_without_a_prompt_is_refused():

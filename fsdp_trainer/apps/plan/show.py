@@ -13,7 +13,7 @@ from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
 from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
-from fsdp_trainer.plan.rollout_cost import Rollouts
+from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy
 from fsdp_trainer.plan.second_model import list_bytes
 from fsdp_trainer.plan.suggest import Suggestion
 from fsdp_trainer.plan.time import Times
@@ -109,6 +109,14 @@ def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
         "weights_gib": round(rollouts.weights / GIB, 3),
         "cache_gib": round(rollouts.cache / GIB, 3),
         "seconds": rollouts.seconds,
+        "reward_models": [
+            {
+                "reward": one.title,
+                "weights_gib": round(one.weights / GIB, 3),
+                "seconds": one.seconds,
+            }
+            for one in rollouts.scored
+        ],
     }
 
 
@@ -277,6 +285,7 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     rows = [("wire", f"{wires(plan)}, each rank and step of {count}")]
     if plan.rollouts:
         rows.append(("answers", rollouts_line(cfg, plan, plan.rollouts)))
+        rows += [("reward", reward_line(plan, one)) for one in plan.rollouts.scored]
     elif plan.empty_share:
         fills = f"batch.rows={plan.computed_rows} fills them, in the same time"
         rows.append(("empty", f"{plan.empty_share:.0%} of the rows that ranks compute: {fills}"))
@@ -326,6 +335,15 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     if plan.step_seconds:
         text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s, plus the step below"
     return f"{text} (all of {cfg.objective.max_new_tokens:,} tokens; then {plan.rows:,} rows)"
+
+
+def reward_line(plan: RunPlan, one: ScoredBy) -> str:
+    """Return the memory of a reward model, and the time in which it scores a step's answers."""
+    text = f"{one.title}: {gib(one.weights)} of weights on each rank"
+    if plan.step_seconds:
+        fast, slow = one.seconds
+        text += f", {fast:.2f} – {slow:.2f} s to score the answers, plus the step below"
+    return text
 
 
 def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:

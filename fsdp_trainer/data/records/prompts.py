@@ -14,6 +14,10 @@ from fsdp_trainer.errors import Problem, UserError
 
 ANSWER = "answer"
 """The column of the reference answer in a row whose turns end with the user's."""
+QUESTION_VERSION = 2
+"""Part of the name of a store of prompts: raised when `DataQuestion.as_json` has other keys."""
+PROMPT_PARTS = {"prompt", "system", "tools"}
+"""What is read of a row with a prompt and no answer."""
 HOLD_PROMPTS = ("messages", "sharegpt", "alpaca", "prompt_completion", "preference")
 NO_PROMPT = """is read as %s, which has no prompt to answer.
 Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'"""
@@ -23,8 +27,8 @@ Name the column:  'data.fields={prompt: …}'  or  'data.fields={messages: …}'
 class DataQuestion:
     """A row as a question.
 
-    messages: turns before the answer. reference: the row's own answer. columns: all columns of the
-    row.
+    messages: turns before the answer. tools: descriptions of the row's tools in OpenAI's format.
+    reference: the row's own answer. columns: all columns of the row.
     """
 
     messages: list[Message]
@@ -46,6 +50,7 @@ class DataQuestion:
             "reference": self.reference,
             "row": self.columns,
             "messages": self.messages,
+            "tools": self.tools,
         }
         return json.dumps(stored, default=str)
 
@@ -91,9 +96,12 @@ class PromptReader(QuestionReader):
             raise RecordError(
                 f"{column!r} is null" if column in row.columns else f"has no {column!r}"
             )
-        meanings = dict.fromkeys(FORMATS["prompt_completion"])
-        values = Values(meanings | {"prompt": value}, self.columns, row.where)
-        return Conversation(turns_or_text(value, "user", column), values.tools(), row.where)
+        given = {key: column_value(row.columns, name) for key, name in self.columns.items()}
+        values = Values(
+            dict.fromkeys(FORMATS["prompt_completion"]) | given, self.columns, row.where
+        )
+        turns = values.with_system(turns_or_text(value, "user", column))
+        return Conversation(turns, values.tools(), row.where)
 
 
 def make_prompt_reader(
@@ -107,8 +115,9 @@ def make_prompt_reader(
     detected = find_format(columns, given) if format == "auto" else None
     if format == "auto" and (detected is None or detected[0] not in HOLD_PROMPTS):
         matched = match("prompt_completion", columns, given)
-        if "prompt" in matched and set(given) <= {"prompt"}:
-            return PromptReader("prompt", {"prompt": matched["prompt"]}, frozenset(columns))
+        if "prompt" in matched and set(given) <= PROMPT_PARTS:
+            parts = {key: column for key, column in matched.items() if key in PROMPT_PARTS}
+            return PromptReader("prompt", parts, frozenset(columns))
     reader = make_reader(columns, format, fields, file)
     if reader.format not in HOLD_PROMPTS:
         raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])

@@ -22,6 +22,7 @@ from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
+from fsdp_trainer.data.records.prompts import QUESTION_VERSION
 from fsdp_trainer.data.store.cache_folders import clear_leftovers, locked_folder
 from fsdp_trainer.data.store.findings import list_findings
 from fsdp_trainer.data.store.fingerprint import Content, fingerprint
@@ -113,6 +114,7 @@ class ComponentStores:
         keys = [data.format, data.fields, data.loss_on, data.too_long, data.on_error]
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS) else []
+        decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 

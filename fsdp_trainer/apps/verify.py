@@ -18,7 +18,12 @@ from fsdp_trainer.checkpoint.atomic_files import (
 )
 from fsdp_trainer.checkpoint.digest import weights_digest
 from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, read_headers, tensor_parts
-from fsdp_trainer.checkpoint.frozen_weights import base_folder, kept_in_four_bits
+from fsdp_trainer.checkpoint.frozen_weights import (
+    base_folder,
+    kept_in_four_bits,
+    model_config,
+    require_unchanged,
+)
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder, tokenizer_folder
@@ -52,6 +57,7 @@ def verify(cfg: VerifyConfig) -> int:
         files = read_manifest(source)["files"].values()
         size = sum(file["bytes"] for file in files)
         print(f"{source} is complete: {len(files)} files, {size:,} bytes, all checksums correct")
+    require_unchanged(model_config(source), source)
     print(f"weights digest {weights_digest(source)}")
     code = compare(source, Path(cfg.hf).expanduser()) if cfg.hf else 0
     if cfg.data:
@@ -70,10 +76,11 @@ def compare(source: Path, folder: Path) -> int:
     adapter = is_adapter(folder)
     auto = _require_transformers(folder)
     if adapter:
-        ours = read_model(source, merge_into="original")
+        ours = read_model(source, merge_into="original", is_checked=True)
         theirs = peft_model(auto, folder)
     else:
-        ours = read_model(source, merge_into=read_origin(folder).get("merge_into", "original"))
+        merge_into = read_origin(folder).get("merge_into", "original")
+        ours = read_model(source, merge_into=merge_into, is_checked=True)
         stored, problems = read_headers(folder)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
         if problems:
@@ -141,7 +148,7 @@ def show_losses(source: Path, data: str) -> None:
     store = tokenized(source, data)
     tokens = int(sum(store.supervised))
     for way in ways:
-        loss = mean_loss(read_model(source, merge_into=way), store)
+        loss = mean_loss(read_model(source, merge_into=way, is_checked=True), store)
         how = f", {MERGES[way]}" if len(ways) > 1 else ""
         print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
 

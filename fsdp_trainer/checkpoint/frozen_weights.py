@@ -1,5 +1,6 @@
 """Frozen weights, which checkpoints do not hold: where they are, and whether they have changed."""
 
+import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_trainer.base.distributed import local_part, local_slice, run_on_all_ranks, whole_slice
+from fsdp_trainer.base.distributed import (
+    gather,
+    local_part,
+    local_slice,
+    run_on_all_ranks,
+    whole_slice,
+)
 from fsdp_trainer.checkpoint.adapters.adapter_import import adapted_model, peft_adapter
 from fsdp_trainer.checkpoint.adapters.merge import merged
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import as_trained_on, encoded
@@ -215,12 +222,17 @@ def require_trained_rows(model: Decoder, known: int) -> None:
 
 
 def load_weights(
-    model: Decoder, checkpoint: Path, optimizer: Mapping[str, Tensor], alone: bool = False
+    model: Decoder,
+    checkpoint: Path,
+    optimizer: Mapping[str, Tensor],
+    alone: bool = False,
+    is_checked: bool = False,
 ) -> None:
     """Fill every weight of a model, and the given optimizer state, from a verified checkpoint.
 
     Weights that it does not hold come from its base. Collective, unless this process is `alone` in
-    it. Raises UserError if the base is gone or has changed, and RunFailed.
+    it. is_checked: the base is known to be unchanged. Raises UserError if it is gone or has
+    changed, and RunFailed.
     """
     base = read_base(checkpoint)
     state = {
@@ -237,6 +249,8 @@ def load_weights(
         read_parameters(model, sources)
     else:
         run_on_all_ranks("read the frozen weights", lambda: read_parameters(model, sources))
+    if is_checked:
+        return
     exact = {getattr(torch, base.dtype), torch.float32}  # other formats have lost digits
     formats = {name: {torch.uint8} if is_of_codes(d) else exact for name, d in base.digests.items()}
     whole = dict(model.whole.named_parameters())
@@ -432,21 +446,54 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
     Raises UserError if they are gone, if they differ from the recorded digests, or if the adapter
     is merged into them already. A PEFT folder of another program has no digests.
     """
+    base, tensors = recorded_weights(config, source)
+    _require_same(base, digests_on_disk(config, base, tensors))
+
+
+def require_unchanged_on_ranks(config: ModelConfig, source: Path) -> None:
+    """Do as `require_unchanged`, with the weights divided among the ranks of a host. Collective.
+
+    Each host reads all of them: it may have a copy of its own.
+    """
+    hosts = gather(socket.gethostname())
+    own = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+    number = own.index(dist.get_rank())
+
+    def read() -> tuple[Base, dict[str, str]]:
+        base, tensors = recorded_weights(config, source)
+        largest_first = sorted(tensors, key=lambda name: -tensors[name].nbytes)
+        part = {name: tensors[name] for name in largest_first[number :: len(own)]}
+        return base, digests_on_disk(config, base, part)
+
+    for base, actual in run_on_all_ranks("read the frozen weights", read):
+        _require_same(base, actual)
+
+
+def recorded_weights(config: ModelConfig, source: Path) -> tuple[Base, dict[str, TensorOnDisk]]:
+    """Return what a checkpoint or a PEFT folder records of its frozen weights, and them by name.
+
+    Raises UserError if they are gone, or if the adapter is merged into them already.
+    """
     if is_adapter(source):
         base = recorded_base(source)
         refuse_merging_twice(source, Path(base.source))
-        expected = base.digests
-        tensors = weights_on_disk(config, Path(base.source)) if expected else {}
+        tensors = weights_on_disk(config, Path(base.source)) if base.digests else {}
     else:
         base = read_base(source)
         if base.adapters and base.source:
             refuse_merging_twice(source, Path(base.source))
-        expected = base.digests
         tensors = base_weights(config, base)
+    return base, {name: tensors[name] for name in base.digests}
+
+
+def digests_on_disk(
+    config: ModelConfig, base: Base, tensors: dict[str, TensorOnDisk]
+) -> dict[str, str]:
+    """Return a digest of each weight as `digests` does. base: names their number formats."""
     dtype = getattr(torch, base.dtype)
     actual = {}
-    for name in expected:
-        tensor = encoded(tensors[name]) if is_of_codes(expected[name]) else tensors[name]
+    for name, stored in tensors.items():
+        tensor = encoded(stored) if is_of_codes(base.digests[name]) else stored
 
         def digest(rows: tuple[int, int], buffer: Tensor, tensor: TensorOnDisk = tensor) -> Tensor:
             part = (slice(*rows), *whole_slice(tensor.shape[1:]))
@@ -457,7 +504,7 @@ def require_unchanged(config: ModelConfig, source: Path) -> None:
         digests_of_pieces = in_threads(digest, pieces, piece_bytes([tensor.row_bytes]))
         total = torch.stack(digests_of_pieces).sum()
         actual[name] = _as_text(total, tensor.dtype == torch.uint8)
-    _require_same(base, actual)
+    return actual
 
 
 def recorded_base(folder: Path) -> Base:

@@ -11,6 +11,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     model_config,
     read_base,
     require_unchanged,
+    require_unchanged_on_ranks,
     weights_on_disk,
 )
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
@@ -50,28 +51,40 @@ def read_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     merge_into: str = "trained",
+    is_checked: bool = False,
 ) -> Decoder:
-    """Return a decoder as `load_model` does, without checking the files and the kind of model."""
+    """Return a decoder as `load_model` does, without checking the files and the kind of model.
+
+    is_checked: frozen weights are not compared with their digests either.
+    """
     path = Path(path).expanduser()
     model = meta_decoder(model_config(path)).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
-    read_into(model, path, merge_into, alone=True)
+    read_into(model, path, merge_into, alone=True, is_checked=is_checked)
     return model.eval().requires_grad_(False)
 
 
-def read_into(model: Decoder, path: Path, merge_into: str = "trained", alone: bool = False) -> None:
+def read_into(
+    model: Decoder,
+    path: Path,
+    merge_into: str = "trained",
+    alone: bool = False,
+    is_checked: bool = False,
+) -> None:
     """Fill a model, sharded or not, with the weights of a folder, a checkpoint or a run.
 
-    Collective, unless this process is `alone` in it. Raises UserError and RunFailed.
+    Collective, unless this process is `alone` in it. is_checked: see read_model. Raises UserError
+    and RunFailed.
     """
     checkpoint = find_checkpoint(path)
     try:
         if checkpoint and not read_base(checkpoint).adapters:
-            load_weights(model, checkpoint, {}, alone=alone)
+            load_weights(model, checkpoint, {}, alone, is_checked)
         else:
-            if checkpoint or is_adapter(path):
-                require_unchanged(model.config, checkpoint or path)
+            if (checkpoint or is_adapter(path)) and not is_checked:
+                require = require_unchanged if alone else require_unchanged_on_ranks
+                require(model.config, checkpoint or path)
             read_parameters(model, weights_on_disk(model.config, checkpoint or path, merge_into))
     except OSError as error:
         raise RunFailed(f"cannot read the weights: {error}") from None

@@ -19,7 +19,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     random_weights,
     read_base,
     require_trained_rows,
-    require_unchanged,
+    require_unchanged_on_ranks,
     weights_on_disk,
     with_default,
 )
@@ -152,9 +152,12 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
         tied = stored.tie_word_embeddings
         config = replace(config, scalar_head=False, tie_word_embeddings=tied)
 
+    is_derived = is_adapter(source) or find_checkpoint(source)
+    if is_derived:
+        require_unchanged_on_ranks(config, source)
+
     def read() -> None:
-        if is_adapter(source) or find_checkpoint(source):
-            require_unchanged(config, source)
+        if is_derived:
             formats.update(number_formats(config, source))
             read_parameters(model, weights_on_disk(config, source))
         else:

@@ -1,8 +1,10 @@
 """Adapters as files: PEFT's folders out and in, and merged models. peft computes what is right."""
 
 import json
+import os
 import shutil
 import warnings
+from pathlib import Path
 
 import inject
 import pytest
@@ -505,6 +507,45 @@ def test_keys_that_contradict_the_adapter_are_refused(train, world, tmp_path):
 # --- what computes with them ----------------------------------------------------------------------
 
 
+def counting(hashed):
+    """Count the numbers of which a digest is computed."""
+
+    def digest(real, numbers, *rest):
+        hashed.append(numbers.numel())
+        return real(numbers, *rest)
+
+    return digest
+
+
+def numbers_of(folder):
+    return sum(tensor.numel() for tensor in tensors(folder).values())
+
+
+@inject.fault
+def hashed_numbers():
+    """Write down of how many numbers this rank computes a digest."""
+    hashed = []
+    with inject.around("frozen_digest", counting(hashed)):
+        yield
+    Path(os.environ["HASHED"], os.environ["RANK"]).write_text(str(sum(hashed)))
+
+
+@pytest.mark.slow
+def test_ranks_share_the_digests_of_an_adapters_base(train, tmp_path):
+    base = make_folder(tmp_path / "base")
+    run = train("run", *RUN, "adapter=lora", f"model.init_from={base}", base=HF).folder
+    start = [*RUN[:-1], f"model.init_from={run / 'adapter'}"]
+    train("next", *start, base=HF, ranks=2, seam=hashed_numbers(), env={"HASHED": str(tmp_path)})
+    each = [int((tmp_path / rank).read_text()) for rank in "01"]
+    assert sum(each) == numbers_of(base)
+    assert min(each) > sum(each) / 3
+    with (base / "model.safetensors").open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\x00\x00\x80\x3f")
+    err = train("other", *start, base=HF, ranks=2, code=2).err
+    assert "the frozen weights have changed" in err
+
+
 @pytest.mark.slow
 def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path, chats):
     base = make_folder(tmp_path / "base")
@@ -513,8 +554,11 @@ def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path,
     make_adapter(base, tmp_path / "other")
     for folder, code in (("run/hf", 0), ("run/adapter", 0), ("other", 3)):
         verify(f"source={run}", f"hf={tmp_path / folder}", code=code)
-    out = verify(f"source={run / 'adapter'}", f"data={chats}")
+    hashed = []
+    with inject.around("frozen_digest", counting(hashed)):
+        out = verify(f"source={run / 'adapter'}", f"data={chats}", f"hf={run / 'adapter'}")
     assert "loss " in out
+    assert sum(hashed) == numbers_of(base), "each frozen number is hashed once"
     out = world.command("generate", f"source={run / 'adapter'}", "prompt=a", "max_tokens=2")[0].out
     assert out
     out = world.command("report", f"source={run}")[0].out

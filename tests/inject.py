@@ -66,6 +66,7 @@ POINTS = {
     "checkpoint_write": "fsdp_trainer.checkpoint.store:write_file",
     "checkpoint_complete": "fsdp_trainer.checkpoint.store:CheckpointStore._complete",
     "checkpoint_wait": "fsdp_trainer.checkpoint.store:CheckpointStore.wait",
+    "tensor_read": "fsdp_trainer.checkpoint.formats.tensor_files:read",
     "frozen_digest": "fsdp_trainer.checkpoint.frozen_weights:_digest",
     "checksum": "fsdp_trainer.checkpoint.atomic_files:checksum",
     "commit": "fsdp_trainer.checkpoint.atomic_files:commit",

@@ -50,6 +50,10 @@ class Method:
     that model has memory and no weights yet; and `source` and `step`, when it has its weights.
     """
 
+    start_formats: dict[str, str] | None = None
+    """Number formats of the run's first weights if `load` has left them in the model, see `fill`;
+    None if it has not."""
+
     def __init__(self, setup: RunSetup, rows: RunRows, checkpoint: Path | None):
         """Build what the method needs besides the model in training. Collective.
 

@@ -361,6 +361,7 @@ class PreferenceMethod(Method):
             setup.cfg, self.rows, setup.dims, setup.observer.say, model, batches
         )
         rows, digest = column.of_run(setup.model_setup.source, self.checkpoint)
+        self.start_formats = column.start_formats
         return rows, {column.name: digest}
 
     def metric(self) -> MethodMetric:

@@ -127,11 +127,12 @@ class ReferenceColumn(StoredColumn):
     It is computed by the model in training with the reference's weights, in the same rows and
     micro-batches as in training, since all of these affect the last bits.
 
-    batches: makes this rank's micro-batches of training.
+    batches: makes this rank's micro-batches of training. start_formats: see Method.
     """
 
     model: Decoder
     batches: Callable[[Mixture], Batches]
+    start_formats: dict[str, str] | None = None
 
     name, suffix = REFERENCE, ".npy"
     read = staticmethod(read_sums)
@@ -149,7 +150,10 @@ class ReferenceColumn(StoredColumn):
             return self.rows.with_columns(stored), known
         second = self.cfg.second_model
         assert second
-        self._fill(start if second.is_start else WeightSource(start.seed, Path(second.source)))
+        formats = self._fill(
+            start if second.is_start else WeightSource(start.seed, Path(second.source))
+        )
+        self.start_formats = formats if second.is_start else None
         digest = digest_of_weights(self.model)
         if known and digest != known:
             text = (
@@ -159,11 +163,12 @@ class ReferenceColumn(StoredColumn):
             raise UserError("the reference is another one", [Problem(second.setting, text)])
         return self.prepare(digest), digest
 
-    def _fill(self, source: WeightSource) -> None:
-        """Load the reference's weights into the model. Collective."""
-        fill(self.model, source, self.cfg.precision.param_dtype)
+    def _fill(self, source: WeightSource) -> dict[str, str]:
+        """Load the reference's weights into the model; return their formats. Collective."""
+        formats = fill(self.model, source, self.cfg.precision.param_dtype)
         if self.cfg.sharding.tensor > 1:
             precompute_float8_scales(self.model, self.cfg.precision)
+        return formats
 
     def decisive(self, order: RowOrder, digest: str) -> list[Any]:
         batches = self.batches(alone(order))

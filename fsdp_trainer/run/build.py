@@ -123,7 +123,8 @@ def build(
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
     rows, digests = method.load(model, reading.options)
-    base, dtypes = load_weights(setup, model, optimizer, loss_scale, start.checkpoint)
+    filled = method.start_formats
+    base, dtypes = load_weights(setup, model, optimizer, loss_scale, start.checkpoint, filled)
 
     # a step, and the loop around it
     own_rows = make_source(rows.training, progress, reading)
@@ -158,10 +159,12 @@ def load_weights(
     optimizer: TrainerOptimizer,
     loss_scale: LossScale | None,
     checkpoint: Path | None,
+    filled: dict[str, str] | None,
 ) -> tuple[Base | None, dict[str, str]]:
     """Read the state of a checkpoint, or the weights that a new run begins with. Collective.
 
-    Returns the origin of the frozen weights, and the number formats of all weights.
+    filled: their number formats if the model has the latter already; None if it has not. Returns
+    the origin of the frozen weights, and the number formats of all weights.
     """
     cfg, trained = setup.cfg, setup.model_setup
     if checkpoint:
@@ -169,7 +172,7 @@ def load_weights(
         dtypes = read_progress(checkpoint)["dtypes"]
         base = base_of_resumed_run(model, cfg.precision, checkpoint, trained.adapters)
     else:
-        dtypes = fill(model, trained.source, cfg.precision.param_dtype)
+        dtypes = filled or fill(model, trained.source, cfg.precision.param_dtype)
         base = base_of_new_run(model, trained.source, cfg.precision, trained.adapters)
     if cfg.sharding.tensor > 1:
         # otherwise each rank would scale its part of a matrix separately in the first step

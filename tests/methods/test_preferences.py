@@ -3,14 +3,19 @@ ranks; the base of adapters as reference; what cannot be done is refused with wh
 
 import copy
 import math
+import os
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
+import inject
 import numpy as np
 import pytest
 import torch
 from pairs import textbook, write_pairs
+from stored import tensors
 from world import flip_bit
+from zoo import HF, make_folder
 
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
@@ -239,6 +244,30 @@ def test_the_first_model_is_the_reference_of_whole_weights_also_after_a_resume(
     assert COMPUTED in again.out
     assert again.column("loss") == run.column("loss")
     assert again.column("reward_margin") == run.column("reward_margin")
+
+
+@inject.fault
+def bytes_read():
+    """Write down how many bytes of tensors this rank reads."""
+    read = []
+
+    def reading(real, path, offset, into):
+        read.append(into.nbytes)
+        return real(path, offset, into)
+
+    with inject.around("tensor_read", reading):
+        yield
+    Path(os.environ["READ"]).write_text(str(sum(read)))
+
+
+@pytest.mark.slow
+def test_a_new_run_reads_its_first_weights_once(train, keys, tmp_path):
+    folder, file = make_folder(tmp_path / "hf"), tmp_path / "read"
+    how = [*keys, f"model.init_from={folder}", "objective=dpo", "train.steps=1"]
+    run = train("run", *how, base=HF, seam=bytes_read(), env={"READ": str(file)})
+    assert "the reference reads" in run.out
+    assert int(file.read_text()) == sum(t.nbytes for t in tensors(folder).values())
+    assert run.column("loss") == pytest.approx([math.log(2)], abs=1e-6)
 
 
 @pytest.mark.slow

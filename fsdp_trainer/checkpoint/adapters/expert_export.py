@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_trainer.checkpoint.adapters.expert_tensors import PeftA, PeftB, PlacedStack
-from fsdp_trainer.checkpoint.formats.derived import Stacked, rows_of, stack_of
+from fsdp_trainer.checkpoint.formats.derived import PartCache, Stacked, rows_of, stack_of
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import A, AdapterSpec, B, adapter_name
@@ -19,6 +19,9 @@ from fsdp_trainer.models.adapters.peft_names import ModelNames
 
 Weights = dict[str, TensorOnDisk]
 SEPARATE = "experts=separate"
+CACHED_STACKS = 4
+"""Stacked B that are kept while rows are made of them: threads may be at two parameters, each of
+which has two parts."""
 
 
 @dataclass
@@ -63,11 +66,12 @@ def stacked_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) -> 
     weights: all weights, by parameter name.
     """
     experts = PeftExperts(are_separate=False)
+    cache = PartCache(CACHED_STACKS)
     for module, stacks in by_experts(layout.stacks.values()).items():
         experts.all_names += [f"{module}.{name}" for name in STACKED_PARTS]
         adapted = {stack.matrix for stack in stacks if stack.layer in spec.layers}
         for parameter in stacked_parameters(stacks, adapted):
-            _add_stacked(experts, parameter, spec, weights)
+            _add_stacked(experts, parameter, spec, weights, cache)
     return experts
 
 
@@ -97,7 +101,11 @@ def trained_experts(spec: AdapterSpec, layout: ModelNames, weights: Weights) -> 
 
 
 def _add_stacked(
-    experts: PeftExperts, parameter: StackedParameter, spec: AdapterSpec, weights: Weights
+    experts: PeftExperts,
+    parameter: StackedParameter,
+    spec: AdapterSpec,
+    weights: Weights,
+    cache: PartCache,
 ) -> None:
     """Add the adapter of one parameter: the A of its parts concatenated, and B block-diagonal."""
     count, rows, columns = parameter.shape
@@ -116,7 +124,7 @@ def _add_stacked(
     dtype = a[0].tensor.dtype
     tensors = {
         A: PeftA(dtype, (count * whole, columns), [], whole, a),
-        B: PeftB(dtype, (rows, whole * count), [], count, b),
+        B: PeftB(dtype, (rows, whole * count), [], count, b, cache),
     }
     experts.tensors |= {f"{parameter.module}.{n}.weight": tensor for n, tensor in tensors.items()}
     alpha = spec.layers[layers[0]][1]

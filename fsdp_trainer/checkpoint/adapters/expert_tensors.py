@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.derived import PartCache
@@ -65,26 +66,25 @@ class PeftA(TensorOnDisk):
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read rows `first` to `last` into `buffer`, uint8; return them."""
-        rows = as_tensor(buffer, self.dtype, (last - first, self.shape[1]))
+        start, stop = first // self.ranks, -(-last // self.ranks)  # experts
+        experts = torch.empty(stop - start, self.ranks, self.shape[1], dtype=self.dtype)
         for part in self.placed:
             own = part.tensor.shape[1]
-            matrix = part.tensor.as_matrix()
-            for expert in range(first // self.ranks, -(-last // self.ranks)):
-                place = expert * self.ranks + part.rank
-                begin, end = max(first, place), min(last, place + own)
-                if begin < end:
-                    skipped = expert * own - place
-                    numbers = read_whole(matrix, begin + skipped, end + skipped)
-                    rows[begin - first : end - first] = numbers
-        return rows
+            experts[:, part.rank : part.rank + own] = read_whole(part.tensor, start, stop)
+        rows = experts.flatten(0, 1)[first - start * self.ranks : last - start * self.ranks]
+        return as_tensor(buffer, self.dtype, (last - first, self.shape[1])).copy_(rows)
 
 
 @dataclass
 class PeftB(TensorOnDisk):
-    """PEFT's B, [out, ranks · experts]; 0 in a part's rows at another part's ranks."""
+    """PEFT's B, [out, ranks · experts]; 0 in a part's rows at another part's ranks.
+
+    cache: holds complete source tensors, of which each row of B has a part.
+    """
 
     experts: int
     placed: list[PlacedStack]
+    cache: PartCache
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read rows `first` to `last` into `buffer`, uint8; return them."""
@@ -93,9 +93,9 @@ class PeftB(TensorOnDisk):
         for part in self.placed:
             _, out, rank = part.tensor.shape
             begin, end = max(first, part.row), min(last, part.row + out)
-            matrix = part.tensor.as_matrix()
-            for expert in range(self.experts if begin < end else 0):
-                skipped = expert * out - part.row
-                numbers = read_whole(matrix, begin + skipped, end + skipped) * part.factor
-                by_rank[begin - first : end - first, part.rank : part.rank + rank, expert] = numbers
+            if begin < end:
+                stack = self.cache.rows(part.tensor, 0, self.experts)
+                numbers = stack[:, begin - part.row : end - part.row].permute(1, 2, 0)
+                into = by_rank[begin - first : end - first, part.rank : part.rank + rank]
+                into.copy_(numbers * part.factor)
         return rows

@@ -108,22 +108,22 @@ def stack_of(matrices: Sequence[TensorOnDisk]) -> Stacked:
 
 
 class PartCache:
-    """A cache of the last parts of files, so that threads converting pieces of one read it once."""
+    """A cache of the last parts of tensors, which threads converting pieces of one read once."""
 
     def __init__(self, count: int):
         """count: number of parts that are kept."""
         self.count = count
-        self._parts: dict[tuple[int, str, int, int], Tensor] = {}
+        self._parts: dict[tuple[int, int, int], tuple[TensorOnDisk, Tensor]] = {}
         self._lock = Lock()
 
     def rows(self, tensor: TensorOnDisk, first: int, last: int) -> Tensor:
-        """Return rows of a tensor that is a single chunk, from the cache if they are in it."""
-        key = tensor.chunks[0].offset, str(tensor.chunks[0].file), first, last
+        """Return rows of a tensor, from the cache if they are in it."""
+        key = id(tensor), first, last  # the cache keeps the tensor: no other one gets its id
         with self._lock:
-            rows = self._parts.pop(key, None)
-            if rows is None:
-                rows = read_whole(tensor, first, last)
-            self._parts[key] = rows  # last in the order of use
+            part = self._parts.pop(key, None)
+            if part is None:
+                part = tensor, read_whole(tensor, first, last)
+            self._parts[key] = part  # last in the order of use
             if len(self._parts) > self.count:
                 del self._parts[next(iter(self._parts))]
-            return rows
+            return part[1]

@@ -354,7 +354,7 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     own = model.named_weights()
     names = [name for name in sources if name in own]
     pieces = [piece for name in names for piece in _pieces(own[name], sources[name])]
-    pieces.sort(key=lambda piece: (piece.source.chunks, piece.first))
+    pieces.sort(key=lambda piece: (piece.source.chunks[:1], piece.first))
     buffer_bytes = piece_bytes(piece.source.row_bytes for piece in pieces)
     in_threads(_fill, pieces, buffer_bytes, pinned=any(piece.into.is_cuda for piece in pieces))
 

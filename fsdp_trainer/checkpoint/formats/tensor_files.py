@@ -3,9 +3,12 @@
 import errno
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
@@ -17,6 +20,8 @@ from torch import Tensor
 PIECE_BYTES = 2**22
 THREADS = 4
 READ_AHEAD_BYTES = 2**25
+WORTH_READING_AHEAD = 2**18
+"""Bytes of a read from which on the next ones are announced: that takes 0.3 ms."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -74,7 +79,7 @@ class TensorOnDisk:
         Raises OSError.
         """
         rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
-        for chunk in self.chunks:
+        for chunk in self._chunks_of(first, last):
             held, *columns = chunk.part
             begin = max(first, held.start)
             end = min(last, held.stop)
@@ -85,6 +90,24 @@ class TensorOnDisk:
                 read(chunk.file, chunk.offset + skipped, numbers)
                 part.copy_(numbers)
         return rows
+
+    def _chunks_of(self, first: int, last: int) -> Iterator[Chunk]:
+        """Yield the chunks that may have some of these rows.
+
+        Stacked experts have hundreds of chunks, and are read a few rows at a time.
+        """
+        chunks, starts, ends = self._chunks_by_row
+        for i in reversed(range(bisect_left(starts, last))):
+            if ends[i] <= first:  # and so do all chunks before it
+                return
+            yield chunks[i]
+
+    @cached_property
+    def _chunks_by_row(self) -> tuple[list[Chunk], list[int], list[int]]:
+        """The chunks by their first row, that row, and the highest end up to each of them."""
+        chunks = sorted(self.chunks, key=lambda chunk: chunk.part[0].start)
+        starts = [chunk.part[0].start for chunk in chunks]
+        return chunks, starts, list(accumulate((chunk.part[0].stop for chunk in chunks), max))
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield all rows in order, a piece at a time, in memory that the next piece overwrites.
@@ -199,7 +222,8 @@ def read(path: Path, offset: int, into: Tensor) -> None:
     view = as_bytes(into)
     done = 0
     with path.open("rb", 0) as file:
-        if hasattr(os, "posix_fadvise"):  # the disk need not wait until the next piece is read
+        # the disk need not wait until the next piece is read
+        if hasattr(os, "posix_fadvise") and len(view) >= WORTH_READING_AHEAD:
             end = offset + len(view)
             os.posix_fadvise(file.fileno(), end, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         while done < len(view):

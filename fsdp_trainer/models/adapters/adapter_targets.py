@@ -28,6 +28,8 @@ TARGET_NAMES = {"experts": "*.mlp.experts.*"}
 """Words for adapter.targets, in addition to ALL_TARGETS, names and patterns."""
 MODULE_NAMES = {"head": "lm_head", "embedding": "embed_tokens", "norms": "*norm"}
 """Words for adapter.also, in addition to names and patterns of modules."""
+GLOB = set("*?[")
+"""Characters that make a name a pattern."""
 WIDTH = 90  # columns of a line of names in a message
 
 
@@ -180,6 +182,9 @@ def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[st
         fused |= STACKED_PARTS | {theirs: (our,) for our, theirs in family.expert_matrices.items()}
     prefix, _, leaf = pattern.rpartition(".")
     ends = [f"{prefix}.{part}" if prefix else part for part in fused.get(leaf, (leaf,))]
+    if not any(GLOB & set(end) for end in ends):  # rank_pattern may have thousands of them
+        dotted = tuple(f".{end}" for end in ends)
+        return [name for name in names if name in ends or name.endswith(dotted)]
     forms = [form for end in ends for form in (end, f"*.{end}")]
     return [name for name in names if any(fnmatchcase(name, form) for form in forms)]
 

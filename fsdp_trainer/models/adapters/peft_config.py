@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ MERGE_WITH_PEFT = (
     "\npeft can merge it into its base model, which is a model like any other then:"
     "\nPeftModel.from_pretrained(…).merge_and_unload().save_pretrained(DIR)"
 )
+DEFAULT_VALUE = 8
+"""PEFT's own default of `r` and `lora_alpha`."""
+PLAIN_PATTERN = re.compile(r"[\w.-]*")
+"""A pattern without characters of regular expressions but dots."""
 MAX_MISFITS = 20
 """Largest number of tensors in a message."""
 
@@ -113,16 +118,27 @@ class PeftFolder:
         """
         if self.targets_parameter(f"{module}.weight"):
             module = f"{module}.weight"
-        for pattern, value in (self.config.get(key) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return self.config.get(default, 8)  # PEFT's own default
+        if key not in self._patterns:
+            self._patterns[key] = NamePatterns(self.config.get(key) or {})
+        return self._patterns[key].value(module, self.config.get(default, DEFAULT_VALUE))
+
+    @cached_property
+    def _patterns(self) -> dict[str, "NamePatterns"]:
+        """rank_pattern and alpha_pattern, as soon as they are asked for."""
+        return {}
+
+    @cached_property
+    def _ends(self) -> dict[str, frozenset[str]]:
+        """The names in the lists of the configuration, by key."""
+        lists = ("target_modules", "target_parameters", "exclude_modules")
+        values = {key: self.config.get(key) for key in lists}
+        return {key: frozenset(v) for key, v in values.items() if v and not isinstance(v, str)}
 
     def targets(self, module: str) -> bool:
         """Return True if PEFT adapts this linear layer. module: its name in the folder."""
         if self.targets_parameter(f"{module}.weight"):
             return True
-        if _names(self.config.get("exclude_modules"), module):
+        if self._names("exclude_modules", module):
             return False
         saved = self.config.get("modules_to_save") or []
         if any(re.match(rf"(^|.*\.){name}($|\..*)", module) for name in saved):
@@ -130,11 +146,19 @@ class PeftFolder:
         targets = self.config.get("target_modules")
         if isinstance(targets, str):
             return targets == "all-linear" or bool(re.fullmatch(targets, module))
-        return _names(targets, module) and self._is_transformed(module)
+        return self._names("target_modules", module) and self._is_transformed(module)
 
     def targets_parameter(self, name: str) -> bool:
         """Return True if target_parameters has this parameter, such as one of experts."""
-        return _names(self.config.get("target_parameters") or [], name)
+        return self._names("target_parameters", name)
+
+    def _names(self, key: str, module: str) -> bool:
+        """Return True if a module's name ends in a name of the list or matches the expression."""
+        value = self.config.get(key)
+        if isinstance(value, str):
+            return bool(re.fullmatch(value, module))
+        names = self._ends.get(key, frozenset())
+        return bool(names) and any(end in names for end in ends_of(module))
 
     def _is_transformed(self, module: str) -> bool:
         """Return True if layers_to_transform contains the module's block or is not set."""
@@ -150,11 +174,52 @@ class PeftFolder:
         return bool(matches) and int(matches[0]["index"]) in layers
 
 
-def _names(patterns: str | Sequence[str] | None, module: str) -> bool:
-    """Return True if a module's name ends in a name of the list or matches a regular expression."""
-    if isinstance(patterns, str):
-        return bool(re.fullmatch(patterns, module))
-    return any(module == name or module.endswith(f".{name}") for name in patterns or [])
+class NamePatterns:
+    """Values by patterns of modules' names, of which the first that matches counts, as in PEFT.
+
+    A pattern is a regular expression for a name or for its end after a dot. An adapter of experts
+    may have tens of thousands of patterns and of names. So those of letters and dots are looked up,
+    and only the others are searched.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values = list(values.values())
+        self._searched: list[tuple[int, re.Pattern[str]]] = []
+        self._plain: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        """By length, and by the places of the dots, which stand for any character."""
+        for number, pattern in enumerate(values):
+            if PLAIN_PATTERN.fullmatch(pattern):
+                dots = tuple(i for i, character in enumerate(pattern) if character == ".")
+                same_form = self._plain.setdefault(len(pattern), {}).setdefault(dots, {})
+                same_form.setdefault(pattern, number)
+            else:
+                self._searched.append((number, re.compile(rf"(.*\.)?({pattern})$")))
+
+    def value(self, name: str, default: Any) -> Any:
+        """Return the value of the first pattern that matches a name."""
+        first = min(self._looked_up(name), default=len(self._values))
+        for number, pattern in self._searched:
+            if number > first:
+                break
+            if pattern.match(name):
+                first = number
+        return self._values[first] if first < len(self._values) else default
+
+    def _looked_up(self, name: str) -> Iterator[int]:
+        for end in ends_of(name):
+            for dots, patterns in self._plain.get(len(end), {}).items():
+                characters = list(end)
+                for place in dots:
+                    characters[place] = "."
+                number = patterns.get("".join(characters))
+                if number is not None:
+                    yield number
+
+
+def ends_of(name: str) -> list[str]:
+    """Return a name, and its ends after each dot."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -84,6 +84,10 @@ class Base:
     adapters: AdapterSpec | None = None
     adapter_source: str = ""
 
+    def at(self, source: str, hub_id: str) -> "Base":
+        """Return the base as it is found in another folder; random weights are in none."""
+        return replace(self, source=source, hub_id=hub_id) if self.source else self
+
 
 @dataclass
 class RandomWeight(TensorOnDisk):
@@ -163,15 +167,25 @@ def require_base_of_adapter(base: Base, adapter: Path) -> None:
         raise UserError("this is not the adapter's base model", [Problem(str(adapter), text)])
 
 
+def base_to_resume(checkpoint: Path, named: WeightSource | None) -> Base:
+    """Return the origin of a checkpoint's frozen weights.
+
+    named: the first weights that the run names now, if these are elsewhere than before.
+    """
+    base = read_base(checkpoint)
+    if named is None or named.folder is None:
+        return base
+    return base.at(folder_of(named.folder), named.hub_id)
+
+
 def base_of_resumed_run(
-    model: Decoder, precision: Precision, checkpoint: Path, adapters: AdapterSpec | None
+    model: Decoder, precision: Precision, base: Base, adapters: AdapterSpec | None
 ) -> Base | None:
     """Return the origin of the frozen weights, just loaded; None if none is frozen. Collective.
 
-    Weights that were frozen before may be trained now, in a run that allows that change. adapters:
-    those of this start, perhaps with another scale than before.
+    Weights that were frozen before may be trained now, in a run that allows that change. base: see
+    base_to_resume. adapters: those of this start, perhaps with another scale than before.
     """
-    base = read_base(checkpoint)
     frozen = list(frozen_parameters(model.whole))
     if not base.digests or not frozen:
         return None
@@ -227,14 +241,16 @@ def load_weights(
     optimizer: Mapping[str, Tensor],
     alone: bool = False,
     is_checked: bool = False,
+    base: Base | None = None,
 ) -> None:
     """Fill every weight of a model, and the given optimizer state, from a verified checkpoint.
 
     Weights that it does not hold come from its base. Collective, unless this process is `alone` in
-    it. is_checked: the base is known to be unchanged. Raises UserError if it is gone or has
-    changed, and RunFailed.
+    it. is_checked: the base is known to be unchanged. base: the checkpoint's, where it is now; None
+    if it has not moved. Raises UserError if it is gone or has changed, and RunFailed.
     """
-    base = read_base(checkpoint)
+    recorded = read_base(checkpoint)
+    base = base or recorded
     state = {
         WEIGHTS + name: plain(weight.detach())
         for name, weight in model.named_weights().items()
@@ -256,6 +272,9 @@ def load_weights(
     whole = dict(model.whole.named_parameters())
     names = [name for name in formats if whole[name].dtype in formats[name]]
     _require_same(base, digests(model, names, base.dtype, alone))
+    if base.source != recorded.source:  # then nothing of it may stay unchecked
+        rest = {name: sources[name] for name in base.digests if name not in names}
+        _require_same(base, digests_on_disk(model.config, base, rest))
 
 
 def weights_on_disk(
@@ -528,7 +547,8 @@ def _locate(base: Base) -> Path:
         return fetch(base.hub_id)
     text = (
         "is not there, and the checkpoint does not hold the frozen weights (train.freeze, adapter)"
-        "\nthat are in it. Put it back, or a symbolic link to where it is now"
+        "\nthat are in it. Put it back, or a symbolic link to where it is now."
+        "\nA run resumes with it in another folder:  model.init_from=FOLDER"
     )
     raise UserError("the frozen weights are not there", [Problem(base.source, text)])
 

@@ -24,7 +24,12 @@ from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.policy_server import PolicyServer, ServedModel
 from fsdp_trainer.methods.policy_weights import PolicyWeights
-from fsdp_trainer.methods.reference_model import ReferenceModel, build_reference
+from fsdp_trainer.methods.reference_model import (
+    REFERENCE_ARCHITECTURE,
+    ReferenceModel,
+    architecture_digest,
+    build_reference,
+)
 from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.rollouts import AnswerMaker, RolloutSource
 from fsdp_trainer.methods.run_setup import RunSetup
@@ -266,7 +271,10 @@ class PolicyGradientMethod(Method):
         return max((int(each.max()) for each in lengths if len(each)), default=0)
 
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
-        digests = {"reference": self.load_frozen(self.loaded)} if self.loaded else {}
+        if self.loaded is None:
+            return self.rows, {}
+        architecture = architecture_digest(self.loaded.model.config)
+        digests = {"reference": self.load_frozen(self.loaded), REFERENCE_ARCHITECTURE: architecture}
         return self.rows, digests
 
     def source(

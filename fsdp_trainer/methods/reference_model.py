@@ -3,6 +3,8 @@
 For preference pairs, whose rows are known before training, see stored_columns.py.
 """
 
+import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,10 +13,20 @@ from torch import Tensor
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.methods.teacher import FrozenModel, shard_frozen, with_second_model
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import MicroBatch, meta_decoder
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.parallelize import Computation, reshard
+
+REFERENCE_ARCHITECTURE = "reference_architecture"
+"""Key of the digest of a reference's architecture in a checkpoint."""
+
+
+def architecture_digest(config: ModelConfig) -> str:
+    """Return a digest of all that decides the function that a model computes with its weights."""
+    text = json.dumps(config.decisive, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
 
 @dataclass

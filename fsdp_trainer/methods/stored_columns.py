@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import yaml
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
@@ -141,15 +142,15 @@ class ReferenceColumn(StoredColumn):
         """Return the rows with the column, and the digest of the reference's weights.
 
         start: the run's first weights. checkpoint: the one that the run resumes from, None for a
-        new run. The model may be left with the weights of the reference. Collective. Raises
-        UserError.
+        new run. A reference in another folder than then is read and compared. The model may be
+        left with the weights of the reference. Collective. Raises UserError.
         """
-        known = read_progress(checkpoint).get(self.name) if checkpoint else None
-        stored = self.stored(known) if known else None
-        if known and stored is not None:
-            return self.rows.with_columns(stored), known
         second = self.cfg.second_model
         assert second
+        known = read_progress(checkpoint).get(self.name) if checkpoint else None
+        stored = self.stored(known) if known and self._is_named_in(checkpoint) else None
+        if known and stored is not None:
+            return self.rows.with_columns(stored), known
         formats = self._fill(
             start if second.is_start else WeightSource(start.seed, Path(second.source))
         )
@@ -162,6 +163,16 @@ class ReferenceColumn(StoredColumn):
             )
             raise UserError("the reference is another one", [Problem(second.setting, text)])
         return self.prepare(digest), digest
+
+    def _is_named_in(self, checkpoint: Path | None) -> bool:
+        """Return True if a checkpoint's configuration names the reference as this run does."""
+        second = self.cfg.second_model
+        if checkpoint is None or second is None:
+            return False
+        stored = yaml.safe_load((checkpoint / "config.yaml").read_text())
+        if second.is_start:
+            return stored["model"].get("init_from") == self.cfg.model.init_from
+        return stored["objective"].get("reference") == second.source
 
     def _fill(self, source: WeightSource) -> dict[str, str]:
         """Load the reference's weights into the model; return their formats. Collective."""

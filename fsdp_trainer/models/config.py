@@ -146,6 +146,8 @@ OF_WINDOWS = {
     "use_sliding_window": bool,
 }
 """Types of the keys of config.json from which the windows are read."""
+NOT_COMPUTED = ("vocab_multiple", "initializer", "initializer_range")
+"""Fields without effect on a model that has its weights."""
 HF_DEFAULTS: Json = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -233,6 +235,12 @@ class ModelConfig:
     def embedding_rows(self) -> int:
         """Rows of the embedding and of the head, including padding."""
         return round_up(self.vocab_size, self.vocab_multiple)
+
+    @property
+    def decisive(self) -> Json:
+        """What decides the function that the model computes, for comparison, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
+        return {name: _as_json(v) for name, v in values.items() if name not in NOT_COMPUTED}
 
     def as_reward_model(self) -> "ModelConfig":
         """Return this architecture with a head that returns a score in place of logits."""

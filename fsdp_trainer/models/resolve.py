@@ -14,15 +14,20 @@ from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Adapter, Loss, Model, Sharding, TrainConfig
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import ALL_TARGETS, NF4, A, adapter_name
-from fsdp_trainer.models.config import DENSE, EXPERTS, EXTRAS, ModelConfig, rope_problems
+from fsdp_trainer.models.config import (
+    DENSE,
+    EXPERTS,
+    EXTRAS,
+    NOT_COMPUTED,
+    ModelConfig,
+    rope_problems,
+)
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
 
 installed_version = cache(version)  # asked for hundreds of times by a plan
 TWO_MESHES = (2, 13)
 """The first torch version whose FSDP2 supports parameters of one unit on two meshes."""
 CONTEXT_KEYS = ("max_position_embeddings", "rope_theta", "rope_scaling")
-OURS = ("vocab_multiple", "initializer", "initializer_range")
-"""Keys that are not part of an architecture: they may differ from any init_from."""
 
 
 def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
@@ -36,7 +41,7 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
         stored = ModelConfig.from_hf(model_folder(model.init_from))
         if problems := _differences(model, keys, stored):
             raise UserError("the requested model is not the one in model.init_from", problems)
-        free = (*CONTEXT_KEYS, *OURS, "vocab_size")
+        free = (*CONTEXT_KEYS, *NOT_COMPUTED, "vocab_size")
         return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
     keys = {"vocab_size": vocab_size or 0} | FAMILIES[model.family or "llama"].defaults | keys
     width = keys.get("hidden_size", ModelConfig.hidden_size)
@@ -78,7 +83,7 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfi
 def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
     """Return a problem for each set key that contradicts init_from's config.json."""
     is_named = model.name != "auto"
-    free = {*OURS, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
+    free = {*NOT_COMPUTED, "vocab_size", *(() if is_named else CONTEXT_KEYS)}
     free |= {"tie_word_embeddings"} if stored.scalar_head else set()
     different = {
         name: getattr(stored, name)

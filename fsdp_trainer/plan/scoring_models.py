@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import (
     ActivationCheckpoint,
@@ -59,7 +60,7 @@ class ScoringModel(NamedTuple):
 
 def scoring_models(cfg: TrainConfig, world: int, known: KnownModels) -> tuple[ScoringModel, ...]:
     """Return the reward models whose architecture is on this disk, as each of `world` ranks has."""
-    there = [reward for reward, is_there in _model_rewards(cfg) if is_there]
+    there = [reward for reward, is_there in _model_rewards(cfg.objective) if is_there]
     if not there:
         return ()
     each = answer_tokens(cfg.objective, cfg.batch.seq_len)
@@ -67,33 +68,30 @@ def scoring_models(cfg: TrainConfig, world: int, known: KnownModels) -> tuple[Sc
     width = max(each, min(ROW_TOKENS, own * each))
     rows = math.ceil(own / (width // each))
     return tuple(
-        ScoringModel(reward.title, _on_one_rank(cfg, reward, width, known), rows)
-        for reward in there
+        ScoringModel(reward.title, _on_one_rank(reward, width, known), rows) for reward in there
     )
 
 
-def uncounted(cfg: TrainConfig) -> list[str]:
+def uncounted(choice: ObjectiveChoice) -> list[str]:
     """Return a sentence for each reward model whose size is not known."""
     return [
         f"the reward model {reward.source} is not on this disk: its memory and time are not counted"
-        for reward, is_there in _model_rewards(cfg)
+        for reward, is_there in _model_rewards(choice)
         if not is_there
     ]
 
 
-def _model_rewards(cfg: TrainConfig) -> Iterator[tuple[ModelReward, bool]]:
+def _model_rewards(choice: ObjectiveChoice) -> Iterator[tuple[ModelReward, bool]]:
     """Yield each reward model of a run, and whether its architecture is on this disk."""
-    if not cfg.objective.method.samples:
+    if not choice.method.samples:
         return
-    for reward in make_rewards(cfg.objective.rewards):
+    for reward in make_rewards(choice.rewards):
         if isinstance(reward, ModelReward):
             folder = model_folder(str(reward.source))
             yield reward, (folder / "config.json").is_file()
 
 
-def _on_one_rank(
-    cfg: TrainConfig, reward: ModelReward, width: int, known: KnownModels
-) -> PlannedModel:
+def _on_one_rank(reward: ModelReward, width: int, known: KnownModels) -> PlannedModel:
     """Return a reward model on one rank, whose batch is a row of `width` tokens."""
     source = str(reward.source)
     own = replace(
@@ -103,6 +101,5 @@ def _on_one_rank(
         sharding=Sharding(),
         precision=Precision(param_dtype=reward.dtype, master_dtype=reward.dtype),
         activation_checkpoint=ActivationCheckpoint(mode="full"),  # keeps only inputs of blocks
-        loss=cfg.loss,
     )
     return PlannedModel.of(own, architecture_of(source), 1, known)

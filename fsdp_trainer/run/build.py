@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import slots
-from fsdp_trainer.checkpoint.frozen_weights import Base, base_of_new_run, base_of_resumed_run
+from fsdp_trainer.checkpoint.frozen_weights import (
+    Base,
+    base_of_new_run,
+    base_of_resumed_run,
+    base_to_resume,
+)
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
@@ -103,7 +108,7 @@ def build(
     # what the run reads, and where it starts
     store = checkpoint_store(setup)
     order, held_out = orders_of_data(cfg, inputs, config)
-    start, order = find_where_to_start(cfg, store, observer, order, held_out)
+    start, order = find_where_to_start(setup, store, order, held_out)
     progress, make_source = start.progress, SOURCES[type(order)]
 
     # the model, without storage, and the rows as its ranks read them
@@ -124,7 +129,7 @@ def build(
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
     rows, digests = method.load(model, reading.options)
     filled = method.start_formats
-    base, dtypes = load_weights(setup, model, optimizer, loss_scale, start.checkpoint, filled)
+    base, dtypes = load_weights(setup, model, optimizer, loss_scale, start, filled)
 
     # a step, and the loop around it
     own_rows = make_source(rows.training, progress, reading)
@@ -158,7 +163,7 @@ def load_weights(
     model: Decoder,
     optimizer: TrainerOptimizer,
     loss_scale: LossScale | None,
-    checkpoint: Path | None,
+    start: Start,
     filled: dict[str, str] | None,
 ) -> tuple[Base | None, dict[str, str]]:
     """Read the state of a checkpoint, or the weights that a new run begins with. Collective.
@@ -167,10 +172,13 @@ def load_weights(
     the origin of the frozen weights, and the number formats of all weights.
     """
     cfg, trained = setup.cfg, setup.model_setup
-    if checkpoint:
-        restore(model, optimizer, checkpoint, loss_scale)
-        dtypes = read_progress(checkpoint)["dtypes"]
-        base = base_of_resumed_run(model, cfg.precision, checkpoint, trained.adapters)
+    base: Base | None
+    if start.checkpoint:
+        named = trained.source if "model.init_from" in start.changes else None
+        base = base_to_resume(start.checkpoint, named)
+        restore(model, optimizer, start.checkpoint, loss_scale, base)
+        dtypes = read_progress(start.checkpoint)["dtypes"]
+        base = base_of_resumed_run(model, cfg.precision, base, trained.adapters)
     else:
         dtypes = filled or fill(model, trained.source, cfg.precision.param_dtype)
         base = base_of_new_run(model, trained.source, cfg.precision, trained.adapters)
@@ -256,9 +264,8 @@ def source_context(
 
 
 def find_where_to_start(
-    cfg: TrainConfig,
+    setup: RunSetup,
     store: CheckpointStore,
-    observer: Observer,
     order: Order,
     held_out: Mixture | None,
 ) -> tuple[Start, Order]:
@@ -266,10 +273,10 @@ def find_where_to_start(
 
     Collective. Raises UserError.
     """
-    checkpoint = find_start(cfg.checkpoint.resume, store, observer)
+    checkpoint = find_start(setup.cfg.checkpoint.resume, store, setup.observer)
     if checkpoint is None:
         return Start(None, Progress(), -1, {}, []), order
-    changes = check_unchanged(cfg, order, checkpoint)
+    changes = check_unchanged(setup, order, checkpoint)
     stored = read_progress(checkpoint)
     validation = held_out.fingerprint if held_out else None
     progress = Progress.for_data(stored, order.fingerprint, validation)

@@ -12,14 +12,18 @@ import yaml
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
-from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint
+from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint, is_hub_id
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.files.file_changes import describe_changed_files
 from fsdp_trainer.data.order.mixture import Component
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.methods.reference_model import REFERENCE_ARCHITECTURE, architecture_digest
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.progress import Progress
+from fsdp_trainer.training.weights import stored_config
 
 FREE = {
     "adapter.init_from",
@@ -53,6 +57,9 @@ DECIDE_TOKENS = {
     "data.template_date",
 }
 """Keys that only decide tokens and their weights: they may change if data.fingerprint does not."""
+MODELS = {"model.init_from", "objective.reference"}
+"""Keys that name folders of models: they may change if these hold the same models as before."""
+NOT_COMPARABLE = "the checkpoint has no digest of the reference's weights to compare these with"
 NOT_COMPARED = {"checkpoint.resume", "checkpoint.allow_changes", "run.overwrite"}
 OLDER = "the checkpoint is from a version that named data otherwise: it may be the same"
 NEW_STREAM = (
@@ -99,13 +106,13 @@ def named_checkpoint(path: str) -> Path:
     return checkpoint
 
 
-def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[str, list[Any]]:
+def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str, list[Any]]:
     """Return every key that has changed since the checkpoint, with its values then and now.
 
     Raises UserError with the changed keys that affect the training result and are not in
     allow_changes.
     """
-    stored = read_progress(checkpoint)
+    cfg, stored = setup.cfg, read_progress(checkpoint)
     then = {
         # a key added after the checkpoint was written had its default value
         **DEFAULTS,
@@ -128,6 +135,8 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
         allowed.add("data.fingerprint")
     if "data.fingerprint" not in changes:
         allowed |= DECIDE_TOKENS
+    other_models = models_that_differ(setup, changes, checkpoint)
+    allowed |= MODELS - other_models.keys()
     refused = sorted(
         key for key in changes.keys() & COMPARED if not allowed & {key, key.split(".")[0]}
     )
@@ -138,12 +147,74 @@ def check_unchanged(cfg: TrainConfig, order: Order, checkpoint: Path) -> dict[st
         lines = [f"the checkpoint was trained with {as_text(changes[key][0])}"]
         if key == "data.fingerprint":
             lines += describe_data_change(order, stored.get("segments"))
+        lines += other_models.get(key, [])
         problems.append(Problem(f"{key}={as_text(changes[key][1])}", "\n".join(lines)))
     problems[-1].reason += (
         "\nStart another run with  run.name=NEW  or resume anyway with  "
         f"'checkpoint.allow_changes=[{','.join(refused)}]'"
     )
     raise UserError(f"this is not the run that {checkpoint} belongs to", problems)
+
+
+def models_that_differ(
+    setup: RunSetup, changes: dict[str, list[Any]], checkpoint: Path
+) -> dict[str, list[str]]:
+    """Return lines on why a key of `MODELS` may not change, for each that may not.
+
+    A folder may be elsewhere if it holds the same architecture. Its weights are compared when they
+    are read: frozen ones and those of a reference by digest, and all others are in the checkpoint.
+    """
+    stored, reasons = read_progress(checkpoint), {}
+    known = stored if "precision.param_dtype" not in changes else {}
+    if "model.init_from" in changes:
+        then, now = changes["model.init_from"]
+        lines = architecture_changes(ModelConfig.from_hf(checkpoint / "hf"), setup.config)
+        lines += [NOT_COMPARABLE] * (starts_as_reference(setup) and not known.get("reference"))
+        if lines or then is None or not is_there(now):
+            reasons["model.init_from"] = lines
+    if "objective.reference" in changes:
+        named = {"start", "none"} & {*changes["objective.reference"]}
+        if named or not is_known(setup, known):
+            reasons["objective.reference"] = []
+    return reasons
+
+
+def starts_as_reference(setup: RunSetup) -> bool:
+    """Return True if the run's first weights are a reference, and not its frozen base."""
+    second = setup.cfg.second_model
+    if second is None or second.role != "reference":
+        return False
+    return second.mode != "base" and second.is_start
+
+
+def is_known(setup: RunSetup, stored: dict[str, Any]) -> bool:
+    """Return True if a checkpoint has what a reference in another folder is compared by."""
+    known = stored.get(REFERENCE_ARCHITECTURE)
+    return bool(stored.get("reference")) and has_architecture(setup, known)
+
+
+def has_architecture(setup: RunSetup, digest: str | None) -> bool:
+    """Return True if a reference in memory has this digest, and for one that is stored.
+
+    A stored one has only weights of its own, in the architecture of the model in training.
+    """
+    folder = setup.inputs.second_folder
+    return folder is None or architecture_digest(stored_config(folder)) == digest
+
+
+def is_there(path: str | None) -> bool:
+    """Return True for a name on the hub, and for a path that exists."""
+    return path is not None and (is_hub_id(path) or Path(path).expanduser().exists())
+
+
+def architecture_changes(then: ModelConfig, now: ModelConfig) -> list[str]:
+    """Return a line for each part of an architecture that has another value now."""
+    before, after = then.decisive, now.decisive
+    return [
+        f"{name} was {as_text(before[name])} in its config.json, and is {as_text(after[name])}"
+        for name in before
+        if before[name] != after[name]
+    ]
 
 
 def describe_data_change(order: Order, segments: list[dict[str, Any]] | None) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import run_on_rank_0
+from fsdp_trainer.checkpoint.frozen_weights import read_base
 from fsdp_trainer.checkpoint.store import read_progress
 from fsdp_trainer.config.paths import step_of
 from fsdp_trainer.errors import RunFailed
@@ -54,7 +55,10 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     run_on_rank_0("take the run's records back", cut_records)
     progress.forget_missing_best([step_of(path) for path in store.listed()])
     loss_scale = trainer.forward_backward.loss_scale
-    restore(trainer.model, trainer.optimizer, checkpoint, loss_scale)
+    base = read_base(checkpoint)
+    if now := trainer.checkpoints.state.base:  # the base may have moved since that checkpoint
+        base = base.at(now.source, now.hub_id)
+    restore(trainer.model, trainer.optimizer, checkpoint, loss_scale, base)
     precompute_float8_scales(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
     trainer.continue_from(progress)

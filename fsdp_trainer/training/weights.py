@@ -11,6 +11,7 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.formats.huggingface import SCORE, import_weights, read_parameters
 from fsdp_trainer.checkpoint.frozen_weights import (
+    Base,
     adapter_on_disk,
     digests,
     load_weights,
@@ -177,11 +178,12 @@ def restore(
     optimizer: TrainerOptimizer,
     checkpoint: Path,
     loss_scale: LossScale | None = None,
+    base: Base | None = None,
 ) -> None:
     """Load weights, optimizer state, expert balance and loss scale from a checkpoint.
 
-    The checkpoint may have been written by another number of ranks. Raises UserError for weights of
-    other shapes.
+    The checkpoint may have been written by another number of ranks. base: see load_weights. Raises
+    UserError for weights of other shapes.
     """
     require_shapes(model, checkpoint)
     prepare_optimizer(model, optimizer, str(checkpoint))
@@ -190,7 +192,7 @@ def restore(
     if extra:
         stored = StoredTensors(checkpoint).shapes
         state |= {name: tensor for name, tensor in extra.items() if name in stored}
-    load_weights(model, checkpoint, state)
+    load_weights(model, checkpoint, state, base=base)
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:

@@ -52,10 +52,10 @@ def pieces_of(tokenizer, ids):
 
 def characters(tokenizer):
     """Ids of complete characters of several bytes, which random ids rarely are."""
-    of = tokenizer.backend.token_to_id
+    id_of = tokenizer.backend.token_to_id
     in_bytes = [[*character.encode()] for character in "é世🙂"]
-    names = BYTES if of(BYTES[0]) is not None else BYTE_TEXTS
-    spelled = [[of(names[byte]) for byte in some] for some in in_bytes]
+    names = BYTES if id_of(BYTES[0]) is not None else BYTE_TEXTS
+    spelled = [[id_of(names[byte]) for byte in some] for some in in_bytes]
     return [ids for ids in spelled if None not in ids]
 
 

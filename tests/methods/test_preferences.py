@@ -4,6 +4,7 @@ ranks; the base of adapters as reference; what cannot be done is refused with wh
 import copy
 import math
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -279,8 +280,14 @@ def test_another_run_can_be_the_reference_and_may_not_change(world, keys, tmp_pa
     ours += [f"objective.reference={folder}", f"model.init_from={folder}", "adapter=dora"]
     run = world.train(tmp_path / "run", *ours, "train.steps=1")
     assert run.column("loss")[0] == 25.0
+    moved = shutil.copytree(folder, tmp_path / "moved")
     world.train(folder, *first, "train.steps=2")
     world.train(tmp_path / "run", *ours, "train.steps=2")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    elsewhere = [f"objective.reference={moved}", f"model.init_from={moved}"]
+    world.train(tmp_path / "other", *ours, *elsewhere, "train.steps=3")
+    said = world.train(tmp_path / "other", *ours, "train.steps=4", code=2).err
+    assert "the reference is another one" in said, "although its values are stored"
     for file in numbers(tmp_path / "cache"):
         file.unlink()
     said = world.train(tmp_path / "run", *ours, "train.steps=3", code=2).err

@@ -2,6 +2,7 @@
 the papers write them, and a run that goes on in the middle."""
 
 import json
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -360,8 +361,18 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     rest = world.train(tmp_path / "rest", *resumed)
     for name in ("kl", *FIGURES):
         assert rest.column(name) == start.column(name)[2:]
-    resumed += [f"model.init_from={start.folder}", "checkpoint.allow_changes=[model.init_from]"]
+    moved = shutil.copytree(model, tmp_path / "elsewhere")
+    moved_rest = world.train(tmp_path / "moved", *resumed, f"model.init_from={moved}")
+    assert moved_rest.column("kl") == rest.column("kl")
+    resumed += [f"model.init_from={start.folder}"]
     said = world.train(tmp_path / "other", *resumed, code=2).err
+    assert "the reference is another one" in said
+
+    other_folder = [*lora, f"objective.reference={moved}", f"model.init_from={moved}"]
+    other_folder += [f"checkpoint.resume={in_memory.folder}", "train.steps=3"]
+    assert len(world.train(tmp_path / "next", *other_folder, ranks=2).metrics) == 1
+    other_folder[-4] = f"objective.reference={start.folder}"
+    said = world.train(tmp_path / "another", *other_folder, ranks=2, code=2).err
     assert "the reference is another one" in said
 
 

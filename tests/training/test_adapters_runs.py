@@ -138,13 +138,39 @@ def test_an_adapter_is_read_and_exported_although_its_base_was_moved(adapt, fold
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", [LORA, ["train.freeze=['*embed_tokens*']"], []])
+def test_a_run_resumes_with_its_base_in_another_folder(adapt, folder, how):
+    common = [*how, "checkpoint.every=2", "checkpoint.keep=9"]
+    whole = adapt("whole", *common, "train.steps=4")
+    adapt("run", *common, "train.steps=2")
+    moved = folder.rename(folder.with_name("moved"))
+    run = adapt("run", *common, f"model.init_from={moved}", "train.steps=4")
+    assert f"model.init_from was {folder}, is {moved}" in run.out
+    assert_bitwise_equal(stored(newest(run)), stored(newest(whole)))
+    recorded = json.loads((newest(run) / "trainer.json").read_text())["frozen"]
+    assert not how or recorded["source"] == str(moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [LORA, []])
+def test_a_folder_of_another_architecture_is_no_moved_base(adapt, folder, tmp_path, how):
+    adapt("run", *how, "train.steps=1")
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    another = make_folder(tmp_path / "another", rope_parameters=rope)
+    err = adapt("run", *how, f"model.init_from={another}", "train.steps=2", code=2).err
+    assert "rope_theta was 10000.0 in its config.json, and is 500000.0" in err
+    assert "checkpoint.allow_changes=[model.init_from]" in err
+
+
+@pytest.mark.slow
 def test_another_base_is_refused(adapt, folder, tmp_path):
     adapt("run", *LORA, "train.steps=1")
     another = make_folder(tmp_path / "another")
     other_weights = {name: 1.5 * tensor for name, tensor in tensors(folder).items()}
     save_file(other_weights, another / "model.safetensors", {"format": "pt"})
     err = adapt("run", *LORA, f"model.init_from={another}", "train.steps=2", code=2).err
-    assert "checkpoint.allow_changes=[model.init_from]" in err
+    assert "the frozen weights have changed" in err
+    assert str(another) in err
     for file in another.glob("*.safetensors"):
         shutil.copy(file, folder)
     err = adapt("run", *LORA, "train.steps=2", code=2, ranks=2).err

@@ -30,7 +30,7 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.plan.second_model import assumed_of
 
     config, assumed = architecture(cfg)
-    assumed += [*assumed_of(cfg.second_model), *uncounted(cfg)]
+    assumed += [*assumed_of(cfg.second_model), *uncounted(cfg.objective)]
     if cfg.plan.search:
         return search(cfg, config, assumed)
     known = KnownModels()

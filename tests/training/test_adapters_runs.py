@@ -231,9 +231,13 @@ def test_bad_numbers_and_spikes_are_seen_with_frozen_weights(adapt):
 
 
 @pytest.mark.slow
-def test_a_run_is_rewound_with_frozen_weights(train, folder):
-    how = [*SPIKY, *LORA, "train.steps=24", "train.on_spike=rewind", f"model.init_from={folder}"]
-    how += ["tokenizer.path=demo:bytes"]
-    run = train("spiky", *how, base=HF, ranks=2, seam=inject.garbage())
-    assert len(run.event("rewind")) == 1
+def test_a_run_is_rewound_with_frozen_weights_that_have_moved(train, folder):
+    how = [*SPIKY, *LORA, "train.on_spike=rewind", "tokenizer.path=demo:bytes"]
+    how += ["train.rewind_margin=8"]
+    options = {"base": HF, "ranks": 2, "seam": inject.garbage()}
+    train("spiky", *how, f"model.init_from={folder}", "train.steps=13", **options)
+    moved = folder.rename(folder.with_name("moved"))
+    run = train("spiky", *how, f"model.init_from={moved}", "train.steps=24", **options)
+    [rewind] = run.event("rewind")
+    assert rewind["to"] <= 12, "to a checkpoint that names the folder of before"
     assert run.column("step") == list(range(1, 25))

@@ -75,6 +75,8 @@ TASK: dict[str, tuple[str, ...]] = {
         f"{GRPO} objective.updates=2 objective.weighting=dr_grpo",
         f"{GRPO} objective.kl=0.1 objective.weighting=grpo objective.temperature=1.5",
         "objective=sft data.path=DATA/weighted.jsonl",
+        "objective=sft"
+        " data.path=[{path:DATA/chats.jsonl,weight:0.7},{path:DATA/weighted.jsonl,weight:0.3}]",
     ),
     "family": (
         "model.family=llama",
@@ -192,11 +194,11 @@ LAYOUT: dict[str, tuple[str, ...]] = {
         "sharding.prefetch=2",
         "sharding.prefetch=0 sharding.blocks_per_unit=2",
         "sharding.cpu_offload=true",
-        "sharding.separate_reduce_scatter=true",
+        "sharding.separate_reduce_scatter=true sharding.reduce_scatter_buffers=2",
     ),
     "accumulate": ("", "sharding.accumulate=unsharded"),
     "attention": ("", "", "model.attention=mask", "model.attention=documents"),
-    "check": ("", "", "", "train.check_every=1"),
+    "check": ("", "", "", "train.check_every=1", "data.prefetch=2"),
     "resume": (
         "",
         "",

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
@@ -199,7 +200,7 @@ def with_bare_words(verb: str, words: list[str]) -> list[str]:
     The name of a YAML file stands for `+recipe=FILE`, a path that exists for `source=PATH`.
     """
     words = _with_recipe_files(verb, words)
-    if "source" not in PRIMARY[verb].__dataclass_fields__:
+    if all(field.name != "source" for field in fields(PRIMARY[verb])):
         return words
     paths = [word for word in words if is_path(word)]
     if not paths:

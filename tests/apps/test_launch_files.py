@@ -157,6 +157,20 @@ def test_what_is_started_is_the_run_that_was_composed(write, tmp_path, kind):
     assert "here/" in write.said.out
 
 
+@pytest.mark.parametrize("character", ["\u2028", "\x85", "\r", "\x01", "\ud800"])
+def test_a_character_that_ends_a_line_in_yaml_is_refused(write, character):
+    prompts = f"train.sample_prompts=['a{character}b: 1']"
+    write("kubernetes", "+recipe=quickstart", prompts, "claim=shared", code=2)
+    assert f"U+{ord(character):04X}" in write.said.err
+
+
+@pytest.mark.parametrize("claim", ["123", "@disk", "a,b"])
+def test_any_name_of_a_claim_is_a_text(write, claim):
+    text = write("kubernetes", "+recipe=quickstart", f"claim='{claim}'")
+    pod = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": claim}
+
+
 def test_nodes_in_containers_meet(write, tmp_path):
     launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
     assert (launch["nodes"], launch["rendezvous"]) == (

@@ -400,17 +400,10 @@ def test_folders_without_readable_weights_are_refused(train, tmp_path, broken):
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        *(
-            f'{{"weight_map": {{"a": {name}}}}}'
-            for name in ('"../a"', '"/etc/passwd"', '"a\\u0000"')
-        ),
-        *(f'{{"weight_map": {{"a": {name}}}}}' for name in ("5", "null", "[]", '"."')),
-        "[" * 10**5,
-    ],
+    "name", ['"../a"', '"/etc/passwd"', '"a\\u0000"', '"."', "5", "null", "[]", "[" * 10**5]
 )
-def test_an_index_names_files_of_its_own_folder_alone(tmp_path, content):
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
+    content = f'{{"weight_map": {{"a": {name}}}}}'
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(UserError, match="cannot read the index"):
         read_headers(tmp_path)

@@ -50,6 +50,8 @@ WRITTEN = {"partition": NAME, "account": NAME, "claim": NAME, "gpu": NAME, "out"
 
 A line break in one of them would begin a new command.
 """
+UNWRITABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff]")
+"""Characters that YAML takes for the end of a line or refuses, and control characters."""
 
 
 def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
@@ -59,6 +61,7 @@ def launch_files(cfg: LaunchFilesConfig, words: list[str]) -> int:
     written.
     """
     kind = checked(cfg)
+    _check_characters(words)
     name = re.sub(r"[^\w.-]+", "-", str(cfg.run.name))
     file = Path(cfg.out or f"launch/{name}") / FILES[kind]
     text = render(cfg, kind, name, file, words)
@@ -111,6 +114,18 @@ def checked(cfg: LaunchFilesConfig) -> str:
         report.add("time", cfg.time, str(error))
     report.close()
     return str(cfg.kind)
+
+
+def _check_characters(words: list[str]) -> None:
+    """Raise UserError for overrides with characters that cannot be written into a file."""
+    found = ((word, UNWRITABLE.search(word)) for word in words)
+    problems = [
+        Problem(repr(word), f"has the character U+{ord(match[0]):04X}, which the file cannot hold")
+        for word, match in found
+        if match
+    ]
+    if problems:
+        raise UserError("nothing was written", problems)
 
 
 def _check_field(cfg: LaunchFilesConfig, f: Field, report: Report) -> None:

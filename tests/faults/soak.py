@@ -218,9 +218,9 @@ class Disturbed:
         if self.draw.random() >= 0.5:
             return
         kind = self.draw.choice(sorted(DAMAGE))
-        if what := DAMAGE[kind](self.folder, self.cache, self.draw):
+        if description := DAMAGE[kind](self.folder, self.cache, self.draw):
             self.episode.faults.append(kind)
-            self.log(f"{kind}: {what}")
+            self.log(f"{kind}: {description}")
 
     def start(self, layout: Any, armed: bool) -> Done:
         """Start the command once, with faults if `armed`. Raises Unexpected."""
@@ -359,14 +359,14 @@ def shared_memory(pids: set[int]) -> list[str]:
 
 def leftovers(folder: Path, run: str) -> list[str]:
     """Return what a finished run should not have left: temporary files, and processes."""
-    leftover = [
+    paths = [
         path
         for place in (f"runs/{run}", f"cache-{run}")
         for pattern in LEFTOVERS
         for path in (folder / place).rglob(pattern)
     ]
     temporary = (folder / f"tmp-{run}").glob("*")
-    leftover += (path for path in temporary if not path.name.startswith("torchinductor_"))
+    paths += (path for path in temporary if not path.name.startswith("torchinductor_"))
     processes = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -375,7 +375,7 @@ def leftovers(folder: Path, run: str) -> list[str]:
             continue
         if f"run.name={run}".encode() in words.split(b"\0") and alive(pid):
             processes.append(f"process {pid} stays")
-    return [f"left {path.relative_to(folder)}" for path in leftover] + processes
+    return [f"left {path.relative_to(folder)}" for path in paths] + processes
 
 
 def table(episodes: list[Episode]) -> str:

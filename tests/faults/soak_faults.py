@@ -246,26 +246,31 @@ def wait(launch: Launch, outside: Sequence[Outside], deadline: float, pids: set[
     Of two starts, the one that was refused for the other (exit code 2) does not count. pids: gets
     the process ids of the ranks.
     """
-    while launch.process.poll() is None or (launch.second and launch.second.poll() is None):
+    processes = [launch.process]
+    while any(process.poll() is None for process in processes):
         pids |= set(launch.ranks().values())
         if launch.is_alone:
             wake(launch.process.pid)
-        if launch.process.poll() is None:
-            for fault in outside:
-                fault.try_now(launch)
+        for fault in outside if launch.process.poll() is None else ():
+            fault.try_now(launch)
+        processes = [launch.process, *([launch.second] if launch.second else [])]
         if time.monotonic() > deadline:
-            for process in filter(None, (launch.process, launch.second)):
-                process.kill()
-                process.wait()
+            kill_all(processes)
             return None
         time.sleep(POLL_SECONDS)
     while any(map(alive, pids)):  # the kernel ends ranks soon after their launcher
         if time.monotonic() > deadline:
             return None
         time.sleep(POLL_SECONDS)
-    codes = [launch.process.returncode, *([launch.second.returncode] if launch.second else [])]
-    counted = [code for code in codes if code != 2] if launch.second else codes
-    return counted[-1] if counted else 2
+    codes = [process.returncode for process in processes]
+    return next((code for code in reversed(codes) if code != 2), 2)
+
+
+def kill_all(processes: list[subprocess.Popen]) -> None:
+    """Kill processes, and wait for their end."""
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def wake(pid: int) -> None:

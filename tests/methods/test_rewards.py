@@ -318,8 +318,8 @@ def test_code_that_runs_away_gets_nothing_and_leaves_nothing(tmp_path, monkeypat
     sleeps = "import time; time.sleep(1000)"
     assert scores_of(PATIENT | {"seconds": 0.5}, [sleeps], {"tests": "pass"}) == [0]
     thread = "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()"
-    threads = f"import threading, time\nfor _ in range(70): {thread}\ntime.sleep(9)"
-    assert scores_of(PATIENT, [threads], {"tests": "pass"}) == [0]
+    code = f"import threading, time\nfor _ in range(70): {thread}\ntime.sleep(9)"
+    assert scores_of(PATIENT, [code], {"tests": "pass"}) == [0]
     assert children() <= before
     assert list((tmp_path / "tmp").iterdir()) == []
     assert other.read_text() == "data"
@@ -374,7 +374,7 @@ def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
     headers, body = scorer.requests[0]
     assert headers["Authorization"] == "Bearer secret"
     first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
-    assert body["attempts"][0] == first | {"finished": True, "messages": [], "tools": None}
+    assert body["attempts"][0] == first | {"finished": True, "messages": []}
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):

@@ -1,0 +1,43 @@
+"""Episodes of soak.py: a disturbed run ends as an undisturbed one, and what differs is found."""
+
+import copy
+
+import pytest
+from soak import Soak, differences
+
+WHOLE = {
+    "metrics": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}],
+    "files": {"hf/model.safetensors": "a1"},
+    "checkpoints": ["step-00000002"],
+    "end": ["end", 0],
+}
+
+
+@pytest.mark.faults
+def test_a_run_with_faults_between_and_inside_its_starts_ends_as_an_undisturbed_one(tmp_path):
+    soak = Soak(tmp_path / "soak")
+    soak.prepare()
+    for number in (219, 234):  # starts, damage, another layout
+        episode = soak.episode(number)
+        assert episode.problems == [], episode.line()
+        assert episode.faults
+
+
+@pytest.mark.parametrize(
+    "change, tolerance",
+    [
+        (lambda run: run["metrics"].append(run["metrics"][-1]), None),
+        (lambda run: run["metrics"].pop(), 0.1),
+        (lambda run: run["metrics"][1].update(loss=1.5000001), None),
+        (lambda run: run["metrics"][1].update(loss=1.6), 0.01),
+        (lambda run: run["files"].update({"hf/model.safetensors": "b2"}), None),
+        (lambda run: run["files"].clear(), 0.1),
+        (lambda run: run["checkpoints"].append("step-00000001"), None),
+        (lambda run: run.update(end=["end", 1]), None),
+    ],
+)
+def test_any_difference_from_the_undisturbed_run_is_found(change, tolerance):
+    run = copy.deepcopy(WHOLE)
+    assert differences(WHOLE, run, tolerance) == []
+    change(run)
+    assert differences(WHOLE, run, tolerance)

@@ -374,7 +374,7 @@ def test_a_server_scores_what_it_is_sent(scorer, monkeypatch):
     headers, body = scorer.requests[0]
     assert headers["Authorization"] == "Bearer secret"
     first = {"prompt": "?", "answer": "a", "row": {"id": 7}, "reference": None, "tokens": None}
-    assert body["attempts"][0] == first | {"finished": True, "messages": []}
+    assert body["attempts"][0] == first | {"finished": True, "messages": [], "tools": None}
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(scorer):

@@ -98,8 +98,11 @@ class Records:
         self.samples = LineFile(run / "samples.jsonl", say)
         self._say, self._lock, self._closed = say, Lock(), False
 
-    def cut_after(self, step: int) -> None:
-        """Drop metrics and samples after `step`, which a resume repeats, and incomplete lines."""
+    def cut_after(self, step: float) -> None:
+        """Drop metrics and samples after `step`, which a resume repeats, and incomplete lines.
+
+        With math.inf only incomplete lines.
+        """
         with self._lock:
             last = {self.metrics: step, self.samples: step, self.events: math.inf}
             for file in last:

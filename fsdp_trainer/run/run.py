@@ -1,5 +1,6 @@
 """The run of one rank: join the other ranks, prepare data, build, train, and leave."""
 
+import math
 import os
 import socket
 import time
@@ -323,6 +324,8 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         say(already_finished(trainer))
+        if trainer.observer.records:
+            trainer.observer.records.cut_after(math.inf)
         export_hf(trainer, world)
         return "already finished", 0
     record_start(trainer, start, world, attempt)

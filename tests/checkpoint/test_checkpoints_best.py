@@ -120,8 +120,11 @@ def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     assert end_of(run) == ("end", 0)
     assert run.events[-1]["reason"] == "early_stop"
     assert run.event("early_stop")[0]["best_step"] == BEST
+    with (run.folder / "events.jsonl").open("a") as file:
+        file.write('{"event": "e')
     again = train("run", *how, "train.steps=200")
     assert "already finished" in again.out
+    assert end_of(again) == ("end", 0), "no half-written event stays"
     assert "train.early_stop=null" in again.out
     assert again.metrics[-1]["step"] == 12
     more = train("run", *HOW, "train.steps=14", ranks=2)

@@ -1,6 +1,7 @@
 """Tokenizer, template and prepared data of a configuration."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,15 +102,18 @@ def cache_root(data: Data, run: Run) -> Path:
 
 
 def build_data(
-    cfg: TrainConfig, reporter: Reporter | None = None
+    cfg: TrainConfig,
+    reporter: Reporter | None = None,
+    check: Callable[[TextTokenizer], None] | None = None,
 ) -> tuple[TextTokenizer, Template, Prepared]:
     """Return tokenizer, template and data.
 
     The data is tokenized or found in `data.cache`; with data.streaming, its first samples are read.
+    check: raises UserError for a tokenizer that cannot be used, before any data is tokenized.
     """
     root = cache_root(cfg.data, cfg.run)
     with removed_if_refused(root):
-        return _build_data(cfg, root, reporter)
+        return _build_data(cfg, root, reporter, check)
 
 
 def prompt_batch(batch: Batch, max_new_tokens: int) -> Batch:
@@ -118,9 +122,14 @@ def prompt_batch(batch: Batch, max_new_tokens: int) -> Batch:
 
 
 def _build_data(
-    cfg: TrainConfig, root: Path, reporter: Reporter | None
+    cfg: TrainConfig,
+    root: Path,
+    reporter: Reporter | None,
+    check: Callable[[TextTokenizer], None] | None,
 ) -> tuple[TextTokenizer, Template, Prepared]:
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.model.init_from)
+    if check:
+        check(tokenizer)
     template = build_template(cfg.data, tokenizer)
     kind: str | None = cfg.objective.method.reads
     if isinstance(cfg, PreviewConfig) and kind != preference_records.PROMPTS:

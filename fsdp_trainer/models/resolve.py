@@ -72,10 +72,10 @@ def resolve_with_tokenizer(model: Model, tokens: int, grows: bool) -> ModelConfi
         config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokens))
     if tokens > config.vocab_size:
         reason = (
-            f"the tokenizer has {tokens:,} tokens, more than the model's embedding.\n"
+            f"the tokenizer has {tokens:,} tokens, more than the model's embedding has rows.\n"
             f"Use the model's own tokenizer, or add rows with  model.vocab_size={tokens}"
         )
-        problem = Problem(f"vocabulary={config.vocab_size:,}", reason)
+        problem = Problem(f"model.vocab_size={config.vocab_size}", reason)
         raise UserError("tokenizer and model do not fit", [problem])
     return config
 

@@ -11,16 +11,18 @@ from fsdp_trainer.config.verbs import PrepareConfig
 from fsdp_trainer.data.order.mixture import OrderMaker
 from fsdp_trainer.data.prepared_data import build_data, cache_root
 from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.world import World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import TeacherColumn, digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.resolve import resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.run.tokenize_ahead import report
-from fsdp_trainer.run.trained_model import resolve_architecture
+from fsdp_trainer.run.trained_model import fetched_model, resolve_architecture
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
 
@@ -55,9 +57,15 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
     progress = progress_with_heartbeat(console, world)
     init_from = fetch(cfg.model.init_from, weights=False) if cfg.model.init_from else None
     teacher = fetch_second_model(cfg.second_model)
-    tokenizer, template, data = build_data(cfg, Reporter(progress, console.say))
     assert teacher
-    require_same_vocabulary(cfg.second_model, tokenizer, teacher)
+
+    def check(tokenizer: TextTokenizer) -> None:
+        model, grows = fetched_model(cfg, init_from), bool(cfg.tokenizer.add_tokens)
+        resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
+        require_same_vocabulary(cfg.second_model, tokenizer, teacher)
+
+    reporter = Reporter(progress, console.say)
+    tokenizer, template, data = build_data(cfg, reporter, check)
     cache = cache_root(cfg.data, cfg.run)
     files = digest_of_teacher(cfg.second_model, teacher, cache, progress)
     return RunInputs(tokenizer, template, data, init_from, teacher, files)

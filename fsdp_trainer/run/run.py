@@ -36,6 +36,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
 from fsdp_trainer.data.prepared_data import build_data, cache_root, require_most_tokens
 from fsdp_trainer.data.store.component_store import Reporter
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.launch.facts import preflight
@@ -44,6 +45,7 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_teacher import digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
+from fsdp_trainer.models.resolve import resolve_with_tokenizer
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.flops import trained_work
@@ -57,7 +59,7 @@ from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.run_lock import RunLock, clear_unused
-from fsdp_trainer.run.trained_model import check_room, resolve_setup
+from fsdp_trainer.run.trained_model import check_room, fetched_model, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
@@ -195,10 +197,16 @@ class Rank:
         # only one rank per node checks: free memory changes, so that ranks could disagree
         if world.local_rank == 0:
             check_room(cfg, init_from, world, second_folder)
+
+        def check(tokenizer: TextTokenizer) -> None:
+            # before all data is tokenized, which may take hours
+            model, grows = fetched_model(cfg, init_from), bool(cfg.tokenizer.add_tokens)
+            resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
+            if second_folder and world.local_rank == 0:
+                require_same_vocabulary(cfg.second_model, tokenizer, second_folder)
+
         report = Reporter(progress_with_heartbeat(self.console, world), self.console.say)
-        tokenizer, template, data = build_data(cfg, report)
-        if second_folder and world.local_rank == 0:
-            require_same_vocabulary(cfg.second_model, tokenizer, second_folder)
+        tokenizer, template, data = build_data(cfg, report, check)
         cache = cache_root(cfg.data, cfg.run)
         files = digest_of_teacher(cfg.second_model, second_folder, cache, report.progress)
         require_most_tokens(cfg.data, data)

@@ -101,3 +101,10 @@ def test_what_aborts_at_the_interpreters_end_is_no_failure_of_a_command_that_is_
         )
         assert done.returncode == code, done.stderr
         assert code or done.stdout.startswith("fsdp-trainer ")
+
+
+def test_a_tokenizer_too_large_for_the_model_is_refused_before_data_is_tokenized(train, tmp_path):
+    cache = tmp_path / "cache"
+    run = train("run", "model.vocab_size=100", f"data.cache={cache}", code=2)
+    assert "model.vocab_size=100  the tokenizer has 260 tokens" in run.err
+    assert not list(cache.glob("*"))

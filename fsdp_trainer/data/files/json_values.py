@@ -33,13 +33,19 @@ DECODER = json.JSONDecoder(object_pairs_hook=_without_twins, parse_constant=lamb
 def parse_object(text: str, where: tuple[str, int]) -> Record:
     """Return a line of JSON as a row, with an error if it cannot be used."""
     try:
-        return _record(DECODER.decode(text), where)
+        # without its end of line, which would be taken for a forbidden character of a cut text
+        return _record(DECODER.decode(text.rstrip("\r\n")), where)
     except RecordError as e:
         return Record({}, where, str(e))
     except json.JSONDecodeError as e:
-        return Record({}, where, f"is not JSON (character {e.pos + 1}: {e.msg})")
+        return Record({}, where, f"is not JSON: {_mistake(e)} at character {e.pos + 1}")
     except (ValueError, RecursionError) as e:
         return Record({}, where, _beyond(e))
+
+
+def _mistake(error: json.JSONDecodeError) -> str:
+    """Return Python's description of a mistake without the "at" that some of them end with."""
+    return error.msg.removesuffix(" at")
 
 
 def _record(value: Any, where: tuple[str, int]) -> Record:
@@ -95,7 +101,7 @@ def read_list(file: BinaryIO, name: str) -> Iterator[Record]:
         yield Record(
             {},
             (name, line),
-            f"is not JSON from here on (column {values.column_of(e.pos)}: {e.msg})",
+            f"is not JSON from here on: {_mistake(e)} at column {values.column_of(e.pos)}",
         )
     except (ValueError, RecursionError) as e:
         yield Record({}, (name, values.line_of(values.position)), _beyond(e))

@@ -29,19 +29,30 @@ class Device(NamedTuple):
     """Bytes per second to the other GPUs of a node: NVLink, Infinity Fabric, or PCIe."""
     host_link: float = 32e9
     """Bytes per second to the host."""
+    host_gib: float = 128
+    """Host memory in GiB for each GPU that many servers do not exceed."""
     per_node: int = 8
     network: float = 50e9
     """Bytes per second between nodes, for each GPU."""
     reach: float = 1.0
     """Share of its peak that matrix products reach in training, relative to Hopper."""
-    attention: float = 2.1
-    """FLOP/s of matrix products divided by those of FlashAttention 2, counted as causal."""
+    attention: float = 0.29
+    """Share of its peak that FlashAttention 2 reaches, counted as causal."""
+    float8: float = 1.0
+    """Speed-up of products by float8, relative to Hopper."""
+    linked: int | None = None
+    """GPUs that `link` connects; None: those of a node."""
     efficiency: float | None = None
     """Share of the peak that is reached, if the user gave one."""
     disk: float = 2e9
     """Bytes per second that a node can write to run.root."""
     remark: str = ""
     """The reason why times of this device are less certain than those of others."""
+
+    @property
+    def linked_gpus(self) -> int:
+        """Number of GPUs that `link` connects."""
+        return self.linked or self.per_node
 
 
 def _sheet(
@@ -73,22 +84,31 @@ def _sheet(
     )
 
 
-AMPERE: dict[str, Any] = {"reach": 1.4, "attention": 1.8}
+AMPERE: dict[str, Any] = {"reach": 1.25, "attention": 0.55}
 """Published A100 training runs reach 1.25 to 1.56 times an H100's share of the peak (IBM and
-llm-foundry published both). FlashAttention 2 is written for Ampere's instructions: it reaches about
-150 of 312 TFLOP/s forward and backward, and 290 of 989 on Hopper (its paper and that of
-FlashAttention 3)."""
-ADA: dict[str, Any] = {"attention": 1.8}
+llm-foundry published both). FlashAttention 2 reaches 187 of 312 TFLOP/s, and 335 of 989 on Hopper
+(its paper), in long rows and without other work."""
+CONSUMER: dict[str, Any] = {"reach": 1.6, "attention": 0.65, "host_gib": 48}
+"""GeForce cards sum in float32 at half the rate that their tensor cores could, and this half is
+their peak here: products come close to it (torchtune's runs on an RTX 4090)."""
+SERVER: dict[str, Any] = {"reach": 1.2, "attention": 0.45}
+"""Server cards of 300 to 350 W, which cannot keep their clock in large products. Assumed."""
 BLACKWELL: dict[str, Any] = {
-    "reach": 0.9,
-    "attention": 4.5,
+    "reach": 1.1,
+    "attention": 0.13,
+    "float8": 0.5,
     "remark": "published speeds of B200 differ by 2.3 times among themselves, "
     "so this range is less certain than others",
 }
-"""FlashAttention 2 is no faster than on Hopper, although the peak is 2.3 times as high. Of six
-published speeds, four reach 0.6 and two 1.2 times an H100's share of the peak."""
+"""FlashAttention 2 is no faster than on Hopper, although the peak is 2.3 times as high. Float8 is
+reported to save less time than on Hopper: 1.22 to 1.28 times for Llama 70B (PyTorch and Crusoe
+2025), which it makes 1.5 times as fast on H100 (IBM 2024)."""
+GRACE_BLACKWELL = BLACKWELL | {"per_node": 4, "linked": 64, "host_gib": 224}
+"""NVLink connects the 18 nodes of a rack."""
 MI300: dict[str, Any] = {
     "reach": 0.55,
+    "attention": 0.2,
+    "float8": 0.5,
     "remark": "one source has speeds of MI300X, all of 8,192 tokens a micro-batch",
 }
 VOLTA: dict[str, Any] = {"remark": "V100 has no bfloat16 products: its float32 rate is used"}
@@ -100,25 +120,25 @@ DEVICES = {
     "h100_nvl": _sheet("H100 NVL", 93.1, (835, 60), 3900, 64, 100),
     "h800": _sheet("H800", 79.1, (989, 67), 3350, 200, 400),
     "h20": _sheet("H20", 95.0, (148, 44), 4000, 450, 400, **AMPERE),
-    "gh200": _sheet("GH200", 94.5, (989, 67), 4000, 450, 400, per_node=1),
+    "gh200": _sheet("GH200", 94.5, (989, 67), 4000, 450, 400, per_node=1, host_gib=448),
     "h200": _sheet("H200", 139.8, (989, 67), 4800, 450, 400),
     "b200": _sheet("B200", 178.3, (2250, 80), 7700, 900, 400, **BLACKWELL),
     "b100": _sheet("B100", 178.3, (1750, 60), 8000, 900, 400, **BLACKWELL),
-    "gb200": _sheet("GB200", 184.3, (2500, 80), 8000, 900, 400, per_node=4, **BLACKWELL),
+    "gb200": _sheet("GB200", 184.3, (2500, 80), 8000, 900, 400, **GRACE_BLACKWELL),
     "b300": _sheet("B300", 267.6, (2250, 76), 8000, 900, 800, **BLACKWELL),
     "a100": _sheet("A100", 79.1, (312, 19.5), 2039, 300, 200, **AMPERE),
     "a100_40gb": _sheet("A100-SXM4-40GB", 39.4, (312, 19.5), 1555, 300, 200, **AMPERE),
     "a800": _sheet("A800", 79.1, (312, 19.5), 2039, 200, 200, **AMPERE),
-    "a40": _sheet("A40", 44.4, (150, 37.4), 696, 32, 100, **AMPERE),
-    "a10g": _sheet("A10G", 22.0, (70, 31.2), 600, 32, 25, **AMPERE),
-    "a6000": _sheet("RTX A6000", 47.5, (155, 38.7), 768, 32, 100, **AMPERE),
-    "l40s": _sheet("L40S", 44.4, (362, 91.6), 864, 32, 100, **ADA),
-    "l4": _sheet("L4", 22.0, (121, 30.3), 300, 32, 100, **ADA),
-    "rtx_6000_ada": _sheet("RTX 6000 Ada", 47.4, (364, 91.1), 960, 32, 100, **ADA),
-    "rtx_pro_6000": _sheet("RTX PRO 6000", 95.0, (504, 125), 1792, 64, 100, **ADA),
-    "rtx3090": _sheet("RTX 3090", 23.6, (71, 35.6), 936, 32, 100, **AMPERE),
-    "rtx4090": _sheet("RTX 4090", 23.5, (165, 82.6), 1008, 32, 100, **ADA),
-    "rtx5090": _sheet("RTX 5090", 31.4, (209, 104.8), 1792, 64, 100, **ADA),
+    "a40": _sheet("A40", 44.4, (150, 37.4), 696, 32, 100, **SERVER),
+    "a10g": _sheet("A10G", 22.0, (70, 31.2), 600, 32, 25, **SERVER),
+    "a6000": _sheet("RTX A6000", 47.5, (155, 38.7), 768, 32, 100, **SERVER),
+    "l40s": _sheet("L40S", 44.4, (362, 91.6), 864, 32, 100, **SERVER),
+    "l4": _sheet("L4", 22.0, (121, 30.3), 300, 32, 100, **SERVER),
+    "rtx_6000_ada": _sheet("RTX 6000 Ada", 47.4, (364, 91.1), 960, 32, 100, **SERVER),
+    "rtx_pro_6000": _sheet("RTX PRO 6000", 95.0, (504, 125), 1792, 64, 100, **SERVER),
+    "rtx3090": _sheet("RTX 3090", 23.6, (71, 35.6), 936, 32, 100, **CONSUMER),
+    "rtx4090": _sheet("RTX 4090", 23.5, (165, 82.6), 1008, 32, 100, **CONSUMER),
+    "rtx5090": _sheet("RTX 5090", 31.4, (209, 104.8), 1792, 64, 100, **CONSUMER),
     "v100": _sheet("V100", 31.7, (15.7, 15.7), 900, 150, 100, **VOLTA),
     "v100_16gb": _sheet("V100-SXM2-16GB", 15.8, (15.7, 15.7), 900, 150, 100, **VOLTA),
     "mi300x": _sheet("MI300X", 191.9, (1307, 163.4), 5300, 448, 400, **MI300),

@@ -11,37 +11,45 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.devices import DEVICES, Device
 from fsdp_trainer.config.schema import ActivationCheckpoint, Optim, Precision
 from fsdp_trainer.models.config import EXPERTS
 from fsdp_trainer.models.decoder import NORMS
+from fsdp_trainer.plan.expert_exchange import mixtures
 from fsdp_trainer.plan.planned_model import PlannedModel
 
 PRODUCTS = 0.565
 """Share of an H100's dense peak that matrix products reach at WIDTH and TOKENS."""
-WIDTH, BY_WIDTH, WIDEST = 4096, 0.1, 1.1
+WIDTH, BY_WIDTH, WIDEST = 4096, 0.15, 1.15
 """Narrow models have small products, which are slower.
 
 The rate is multiplied by (hidden size / WIDTH) ** BY_WIDTH, at most WIDEST.
 """
-TOKENS, BY_TOKENS, TOKENS_RANGE = 16384, 0.1, (0.8, 1.15)
+TOKENS, BY_TOKENS, SMALLEST = 16384, 0.08, 0.7
 """Micro-batches of few tokens have small products too.
 
-The rate is multiplied by (tokens / TOKENS) ** BY_TOKENS, within TOKENS_RANGE.
+The rate is multiplied by (tokens / TOKENS) ** BY_TOKENS, at least SMALLEST and at most 1. TOKENS is
+for an H100, and grows with the peak of a device. For experts the tokens are the rows of one expert,
+and the width is the smaller one of its matrices.
 """
-SPREAD = 1.18
-"""Seconds at the slow end divided by those in the middle, and of the middle by the fast end."""
+SPREAD, SPREAD_OF_EXPERTS = 1.18, 1.4
+"""Seconds at the slow end divided by those in the middle, and of the middle by the fast end.
+
+Mixtures of experts depend more on kernels: Qwen3 30B-A3B on 8 B200 went from 221 to 670 TFLOP/s by
+tuning (torchtitan's pull request 4605).
+"""
 MEMORY = 0.8
 """Share of the device's memory rate that elementwise kernels reach."""
-FLOAT8 = {"tensorwise": 1.4, "rowwise": 1.15, "rowwise_with_gw_hp": 1.1}
-"""Speed-up of a compiled block's matrix products, casts included.
+FLASH_BACKWARD = 2.5
+"""Operations of attention's backward divided by those of its forward.
 
-Without compilation the casts take as long as the products save (torchtitan's pull request 778).
+FlashAttention computes the scores again: five products instead of two (Dao 2023, section 4.1).
 """
-FASTER_ATTENTION = {"cudnn": 1.8, "fa3": 1.8, "fa4": 1.8}
+FASTER_ATTENTION = {"cudnn": 1.7, "fa3": 1.7, "fa4": 3.5}
 """Speed relative to FlashAttention 2.
 
-Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper.
+Published: 1.7 to 2.3 for cuDNN and FlashAttention 3 on Hopper. FlashAttention 4 is for Blackwell,
+where FlashAttention 2 is no faster than on Hopper.
 """
 HEAD_BYTES = 30
 """Bytes read and written for each logit: the product, its float32 copy, softmax and gradient."""
@@ -67,28 +75,52 @@ class Traffic(NamedTuple):
 
     norm: for each number that is normalised; residual: for each number of an addition to the
     residual stream; gate: for each inner number of the MLP; rotation: for each number of queries
-    and keys; adapter: for each output number of an adapted layer (product with B, scale, sum);
-    decoding: for each number of a 4-bit matrix, each time that it is decoded.
+    and keys; sorting: for each number of a token's copies, one for each of its experts, which are
+    sorted by expert, sorted back, weighted and summed; adapter: for each output number of an
+    adapted layer (product with B, scale, sum); decoding: for each number of a 4-bit matrix, each
+    time that it is decoded.
     """
 
     norm: float
     residual: float
     gate: float
     rotation: float
+    sorting: float
     adapter: float
     decoding: float
 
 
-EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20, adapter=12, decoding=10.5)
-COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4, adapter=8, decoding=2.5)
+EAGER = Traffic(norm=36, residual=6, gate=10, rotation=20, sorting=14, adapter=12, decoding=10.5)
+COMPILED = Traffic(norm=4, residual=3, gate=6, rotation=4, sorting=10, adapter=8, decoding=2.5)
+
+
+class Float8(NamedTuple):
+    """A float8 format of a compiled block's matrix products.
+
+    speedup: of the products themselves on Hopper; cast: bytes read and written for each bfloat16
+    number that is cast: to find the scale, to cast, and to transpose for the weights' gradients.
+    """
+
+    speedup: float
+    cast: float
+
+
+FLOAT8 = {
+    "tensorwise": Float8(speedup=1.75, cast=7),
+    "rowwise": Float8(speedup=1.4, cast=10),
+    "rowwise_with_gw_hp": Float8(speedup=1.3, cast=8),
+}
+"""By precision.float8. Without compilation the casts take as long as the products save
+(torchtitan's pull request 778)."""
 
 
 class Flops(NamedTuple):
     """Floating-point operations of one row in forward.
 
-    For the gradients of inputs backward takes as many, and twice as many for attention. trained,
-    trained_head: the part of `products` and `head` with trained weights; in backward the gradients
-    of these weights take as many again.
+    For the gradients of inputs backward takes as many, and FLASH_BACKWARD times as many for
+    attention. trained, trained_head: the part of `products` and `head` with trained weights; in
+    backward the gradients of these weights take as many again. experts: the part of `products` in
+    routed experts.
     """
 
     products: float
@@ -96,6 +128,7 @@ class Flops(NamedTuple):
     head: float
     trained: float
     trained_head: float
+    experts: float
 
 
 class Seconds(NamedTuple):
@@ -116,27 +149,45 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool | None = Non
     rows, flops = model.layout.batch.micro_rows, forward_flops(model)
     again = recomputed(model.checkpointing)
     rate = product_rate(model, device)
-    products = rows / rate / float8_speedup(model)
-    attention = (
-        rows * flops.attention / attention_rate(model.options.attention_kernel, device, rate)
-    )
+    of_experts = flops.experts / flops.products * (experts_slowdown(model, device) - 1)
+    products = rows / rate / float8_speedup(model, device) * (1 + of_experts)
+    attention = rows * flops.attention / attention_rate(model, device)
     elementwise = elementwise_seconds(model, device)
+    adapters = adapter_seconds(model, device)
+    casts = cast_seconds(model, device)
     weights = weight_seconds(model, device)
     logits = model.layout.tokens * model.part.shape.vocab_size * HEAD_BYTES
     head = rows * (2 * flops.head + flops.trained_head) / rate
-    spread = {True: 1 / SPREAD, False: SPREAD, None: 1.0}[best]
+    spread = spread_of(model, best)
     reached = model.own.backward_share
     return Seconds(
-        forward=spread * (products * flops.products + attention + elementwise + weights.forward),
+        forward=spread
+        * (
+            products * flops.products
+            + attention
+            + elementwise
+            + adapters
+            + casts.inputs
+            + weights.forward
+        ),
         backward=spread
         * (
             products * (reached * flops.products * (1 + again.products) + flops.trained)
-            + attention * reached * (2 + again.attention)
+            + attention * reached * (FLASH_BACKWARD + again.attention)
             + elementwise * reached * (2 + again.elementwise)
+            + (adapters + casts.inputs * again.products) * reached
+            + adapters * reached * again.elementwise
+            + casts.gradients * reached
             + weights.backward
         ),
         head=spread * (head + logits / (device.memory_rate * MEMORY)),
     )
+
+
+def spread_of(model: PlannedModel, best: bool | None) -> float:
+    """Return the factor on the seconds of the middle for an end of the range; best: see above."""
+    spread = SPREAD_OF_EXPERTS if mixtures(model.config) else SPREAD
+    return {True: 1 / spread, False: spread, None: 1.0}[best]
 
 
 def _at_efficiency(model: PlannedModel, device: Device, efficiency: float) -> Seconds:
@@ -144,7 +195,7 @@ def _at_efficiency(model: PlannedModel, device: Device, efficiency: float) -> Se
     rows, flops = model.layout.batch.micro_rows, forward_flops(model)
     again = recomputed(model.checkpointing)
     rate = peak_rate(model.precision, device) * efficiency / rows
-    speedup = float8_speedup(model)
+    speedup = float8_speedup(model, device)
     reached = model.own.backward_share
     products = (reached * flops.products * (1 + again.products) + flops.trained) / speedup
     return Seconds(
@@ -174,9 +225,14 @@ def weight_seconds(model: PlannedModel, device: Device) -> WeightSeconds:
     if model.adapter == "dora":
         lengths = adapters.adapted * DORA_BYTES + decoded
     rate = device.memory_rate * MEMORY
+    layout = model.layout
+    # of the three copies of a trained weight two are of gathered weights, the third of its gradient
+    gathered = trained / 3 + frozen / 2
+    in_forward = gathered / layout.micro_batches if layout.gathers_once else gathered
+    in_backward = (0.0 if layout.keeps_gathered else gathered) + trained / 3
     return WeightSeconds(
-        forward=(trained / 3 + frozen / 2 + decoded + lengths) / rate,
-        backward=(trained * 2 / 3 + frozen / 2 + decoded + (decoded + lengths) * again) / rate,
+        forward=(in_forward + decoded + lengths) / rate,
+        backward=(in_backward + decoded + (decoded + lengths) * again) / rate,
     )
 
 
@@ -217,12 +273,14 @@ def forward_flops(model: PlannedModel) -> Flops:
     others = 1 - 1 / sharding.tensor
     routed, trained_routed = (others * numbers for numbers in parts.routed)
     head = 2.0 * config.embedding_rows * config.hidden_size * tokens
+    of_experts = 3 * config.num_experts_per_tok * config.hidden_size * config.expert_size
     return Flops(
         products=2.0 * (blocks - routed + parts.adapters.numbers) * tokens,
         attention=2.0 * config.num_hidden_layers * heads_width * attention_cost,
         head=head,
         trained=2.0 * (parts.trained_active - trained_routed) * tokens,
         trained_head=head * parts.head.requires_grad,
+        experts=2.0 * mixtures(config) * of_experts * tokens / sharding.tensor,
     )
 
 
@@ -234,10 +292,30 @@ def peak_rate(precision: Precision, device: Device) -> float:
 
 def product_rate(model: PlannedModel, device: Device) -> float:
     """Return the FLOP/s that matrix products reach, in the middle of the range."""
-    slowest, fastest = TOKENS_RANGE
-    by_tokens = min(fastest, max(slowest, (model.layout.tokens / TOKENS) ** BY_TOKENS))
-    by_width = min(WIDEST, (model.config.hidden_size / WIDTH) ** BY_WIDTH)
-    return peak_rate(model.precision, device) * PRODUCTS * device.reach * by_tokens * by_width
+    by_size = size_factor(model.layout.tokens, model.config.hidden_size, device)
+    return peak_rate(model.precision, device) * PRODUCTS * device.reach * by_size
+
+
+def size_factor(rows: float, width: int, device: Device) -> float:
+    """Return the factor on the rate of products with this many rows and matrices of this width."""
+    enough = TOKENS * (device.flops or 0.0) / (DEVICES["h100"].flops or 1.0)
+    by_rows = min(1.0, max(SMALLEST, (rows / enough) ** BY_TOKENS))
+    return by_rows * min(WIDEST, (width / WIDTH) ** BY_WIDTH)
+
+
+def experts_slowdown(model: PlannedModel, device: Device) -> float:
+    """Return by how much the products of experts are slower than a dense layer's; 1 without.
+
+    With even routing: an expert has fewer rows than a micro-batch has tokens, and is narrower.
+    """
+    config, layout = model.config, model.layout
+    if not mixtures(config):
+        return 1.0
+    copies = layout.tokens / layout.sharding.tensor * config.num_experts_per_tok
+    rows = copies * layout.sharding.expert / config.num_experts
+    narrow = min(config.hidden_size, config.expert_size)
+    dense = size_factor(layout.tokens, config.hidden_size, device)
+    return dense / size_factor(rows, narrow, device)
 
 
 def newton_schulz_rate(optim: Optim, device: Device) -> float:
@@ -247,17 +325,37 @@ def newton_schulz_rate(optim: Optim, device: Device) -> float:
     return peak * (device.efficiency or PRODUCTS * device.reach)
 
 
-def attention_rate(kernel: str, device: Device, products: float) -> float:
-    """Return the FLOP/s of attention, counted as causal.
-
-    kernel: model.attention_kernel; products: FLOP/s of matrix products.
-    """
-    return products / device.attention * FASTER_ATTENTION.get(kernel, 1.0)
+def attention_rate(model: PlannedModel, device: Device) -> float:
+    """Return the FLOP/s of attention in forward and backward, counted as causal."""
+    faster = FASTER_ATTENTION.get(model.options.attention_kernel, 1.0)
+    return peak_rate(model.precision, device) * device.attention * faster
 
 
-def float8_speedup(model: PlannedModel) -> float:
+def float8_speedup(model: PlannedModel, device: Device) -> float:
     """Return the speed-up of matrix products by the chosen float8 format; 1 without one."""
-    return FLOAT8.get(model.precision.float8 or "", 1.0) if model.compiled else 1.0
+    chosen = FLOAT8.get(model.precision.float8 or "")
+    return 1 + (chosen.speedup - 1) * device.float8 if chosen and model.compiled else 1.0
+
+
+class CastSeconds(NamedTuple):
+    """Seconds to cast the inputs of a micro-batch's linear layers, and their outputs' gradients."""
+
+    inputs: float = 0.0
+    gradients: float = 0.0
+
+
+def cast_seconds(model: PlannedModel, device: Device) -> CastSeconds:
+    """Return the seconds of casts to float8, with one cast for all layers with the same input."""
+    chosen = FLOAT8.get(model.precision.float8 or "")
+    if chosen is None or not model.compiled:
+        return CastSeconds()
+    config = model.part.shape
+    sizes, inner = config.projection_sizes, inner_width(model)
+    inputs = 2 * config.hidden_size + sizes["q_proj"] + inner
+    outputs = sum(sizes.values()) + 2 * inner + config.hidden_size
+    tokens = model.layout.tokens * config.num_hidden_layers
+    each = chosen.cast * tokens / (device.memory_rate * MEMORY)
+    return CastSeconds(inputs * each, outputs * each)
 
 
 def elementwise_seconds(model: PlannedModel, device: Device) -> float:
@@ -267,27 +365,48 @@ def elementwise_seconds(model: PlannedModel, device: Device) -> float:
     norms = sum(name is not None for name in NORMS[family.norms])
     sizes = config.projection_sizes
     heads = sizes["q_proj"] + sizes["k_proj"]
+    numbers = (
+        hidden * (norms * each.norm + 2 * each.residual) / tensor
+        + heads * (each.rotation + (each.norm if family.qk_norm else 0))
+        + inner_width(model) * each.gate
+    )
+    copies = hidden * config.num_experts_per_tok / tensor * mixtures(config)
+    return _moving_seconds(
+        numbers * config.num_hidden_layers + copies * each.sorting, model, device
+    )
+
+
+def inner_width(model: PlannedModel) -> float:
+    """Return the inner channels of a feed-forward on this rank, the mean over the blocks.
+
+    A rank of a tensor group computes experts for its own tokens, but its own channels of dense
+    feed-forwards for all tokens.
+    """
+    config, others = model.part.shape, 1 - 1 / model.layout.sharding.tensor
     routed_width = config.num_experts_per_tok * config.expert_size
-    # a rank of a tensor group computes experts for its own tokens, but its own channels of dense
-    # feed-forwards for all tokens
-    others = 1 - 1 / tensor
     widths = [
         config.feed_forward_width(kind) - others * routed_width * (kind == EXPERTS)
         for kind in config.feed_forwards
     ]
-    inner = sum(widths) / config.num_hidden_layers
-    numbers = (
-        hidden * (norms * each.norm + 2 * each.residual) / tensor
-        + heads * (each.rotation + (each.norm if family.qk_norm else 0))
-        + inner * each.gate
-    )
+    return sum(widths) / config.num_hidden_layers
+
+
+def adapter_seconds(model: PlannedModel, device: Device) -> float:
+    """Return the seconds of the elementwise operators of adapters in one forward.
+
+    Backward has as many: the gradients are scaled, and the two gradients of an input are added.
+    """
     adapters = model.own.adapters
-    of_adapters = adapters.inputs * READ_BY_A + adapters.outputs * each.adapter
+    moved = adapters.inputs * READ_BY_A + adapters.outputs * traffic(model.compiled).adapter
     if model.adapter == "dora":
-        of_adapters += adapters.outputs * SCALED_BY_DORA
+        moved += adapters.outputs * SCALED_BY_DORA
+    return _moving_seconds(moved, model, device)
+
+
+def _moving_seconds(moved: float, model: PlannedModel, device: Device) -> float:
+    """Return the seconds to read and write this many bytes for each token in bfloat16."""
     wider = model.number / torch.bfloat16.itemsize
-    moved = (numbers * config.num_hidden_layers + of_adapters) * wider * model.layout.tokens
-    return moved / (device.memory_rate * MEMORY)
+    return moved * wider * model.layout.tokens / (device.memory_rate * MEMORY)
 
 
 def traffic(compiled: bool) -> Traffic:

@@ -17,9 +17,6 @@ from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy, rollouts
 from fsdp_trainer.plan.time import Times, times
 from fsdp_trainer.plan.wire import Wire, wire
 
-HOST_GIB = 1024
-"""Host memory in GiB that many nodes do not exceed."""
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -69,7 +66,12 @@ class RunPlan:
     @property
     def host_fits(self) -> bool:
         """True if most nodes have enough host memory."""
-        return self.host_bytes_per_node <= HOST_GIB * GIB
+        return self.host_bytes_per_node <= self.host_limit_gib * GIB
+
+    @property
+    def host_limit_gib(self) -> float:
+        """Host memory of a node in GiB that many nodes do not exceed."""
+        return self.device.host_gib * min(self.world_size, self.device.per_node)
 
     @property
     def empty_share(self) -> float:

@@ -11,7 +11,13 @@ from typing import NamedTuple
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.optim.footprint import state_bytes
 from fsdp_trainer.plan.block_memory import moved_bytes, trace_blocks
-from fsdp_trainer.plan.compute import MEMORY, SPREAD, Seconds, compute_seconds, newton_schulz_rate
+from fsdp_trainer.plan.compute import (
+    MEMORY,
+    Seconds,
+    compute_seconds,
+    newton_schulz_rate,
+    spread_of,
+)
 from fsdp_trainer.plan.expert_exchange import busiest_over_mean
 from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
 from fsdp_trainer.plan.muon_update import newton_schulz_flops, owner_traffic
@@ -107,7 +113,7 @@ class StageTimes:
         model, layout, compute = self.run.model, self.run.layout, self.compute
         count, gathering, moving = layout.micro_batches, self.gathering, self.moving
         gathers = 1 if layout.gathers_once else count
-        exposed = count * (max(0.0, moving - compute.forward) + max(0.0, moving - compute.backward))
+        exposed = count * sum(max(0.0, moving - free) for free in self.free_to_move)
         exposed += gathers * gathering.exposed
         total = gathers * gathering.total + count * 2 * moving
         for i in range(count):
@@ -140,7 +146,7 @@ class StageTimes:
     @cached_property
     def groups(self) -> RankGroups:
         """The groups in which the rank communicates."""
-        return RankGroups.of(self.run.layout, self.device.per_node)
+        return RankGroups.of(self.run.layout, self.device.linked_gpus)
 
     @cached_property
     def units(self) -> ModelUnits:
@@ -221,6 +227,19 @@ class StageTimes:
         moved = sum(moved_bytes(model, traced, "cuda"))
         return moved / (self.device.host_link * self.links)
 
+    @property
+    def free_to_move(self) -> tuple[float, float]:
+        """Seconds of forward and of backward in which the link to the host is free.
+
+        GPUs without NVLink gather and reduce through the same link.
+        """
+        forward, backward = self.compute.forward, self.compute.backward
+        if self.device.link > self.device.host_link:
+            return forward, backward
+        gathering = self.gathering
+        messages = gathering.total - gathering.again, gathering.again + self.reducing(False).total
+        return max(0.0, forward - messages[0]), max(0.0, backward - messages[1])
+
     def _gather(self, unit: FsdpUnit, factor: float = 1.0) -> float:
         """Return the seconds to gather a unit. factor: on the bytes of its messages."""
         stored = self.run.model.stored_number
@@ -285,9 +304,9 @@ def owners_seconds(stages: RankStages, model: PlannedModel, device: Device, best
     """
     if model.optim.name != "muon":
         return 0.0
-    spread = 1.0 if device.efficiency else 1 / SPREAD if best else SPREAD
+    spread = 1.0 if device.efficiency else spread_of(model, best)
     products = newton_schulz_flops(stages, model) / newton_schulz_rate(model.optim, device)
-    traffic = owner_traffic(stages, model, device.per_node)
+    traffic = owner_traffic(stages, model, device.linked_gpus)
     return products * spread + traffic.seconds(device, LINKS[best])
 
 

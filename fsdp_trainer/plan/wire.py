@@ -235,7 +235,7 @@ def hops(model: PlannedModel, device: Device, stages: RankStages) -> Hops:
         return Hops(0.0, 0, 0, False)
     count = layout.stages.order.stages - stages.turns
     size = layout.tokens / layout.sharding.tensor * model.config.hidden_size * model.number
-    leaves = layout.stage_ranks >= device.per_node
+    leaves = layout.stage_ranks >= device.linked_gpus
     return Hops(size, count - stages.is_last, count - stages.is_first, leaves)
 
 
@@ -246,7 +246,7 @@ def wire(run: PlannedRun, device: Device) -> dict[str, Wire]:
     and, for blocks that were freed, in backward, and the reduction of each gradient. In a pipeline
     weights are gathered once per step, and the residual stream and its gradient are sent.
     """
-    groups = RankGroups.of(run.layout, device.per_node)
+    groups = RankGroups.of(run.layout, device.linked_gpus)
     ways = [_wire_of(stages, run, device, groups) for stages in run.stages_by_rank]
     return max(ways, key=lambda way: sum(one.gathered + one.reduced for one in way.values()))
 
@@ -278,7 +278,7 @@ def _wire_of(
         times = count * stages.of_blocks(model.config)
         half = times * exchange.sent / 2
         ways["context"] = Wire(groups.context.ranks, half, half, times * exchange.across)
-    owners = owner_traffic(stages, model, device.per_node)
+    owners = owner_traffic(stages, model, device.linked_gpus)
     if owners.answered:
         ways["owners"] = Wire(layout.stage_ranks, owners.sent, owners.answered, owners.across)
     if layout.sharding.pipeline > 1:

@@ -12,7 +12,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
 from fsdp_trainer.observe.terminal import Terminal
 from fsdp_trainer.parallel.memory_check import gib
-from fsdp_trainer.plan.plan import GIB, HOST_GIB, RunPlan
+from fsdp_trainer.plan.plan import GIB, RunPlan
 from fsdp_trainer.plan.rollout_cost import Rollouts, ScoredBy
 from fsdp_trainer.plan.second_model import list_bytes
 from fsdp_trainer.plan.suggest import Suggestion
@@ -271,7 +271,7 @@ def host_line(plan: RunPlan) -> str:
     held = f"of the host's memory, each rank: {plan.host_bytes_per_node / GIB:,.0f} GiB a node"
     if plan.host_fits:
         return held
-    return f"{held}, pinned: more than {HOST_GIB:,} GiB, which many nodes do not have"
+    return f"{held}, pinned: more than {plan.host_limit_gib:,.0f} GiB, which many nodes do not have"
 
 
 def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bool) -> Table:

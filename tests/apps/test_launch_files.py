@@ -18,6 +18,7 @@ from world import wait_until
 
 from fsdp_trainer.cli import VERBS, main
 from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.config.composing.source_words import as_source
 from fsdp_trainer.config.composing.sweep_overrides import SweepLine
 
 NASTY = [
@@ -56,6 +57,8 @@ def trainer_words(command: list[str]) -> list[str]:
     return command[start:] if start > 0 else command[command.index("fsdp-trainer") + 1 :]
 
 
+READING = ("export", "verify", "generate", "chat", "evaluate", "report")
+"""Verbs that read a `source`."""
 PAGES = (
     "README.md",
     "docs/index.md",
@@ -78,7 +81,14 @@ def test_every_command_line_of_the_pages_composes():
             SweepLine(list(words[1:]))
         else:
             verb, more = (words[0], words[1:]) if words[0] in VERBS else ("train", words)
-            compose(verb, list(more), inputs=False)
+            compose(verb, with_source(verb, list(more)), inputs=False)
+
+
+def with_source(verb: str, words: list[str]) -> list[str]:
+    """Return the words with the paths among them as `source`: the pages' folders do not exist."""
+    paths = [word for word in words if "=" not in word] if verb in READING else []
+    others = [word for word in words if word not in paths]
+    return [*others, as_source(verb, paths, words)] if paths else others
 
 
 @pytest.fixture

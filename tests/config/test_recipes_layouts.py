@@ -13,6 +13,7 @@ from benchmarks.recipe_layouts import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_is_nearly_as_fast_as_the_fastest_layout_of_its_hardware(name):
     best = seconds(name, recorded()[name])

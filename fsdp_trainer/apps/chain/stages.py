@@ -34,7 +34,7 @@ TINY = {
         "optim.lr=1e-3", "optim.weight_decay=0", "schedule.warmup_steps=10",
         "checkpoint.every=100",
     ],
-    ALL: ["launch.nproc_per_node=2", "logging.every=50"],
+    ALL: ["launch.nproc_per_node=2", "logging.every=50", "compile=disabled"],
 }  # fmt: skip
 """Overrides of the demo chain, by stage."""
 TINY_SIZES = {"depth": 2, "vocab_size": 448}

@@ -3,11 +3,10 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_trainer.optim.compact import MomentKind, NumberChunk
-from fsdp_trainer.optim.footprint import is_matrix
-from fsdp_trainer.optim.layerwise import LayerwiseOptimizer, norm_ratio, square_sum
+from fsdp_trainer.optim.layerwise import LayerwiseOptimizer, norm_ratio
 
 
 class Lamb(LayerwiseOptimizer):
@@ -21,38 +20,26 @@ class Lamb(LayerwiseOptimizer):
         "exp_avg_sq": MomentKind(signed=False, stochastic=True),
     }
 
-    def squares(
-        self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
-    ) -> Tensor:
-        """Update a parameter's moments; return Σ weight² and Σ update² of its part."""
+    def measured(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
+        """Update the moments, and return AdamW's step."""
         beta1, beta2 = group["betas"]
-        sums = torch.zeros(2, dtype=torch.float64, device=self.count.device)
-        for chunk in self.chunks(parameter, count, skip):
-            gradient = chunk.gradient.float()
-            mean = torch.lerp(chunk.load("exp_avg"), gradient, 1 - beta1)
-            square = chunk.load("exp_avg_sq") * beta2
-            chunk.store("exp_avg", mean)
-            chunk.store("exp_avg_sq", square.addcmul_(gradient, gradient, value=1 - beta2))
-            update = direction(chunk, group, count)
-            sums += torch.stack([square_sum(chunk.weight), square_sum(update)])
-        return sums
+        gradient = chunk.gradient.float()
+        mean = torch.lerp(chunk.load("exp_avg"), gradient, 1 - beta1)
+        square = chunk.load("exp_avg_sq") * beta2
+        chunk.store("exp_avg", mean)
+        chunk.store("exp_avg_sq", square.addcmul_(gradient, gradient, value=1 - beta2))
+        return direction(chunk, group, count)
 
-    def update_weight(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        group: dict[str, Any],
-        norms: Tensor,
-        count: Tensor,
-        skip: Tensor,
+    def rate(self, group: dict[str, Any], norms: Tensor, matrix: bool) -> Tensor | float:
+        """Return ‖weight‖ / ‖step‖ of a matrix, and 1 for a vector."""
+        return norm_ratio(*norms) if matrix else 1.0
+
+    def move(
+        self, chunk: NumberChunk, group: dict[str, Any], count: Tensor, rate: Tensor | float
     ) -> None:
-        """Move a matrix by as much as its norm, and a vector by AdamW's step, times lr."""
-        ratio = norm_ratio(*norms)
-        for chunk in self.chunks(parameter, count, skip):
-            update = direction(chunk, group, count)
-            if is_matrix(name, parameter.ndim):
-                update *= ratio
-            chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
+        """Move the weight by AdamW's step times the rate, times lr."""
+        update = direction(chunk, group, count).mul_(rate)
+        chunk.write(torch.sub(chunk.weight.float(), update, alpha=group["lr"]))
 
 
 def direction(chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:

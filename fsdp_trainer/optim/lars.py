@@ -3,10 +3,10 @@
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp_trainer.optim.compact import MomentKind
-from fsdp_trainer.optim.layerwise import LayerwiseOptimizer, norm_ratio, square_sum
+from fsdp_trainer.optim.compact import MomentKind, NumberChunk
+from fsdp_trainer.optim.layerwise import LayerwiseOptimizer, norm_ratio
 
 
 class Lars(LayerwiseOptimizer):
@@ -18,32 +18,22 @@ class Lars(LayerwiseOptimizer):
 
     moments: ClassVar = {"momentum_buffer": MomentKind(signed=True, stochastic=True)}
 
-    def squares(
-        self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
-    ) -> Tensor:
-        """Return Σ weight² and Σ gradient² of this rank's part of a parameter."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.count.device)
-        for chunk in self.chunks(parameter, count, skip):
-            sums += torch.stack([square_sum(chunk.weight), square_sum(chunk.gradient)])
-        return sums
+    def measured(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
+        """Return the gradient."""
+        return chunk.gradient
 
-    def update_weight(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        group: dict[str, Any],
-        norms: Tensor,
-        count: Tensor,
-        skip: Tensor,
+    def rate(self, group: dict[str, Any], norms: Tensor, matrix: bool) -> Tensor:
+        """Return the learning rate of a parameter: the same share of its norm for all of them."""
+        weight_norm, gradient_norm = norms
+        ratio = norm_ratio(weight_norm, gradient_norm + group["weight_decay"] * weight_norm)
+        return ratio * group["trust_coefficient"] * group["lr"]
+
+    def move(
+        self, chunk: NumberChunk, group: dict[str, Any], count: Tensor, rate: Tensor | float
     ) -> None:
         """Add the step to the momentum, and move the weight by the momentum."""
-        weight_norm, gradient_norm = norms
-        decay = group["weight_decay"]
-        ratio = norm_ratio(weight_norm, gradient_norm + decay * weight_norm)
-        rate = ratio * group["trust_coefficient"] * group["lr"]
-        for chunk in self.chunks(parameter, count, skip):
-            weight = chunk.weight.float()
-            step = torch.add(chunk.gradient.float(), weight, alpha=decay).mul_(rate)
-            total = chunk.load("momentum_buffer").mul(group["momentum"]).add_(step)
-            chunk.store("momentum_buffer", total)
-            chunk.write(weight - total)
+        weight = chunk.weight.float()
+        step = torch.add(chunk.gradient.float(), weight, alpha=group["weight_decay"]).mul_(rate)
+        total = chunk.load("momentum_buffer").mul(group["momentum"]).add_(step)
+        chunk.store("momentum_buffer", total)
+        chunk.write(weight - total)

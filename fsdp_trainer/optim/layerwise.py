@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_trainer.base.distributed import replication_factor, sum_in_order
-from fsdp_trainer.optim.compact import CompactOptimizer
+from fsdp_trainer.optim.compact import CompactOptimizer, NumberChunk
+from fsdp_trainer.optim.footprint import is_matrix
 
 
 class LayerwiseOptimizer(CompactOptimizer):
@@ -25,13 +26,15 @@ class LayerwiseOptimizer(CompactOptimizer):
     def update(self, count: Tensor, skip: Tensor) -> None:
         """Sum each parameter's squares over its parts, then update its weights. Collective."""
         named = list(self.named())
-        squares = torch.stack([self.squares(p, group, count, skip) for _, p, group in named])
+        squares = torch.stack([self._squares(p, group, count, skip) for _, p, group in named])
         ranks = dist.get_world_size(self.ranks) if dist.is_initialized() else 1
         # in a fixed order, so that the two copies of a tied embedding get bitwise equal norms
         squares = sum_in_order(squares, self.ranks)
         for (name, parameter, group), sums in zip(named, squares, strict=True):
             norms = (sums / replication_factor(parameter, ranks)).sqrt()
-            self.update_weight(name, parameter, group, norms, count, skip)
+            rate = self.rate(group, norms, is_matrix(name, parameter.ndim))
+            for chunk in self.chunks(parameter, count, skip):
+                self.move(chunk, group, count, rate)
 
     def named(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         """Yield each parameter with its name and its group."""
@@ -39,22 +42,28 @@ class LayerwiseOptimizer(CompactOptimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 yield name, parameter, group
 
-    def squares(
+    def _squares(
         self, parameter: nn.Parameter, group: dict[str, Any], count: Tensor, skip: Tensor
     ) -> Tensor:
-        """Return the sums of squares of this rank's part of a parameter: [sums] float64."""
+        """Return Σ weight² and Σ measured² of this rank's part of a parameter: [2] float64."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.count.device)
+        for chunk in self.chunks(parameter, count, skip):
+            measured = self.measured(chunk, group, count)
+            sums += torch.stack([square_sum(chunk.weight), square_sum(measured)])
+        return sums
+
+    def measured(self, chunk: NumberChunk, group: dict[str, Any], count: Tensor) -> Tensor:
+        """Return the numbers whose norm is needed beside the weight's."""
         raise NotImplementedError
 
-    def update_weight(
-        self,
-        name: str,
-        parameter: nn.Parameter,
-        group: dict[str, Any],
-        norms: Tensor,
-        count: Tensor,
-        skip: Tensor,
+    def rate(self, group: dict[str, Any], norms: Tensor, matrix: bool) -> Tensor | float:
+        """Return the factor on a parameter's step. norms: of its weight and of what is measured."""
+        raise NotImplementedError
+
+    def move(
+        self, chunk: NumberChunk, group: dict[str, Any], count: Tensor, rate: Tensor | float
     ) -> None:
-        """Update a parameter. norms: roots of `squares`, over the complete parameter."""
+        """Update the weights of a chunk. rate: what `rate` returned for the parameter."""
         raise NotImplementedError
 
 

@@ -176,7 +176,8 @@ def _merge_held_out(
     if len(preparing) == 1:
         return stores[0]
     folder = root / fingerprint([one.folder.name for one in preparing])
-    if not read_complete(folder):
+    meta = read_complete(folder)
+    if not meta:
         with tempfile.TemporaryDirectory(
             prefix=".together-", dir=root, ignore_cleanup_errors=True
         ) as aside:
@@ -202,8 +203,9 @@ def _merge_held_out(
             if not read_complete(folder):  # it is damaged; or another rank has made it
                 shutil.rmtree(folder, ignore_errors=True)
             commit(whole, folder)
+        meta = read_meta(folder)
     files = [file for one in preparing for file in one.component.files]
-    about = read_meta(folder)["stores"][VALIDATION]
+    about = meta["stores"][VALIDATION]
     return TokenStore(
         folder / VALIDATION, about["fingerprint"], [one.component.name for one in preparing], files
     )

@@ -18,11 +18,10 @@ from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import TeacherColumn, digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.run.tokenize_ahead import report
-from fsdp_trainer.run.trained_model import fetched_model, resolve_architecture
+from fsdp_trainer.run.trained_model import resolve_architecture, resolve_for
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
 
 
@@ -60,8 +59,7 @@ def prepare_inputs(cfg: PrepareConfig, world: World, console: Console) -> RunInp
     assert teacher
 
     def check(tokenizer: TextTokenizer) -> None:
-        model, grows = fetched_model(cfg, init_from), bool(cfg.tokenizer.add_tokens)
-        resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
+        resolve_for(cfg, init_from, tokenizer)
         require_same_vocabulary(cfg.second_model, tokenizer, teacher)
 
     reporter = Reporter(progress, console.say)

@@ -45,7 +45,6 @@ from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
 from fsdp_trainer.methods.stored_teacher import digest_of_teacher
 from fsdp_trainer.methods.teacher import fetch_second_model, require_same_vocabulary
-from fsdp_trainer.models.resolve import resolve_with_tokenizer
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.console import Console, time_line
 from fsdp_trainer.observe.flops import trained_work
@@ -59,7 +58,7 @@ from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
 from fsdp_trainer.run.run_lock import RunLock, clear_unused
-from fsdp_trainer.run.trained_model import check_room, fetched_model, resolve_setup
+from fsdp_trainer.run.trained_model import check_room, resolve_for, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.run_inputs import RunInputs, progress_with_heartbeat
@@ -200,8 +199,7 @@ class Rank:
 
         def check(tokenizer: TextTokenizer) -> None:
             # before all data is tokenized, which may take hours
-            model, grows = fetched_model(cfg, init_from), bool(cfg.tokenizer.add_tokens)
-            resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
+            resolve_for(cfg, init_from, tokenizer)
             if second_folder and world.local_rank == 0:
                 require_same_vocabulary(cfg.second_model, tokenizer, second_folder)
 

@@ -8,6 +8,7 @@ from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
+from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
@@ -34,7 +35,7 @@ def check_room(
     if layout.pipeline_problem:
         raise UserError("a step is too small for the pipeline", [layout.pipeline_problem])
     require_float8(cfg.precision, world.device)
-    config = resolve_model(fetched_model(cfg, init_from))
+    config = resolve_model(fetched_model(cfg.model, init_from))
     source = WeightSource.of(cfg.model, cfg.adapter, init_from, cfg.run.seed)
     setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
     ranks, adapters = cfg.sharding.tensor, setup.adapters
@@ -80,12 +81,17 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     The vocabulary is padded so that each rank of a tensor group has equally many rows of it, and as
     many as of the vocabulary of a second model, if there is one.
     """
-    model, grows = fetched_model(cfg, inputs.init_from), bool(cfg.tokenizer.add_tokens)
-    config = resolve_with_tokenizer(model, inputs.tokenizer.vocab_size, grows)
-    config = with_head(config, cfg)
+    config = with_head(resolve_for(cfg, inputs.init_from, inputs.tokenizer), cfg)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
+
+
+def resolve_for(cfg: TrainConfig, init_from: Path | None, tokenizer: TextTokenizer) -> ModelConfig:
+    """Return the configured architecture. Raises UserError if it has no row for a token."""
+    grows = bool(cfg.tokenizer.add_tokens)
+    model = fetched_model(cfg.model, init_from)
+    return resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
 
 
 def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
@@ -102,6 +108,6 @@ def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
     return config
 
 
-def fetched_model(cfg: TrainConfig, init_from: Path | None) -> Model:
-    """Return cfg.model with the folder that model.init_from was fetched to."""
-    return replace(cfg.model, init_from=str(init_from) if init_from else None)
+def fetched_model(model: Model, init_from: Path | None) -> Model:
+    """Return the model's keys with the folder that model.init_from was fetched to."""
+    return replace(model, init_from=str(init_from) if init_from else None)

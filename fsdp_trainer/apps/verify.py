@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.atomic_files import (
@@ -26,7 +25,13 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.checkpoint.load import read_model
 from fsdp_trainer.checkpoint.origin import read_origin
-from fsdp_trainer.config.paths import find_checkpoint, is_adapter, model_folder, tokenizer_folder
+from fsdp_trainer.config.paths import (
+    checkpoint_configuration,
+    find_checkpoint,
+    is_adapter,
+    model_folder,
+    tokenizer_folder,
+)
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import VerifyConfig
 from fsdp_trainer.data.store.token_cache import prepare
@@ -157,7 +162,7 @@ def tokenized(source: Path, data: str) -> TokenStore:
     """Return a file tokenized as in the source's own run."""
     settings: dict[str, Any] = {}
     if not is_adapter(source):
-        stored = yaml.safe_load((source / "config.yaml").read_text())
+        stored = checkpoint_configuration(source)
         known = {field.name for field in fields(Data)}
         settings = {key: value for key, value in stored["data"].items() if key in known}
     settings |= {"path": data, "validation": None, "streaming": False, "packing": "none"}

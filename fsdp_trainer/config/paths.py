@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.yaml_text import load_yaml
 
 MANIFEST = "MANIFEST.json"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
@@ -67,6 +68,11 @@ def is_adapter(path: str | Path) -> bool:
 def is_whole_model(folder: Path) -> bool:
     """Return True for a Hugging Face folder with weights."""
     return any((folder / name).is_file() for name in MODEL_WEIGHTS)
+
+
+def checkpoint_configuration(checkpoint: Path) -> dict[str, Any]:
+    """Return the resolved configuration of the run that wrote a checkpoint. Raises OSError."""
+    return load_yaml((checkpoint / "config.yaml").read_text())
 
 
 def checkpoint_frozen(checkpoint: Path) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import yaml
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.checkpoint.store import read_progress
+from fsdp_trainer.config.paths import checkpoint_configuration
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
@@ -169,7 +169,7 @@ class ReferenceColumn(StoredColumn):
         second = self.cfg.second_model
         if checkpoint is None or second is None:
             return False
-        stored = yaml.safe_load((checkpoint / "config.yaml").read_text())
+        stored = checkpoint_configuration(checkpoint)
         if second.is_start:
             return stored["model"].get("init_from") == self.cfg.model.init_from
         return stored["objective"].get("reference") == second.source

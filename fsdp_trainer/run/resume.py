@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-import yaml
 
 from fsdp_trainer.checkpoint.atomic_files import read_manifest
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress, require_whole
 from fsdp_trainer.config.check import as_text
-from fsdp_trainer.config.paths import checkpoint_folders, find_checkpoint, is_hub_id
+from fsdp_trainer.config.paths import (
+    checkpoint_configuration,
+    checkpoint_folders,
+    find_checkpoint,
+    is_hub_id,
+)
 from fsdp_trainer.config.schema import COMPARED_GROUPS, TrainConfig
 from fsdp_trainer.data.files.file_changes import describe_changed_files
 from fsdp_trainer.data.order.mixture import Component
@@ -116,7 +120,7 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
     then = {
         # a key added after the checkpoint was written had its default value
         **DEFAULTS,
-        **flatten(yaml.safe_load((checkpoint / "config.yaml").read_text())),
+        **flatten(checkpoint_configuration(checkpoint)),
         "data.fingerprint": stored["data"],
         "world_size": read_manifest(checkpoint)["world_size"],
     }
@@ -135,7 +139,7 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
         allowed.add("data.fingerprint")
     if "data.fingerprint" not in changes:
         allowed |= DECIDE_TOKENS
-    other_models = models_that_differ(setup, changes, checkpoint)
+    other_models = models_that_differ(setup, changes, checkpoint, stored)
     allowed |= MODELS - other_models.keys()
     refused = sorted(
         key for key in changes.keys() & COMPARED if not allowed & {key, key.split(".")[0]}
@@ -157,14 +161,15 @@ def check_unchanged(setup: RunSetup, order: Order, checkpoint: Path) -> dict[str
 
 
 def models_that_differ(
-    setup: RunSetup, changes: dict[str, list[Any]], checkpoint: Path
+    setup: RunSetup, changes: dict[str, list[Any]], checkpoint: Path, stored: dict[str, Any]
 ) -> dict[str, list[str]]:
     """Return lines on why a key of `MODELS` may not change, for each that may not.
 
     A folder may be elsewhere if it holds the same architecture. Its weights are compared when they
     are read: frozen ones and those of a reference by digest, and all others are in the checkpoint.
+    stored: the checkpoint's progress.
     """
-    stored, reasons = read_progress(checkpoint), {}
+    reasons = {}
     known = stored if "precision.param_dtype" not in changes else {}
     if "model.init_from" in changes:
         then, now = changes["model.init_from"]

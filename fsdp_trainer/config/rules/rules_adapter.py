@@ -5,6 +5,7 @@ from pathlib import Path
 from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.paths import (
     base_of_adapter,
+    checkpoint_configuration,
     checkpoint_frozen,
     find_checkpoint,
     is_adapter,
@@ -13,7 +14,6 @@ from fsdp_trainer.config.paths import (
     run_folder,
 )
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.yaml_text import load_yaml
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.models.adapters.peft_config import read_config
 
@@ -95,6 +95,6 @@ def described(folder: Path) -> tuple[str, str, str]:
 
 def typed_base(checkpoint: Path) -> str:
     """Return model.init_from of the run that wrote a checkpoint, if it still exists, else ""."""
-    stored = load_yaml((checkpoint / "config.yaml").read_text())
+    stored = checkpoint_configuration(checkpoint)
     name = (stored.get("model") or {}).get("init_from") or ""
     return name if name and (is_hub_id(name) or Path(name).exists()) else ""

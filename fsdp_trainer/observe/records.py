@@ -104,9 +104,9 @@ class Records:
         With math.inf only incomplete lines.
         """
         with self._lock:
-            last = {self.metrics: step, self.samples: step, self.events: math.inf}
-            for file in last:
-                file.cut_after(last[file])
+            files = ((self.metrics, step), (self.samples, step), (self.events, math.inf))
+            for file, last in files:
+                file.cut_after(last)
                 file.flush()
 
     def write(self, lines: list[dict[str, Any]]) -> None:

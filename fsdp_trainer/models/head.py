@@ -444,7 +444,11 @@ def differentiate_chunk(
         logits.add_(grad_mean[:, None] / vocab_size)
     # in float32, since onehot and softmax nearly cancel for a token of high probability
     at_target = grad_logprob if is_own is None else grad_logprob * is_own
-    logits.scatter_add_(-1, targets[:, None], at_target[:, None])
+    if torch.compiler.is_compiling():  # a compiled scatter would copy the logits first
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        logits.add_((columns == targets[:, None]) * at_target[:, None])
+    else:
+        logits.scatter_add_(-1, targets[:, None], at_target[:, None])
     if softcap_grad is not None:
         logits.mul_(softcap_grad)
     if logits is not product:

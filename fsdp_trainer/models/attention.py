@@ -179,8 +179,9 @@ class VarlenAttention(PackedAttention):
     """Attention with one call of `torch.nn.attention.varlen`: cost grows with Σ length².
 
     Requires CUDA, 16-bit numbers and no softcap. ends: [documents + 1] int32, document boundaries
-    over all rows. longest: upper bound of the documents' lengths, a power of two or the row's
-    length; a compiled block is specialised to it, so it must have few distinct values.
+    over all rows. longest: [upper bound of the documents' lengths, 0], a power of two or the
+    row's length; the kernel is slower with a larger one. It is the size of an empty tensor, which
+    can be marked: with a plain number each block would be compiled again when it first differs.
     """
 
     def prepare(self) -> None:
@@ -188,16 +189,18 @@ class VarlenAttention(PackedAttention):
         ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
         self.ends = to_device(ends, self.device)
         power_of_two = 1 << int(sizes.max() - 1).bit_length()
-        self.longest = min(self.row, power_of_two)
+        self.longest = torch.empty(min(self.row, power_of_two), 0, device=self.device)
         self.kernel = _varlen()
-        # one graph of a compiled block for any number of documents
+        # one graph of a compiled block for any number and length of documents
         torch._dynamo.maybe_mark_dynamic(self.ends, 0)
+        torch._dynamo.maybe_mark_dynamic(self.longest, 0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         assert scoring.softcap is None, "attention_choice refuses it"
         assert scoring.sinks is None, "attention_choice refuses them"
         past = -1 if self.window is None else self.window - 1
-        bounds = (self.ends, self.ends, self.longest, self.longest)
+        longest = self.longest.shape[0]
+        bounds = (self.ends, self.ends, longest, longest)
         flat = (x.flatten(0, 1) for x in (q, k, v))
         out = self.kernel(*flat, *bounds, scale=scoring.scale, window_size=(past, 0))
         return out.view(q.shape)

@@ -166,7 +166,6 @@ def record_flights(board: str) -> None:
     """
     for name, value in {
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{board}.flight-",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{board}.flight-",
     }.items():
         if os.environ.get(name) in (None, _flight_settings.get(name)):

@@ -117,6 +117,7 @@ class Profiler:
                 activities=[ProfilerActivity.CPU, *cuda],
                 record_shapes=True,
                 profile_memory=self.memory,
+                acc_events=True,  # there is one cycle; otherwise torch warns that it clears events
             )
             trace.__enter__()
             self._trace = trace

@@ -37,7 +37,20 @@ CPU_LIMITS = 8
 """Factor for each step's limit on a CPU, which compiles slowly and may be shared."""
 TAIL = 20_000  # characters of a command's output that are kept
 TRAIN = ("-m", "fsdp_trainer")
-TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu")
+AT_ONCE = str(max(1, min(12, (os.cpu_count() or 1) // 2)))
+"""Tests that run side by side: most of their time is starting processes, and models are tiny."""
+TESTS = (
+    "-m",
+    "pytest",
+    "-v",
+    "-p",
+    "no:cacheprovider",
+    "-n",
+    AT_ONCE,
+    "--durations=5",
+    "-m",
+    "gpu",
+)
 GPU_TESTS = (
     "tests/project/test_gpu.py",
     "tests/parallel/test_compile.py",

@@ -18,6 +18,8 @@ which only shows that the benchmark runs.
 """
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -273,16 +275,9 @@ def run(
         "checkpoint.every=null",
         f"logging.every={EVERY}",
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp_trainer", *given, *place, f"launch.nproc_per_node={ranks}"],
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        errors = [
-            line for line in done.stderr.splitlines() if "out of memory" in line
-        ] or done.stderr.strip().splitlines()
-        return {"failed": errors[-1]}
+    failed = train_without_saving([*given, *place, f"launch.nproc_per_node={ranks}"], folder)
+    if failed:
+        return {"failed": failed}
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     seconds = [line["step_seconds"] for line in lines[WARM:]]
     tokens = np.diff([0, *(line["tokens"] for line in lines)])
@@ -302,6 +297,28 @@ def run(
                 np.average([line[figure] for line in lines[WARM:]], weights=seconds)
             )
     return results
+
+
+def train_without_saving(overrides: list[str], folder: Path) -> str:
+    """Train until the last step's metrics are written; return why it failed, or nothing.
+
+    The run is killed then: writing its last checkpoint takes longer than the steps.
+    """
+    metrics, log = folder / "run/metrics.jsonl", folder / "log.txt"
+    metrics.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "fsdp_trainer", *overrides]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    while process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) == STEPS:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return ""
+        time.sleep(0.1)
+    if not process.returncode:
+        return ""
+    lines = log.read_text().strip().splitlines()
+    return "\n".join([line for line in lines if "out of memory" in line] or lines[-5:])
 
 
 def data(folder: Path, part: str, row: int, rows: int = 1) -> list[str]:

@@ -89,17 +89,30 @@ def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
 def in_the_pool(world, monkeypatch):
     """Train what benchmarks start on the tests' ranks: nothing is timed here."""
 
-    def train(line, **_):
-        ranks = int(line[-1].partition("launch.nproc_per_node=")[2])
-        results = world.command("train", *line[3:], ranks=ranks)
-        return subprocess.CompletedProcess(line, 0, results[0].out, results[0].err)
+    def train(overrides, _):
+        world.command("train", *overrides, ranks=int(overrides[-1].rpartition("=")[2]))
+        return ""
 
     def answer(line, **_):
         _, _, module, _, file = line
         return subprocess.CompletedProcess(line, 0, *world.call(1, answered, module, file), "")
 
-    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=train))
+    monkeypatch.setattr(gpu, "train_without_saving", train)
     monkeypatch.setattr(trl_common, "subprocess", SimpleNamespace(run=answer))
+
+
+def test_a_gpu_benchmarks_run_ends_with_its_last_step_or_with_what_failed(tmp_path, monkeypatch):
+    trainer = tmp_path / "trainer"
+    monkeypatch.setattr(sys, "executable", str(trainer))
+    trainer.write_text(
+        f"#!/bin/sh\nmkdir {tmp_path}/run; seq 16 > {tmp_path}/run/metrics.jsonl; sleep 900"
+    )
+    trainer.chmod(0o700)
+    assert gpu.train_without_saving([], tmp_path) == ""
+    trainer.write_text("#!/bin/sh\necho started; echo CUDA out of memory >&2; echo; exit 1")
+    assert gpu.train_without_saving([], tmp_path) == "CUDA out of memory"
+    trainer.write_text("#!/bin/sh\necho a reason >&2; exit 2")
+    assert gpu.train_without_saving([], tmp_path) == "a reason"
 
 
 def answered(module, file):

@@ -232,8 +232,8 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
         lambda q, k, v, layout: layout.attend(q, k, v), backend=backend, fullgraph=True
     )
     draw = random.Random(0)
-    for most in (20, 3, 24, 7, 12, 200):
-        lengths = [[most], [draw.randint(2, 20) for _ in range(draw.randint(1, 10))]]
+    for longest in (20, 3, 24, 7, 12, 200):
+        lengths = [[longest], [draw.randint(2, 20) for _ in range(draw.randint(1, 10))]]
         q, k, v, grad = inputs(lengths, 256)
         with torch.no_grad():
             actual = compiled(q, k, v, LAYOUTS["varlen"](lengths, 256, CPU)) * (grad != 0)

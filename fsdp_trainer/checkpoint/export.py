@@ -77,7 +77,7 @@ def export(cfg: ExportConfig) -> int:
         else:
             export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
     except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}") from None
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
     print(f"exported {source} to {out}")
     return 0
 

@@ -361,6 +361,15 @@ def test_a_run_says_in_which_state_it_is(tmp_path):
         ]
         == "finished"
     )
+    refused = {"event": "end", "time": 1300.0, "reason": "no such key", "exit_code": 2}
+    ends = [{"event": "end", "time": 1200.0, "reason": "done", "exit_code": 0}, refused, refused]
+    after = read_run(write_run(tmp_path / "refused after", lines, [events[0], *ends]), "a")
+    assert (after.state, after.explanation) == (
+        "finished",
+        "done; a later start was refused: no such key",
+    )
+    never = read_run(write_run(tmp_path / "refused at once", [], [refused]), "a")
+    assert (never.state, never.explanation) == ("failed", "no such key")
     silent = write_run(
         tmp_path / "silent", lines, events[:4]
     )  # files that were just copied say nothing

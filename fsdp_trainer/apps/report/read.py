@@ -294,6 +294,29 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     return dense
 
 
+def last_event(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Return the last event, without starts that were refused after the run had ended.
+
+    Such a start has changed nothing: it is an `end` with exit code 2 after another `end`. The
+    second value is why the last of them was refused.
+    """
+    ended = list(events)
+    while len(ended) > 1 and ended[-1].get("exit_code") == 2 and ended[-2].get("event") == "end":
+        ended.pop()
+    refused = str(events[-1].get("reason", "")) if len(ended) < len(events) else ""
+    return (ended[-1] if ended else {}), refused
+
+
+def state_at_end(end: dict[str, Any], refused: str) -> tuple[str, str]:
+    """Return the state of a run that has ended, and the reason. refused: see last_event."""
+    name = {0: "finished", 75: "stopped"}.get(end.get("exit_code", 1), "failed")
+    reason = str(end.get("reason", ""))
+    if not refused:
+        return name, reason
+    later = f"a later start was refused: {refused}"
+    return name, later if reason == name else f"{reason}; {later}"
+
+
 def state(run: RecordedRun) -> tuple[str, str]:
     """Return a run's state (running, finished, stopped, failed or nothing yet) and the reason.
 
@@ -305,10 +328,9 @@ def state(run: RecordedRun) -> tuple[str, str]:
         return name, str(job.get("reason") or "")
     if not run.events and not run.lines:
         return "nothing yet", ""
-    last = run.events[-1] if run.events else {}
+    last, refused = last_event(run.events)
     if last.get("event") == "end":
-        name = {0: "finished", 75: "stopped"}.get(last.get("exit_code", 1), "failed")
-        return name, str(last.get("reason", ""))
+        return state_at_end(last, refused)
     silent = time.time() - max(run.last("time") or 0.0, last.get("time", 0.0))
     if silent < SILENT_SECONDS:
         return "running", f"last line {silent:.0f} s ago"

@@ -155,6 +155,7 @@ def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, 
     assert ("ok", "float32 products") not in found_by_doctor
 
 
+@pytest.mark.slow
 def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
     out = world.command(
         "doctor", f"run.root={tmp_path}", *QUICK, "model=llama3_70b", code=3, seam=a_full_disk()

@@ -80,6 +80,7 @@ def test_what_a_run_would_refuse_is_not_listed(capsys):
     assert "sharding.tensor" not in typed  # blocks of 4-bit numbers would be cut
 
 
+@pytest.mark.slow
 def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
     for columns in (80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))

@@ -105,7 +105,8 @@ def test_a_gpu_benchmarks_run_ends_with_its_last_step_or_with_what_failed(tmp_pa
     trainer = tmp_path / "trainer"
     monkeypatch.setattr(sys, "executable", str(trainer))
     trainer.write_text(
-        f"#!/bin/sh\nmkdir {tmp_path}/run; seq 16 > {tmp_path}/run/metrics.jsonl; sleep 900"
+        f"#!/bin/sh\nmkdir {tmp_path}/run\n"
+        f"seq {gpu.STEPS} > {tmp_path}/run/metrics.jsonl; sleep 900"
     )
     trainer.chmod(0o700)
     assert gpu.train_without_saving([], tmp_path) == ""

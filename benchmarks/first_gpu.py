@@ -11,9 +11,9 @@ their output, and figures computed from the runs. The exit code is 1 if a step f
 are skipped, the steps may take eight times as long, and the file is runs/first-gpu-on-a-cpu.json.
 """
 
+import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,11 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import RESULTS, arguments, machine, versions
+from benchmarks.harness import RESULTS, ROOT, arguments, machine, python_process, versions
 from fsdp_trainer.config.devices import has_gpus
 from fsdp_trainer.config.schema import Launch
 
-ROOT = Path(__file__).parent.parent
 MACHINE_SECONDS = 30
 """Time limit for describing the machine, so that a hanging GPU driver does not block the rest."""
 CPU_LIMITS = 8
@@ -40,16 +39,8 @@ TRAIN = ("-m", "fsdp_trainer")
 AT_ONCE = str(max(1, min(12, (os.cpu_count() or 1) // 2)))
 """Tests that run side by side: most of their time is starting processes, and models are tiny."""
 TESTS = (
-    "-m",
-    "pytest",
-    "-v",
-    "-p",
-    "no:cacheprovider",
-    "-n",
-    AT_ONCE,
-    "--durations=5",
-    "-m",
-    "gpu",
+    *("-m", "pytest", "-v", "-p", "no:cacheprovider", "-n", AT_ONCE, "--durations=5"),
+    *("-m", "gpu"),
 )
 GPU_TESTS = (
     "tests/project/test_gpu.py",
@@ -254,24 +245,10 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def run_command(command: Command, seconds: float, folder: Path) -> dict[str, Any]:
     """Run one command and return its result. Its processes are killed after `seconds`."""
     began = time.monotonic()
-    # a file, not a pipe, which a process that outlives the command would keep open
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *command.words],
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    output, code = folder / "output.txt", None
+    late = contextlib.suppress(subprocess.TimeoutExpired)
+    with python_process(command.words, output) as process, late:
+        code = process.wait(seconds)
     text = output.read_text(errors="replace")
     return {
         "command": " ".join(["python", *command.words]),

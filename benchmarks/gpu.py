@@ -18,8 +18,6 @@ which only shows that the benchmark runs.
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness import arguments, finish, print_result, run_ranks, spread, wait_for_device
+from benchmarks.harness import (
+    arguments,
+    finish,
+    print_result,
+    python_process,
+    run_ranks,
+    spread,
+    wait_for_device,
+)
 from benchmarks.train_step import documents, padded
 from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.config.composing.compose import compose
@@ -306,15 +312,11 @@ def train_without_saving(overrides: list[str], folder: Path) -> str:
     """
     metrics, log = folder / "run/metrics.jsonl", folder / "log.txt"
     metrics.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "fsdp_trainer", *overrides]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    while process.poll() is None:
-        if metrics.exists() and len(metrics.read_text().splitlines()) == STEPS:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return ""
-        time.sleep(0.1)
+    with python_process(["-m", "fsdp_trainer", *overrides], log) as process:
+        while process.poll() is None:
+            if metrics.exists() and len(metrics.read_text().splitlines()) == STEPS:
+                return ""
+            time.sleep(0.1)
     if not process.returncode:
         return ""
     lines = log.read_text().strip().splitlines()

@@ -11,23 +11,26 @@ result of another one with as many cores is compared with.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 WORSE = 0.10
 T = TypeVar("T")
 
@@ -132,6 +135,28 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@contextlib.contextmanager
+def python_process(words: Sequence[str], output: Path) -> Iterator[subprocess.Popen]:
+    """Start Python with these arguments; at the end of the context kill it and what it started.
+
+    output: file for what it prints. A pipe would stay open as long as a process that outlives it.
+    """
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -703,8 +703,10 @@ def test_a_second_run_in_a_process_has_its_own_files_of_nccl(monkeypatch):
     name = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
     monkeypatch.setenv(name, "")
     monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "50")
     monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "/a/user/has/one")
     for board in ("first", "second"):
         record_flights(board)
         assert os.environ[name] == f"{board}.flight-"
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "50"
     assert os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == "/a/user/has/one"

@@ -294,7 +294,7 @@ def columns(lines: Iterator[dict[str, Any]]) -> dict[str, np.ndarray]:
     return dense
 
 
-def last_event(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+def last_but_refusals(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """Return the last event, without starts that were refused after the run had ended.
 
     Such a start has changed nothing: it is an `end` with exit code 2 after another `end`. The
@@ -308,7 +308,10 @@ def last_event(events: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
 
 
 def state_at_end(end: dict[str, Any], refused: str) -> tuple[str, str]:
-    """Return the state of a run that has ended, and the reason. refused: see last_event."""
+    """Return the state of a run that has ended, and the reason.
+
+    refused: why a later start was refused, if one was.
+    """
     name = {0: "finished", 75: "stopped"}.get(end.get("exit_code", 1), "failed")
     reason = str(end.get("reason", ""))
     if not refused:
@@ -328,7 +331,7 @@ def state(run: RecordedRun) -> tuple[str, str]:
         return name, str(job.get("reason") or "")
     if not run.events and not run.lines:
         return "nothing yet", ""
-    last, refused = last_event(run.events)
+    last, refused = last_but_refusals(run.events)
     if last.get("event") == "end":
         return state_at_end(last, refused)
     silent = time.time() - max(run.last("time") or 0.0, last.get("time", 0.0))

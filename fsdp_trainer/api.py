@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.remote_code import allow_remote_code
 from fsdp_trainer.config.check import as_value
 from fsdp_trainer.config.composing.compose import compose, config_flag
 from fsdp_trainer.config.paths import run_folder
@@ -56,6 +57,7 @@ def train(
     import_modules(imports)
     words = as_words(overrides)
     cfg = compose("train", words, config_dir)
+    allow_remote_code(cfg)
     if callbacks and starts_ranks(cfg.launch, os.environ):
         text = (
             "ranks are processes of their own, and these objects are in this process.\n"

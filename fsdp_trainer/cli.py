@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 from typing import NamedTuple, NoReturn
 
 from fsdp_trainer.base import phases
+from fsdp_trainer.base.remote_code import allow_remote_code
 from fsdp_trainer.config.composing.handover import inherited_configuration
 from fsdp_trainer.config.composing.source_words import as_source, is_path
 from fsdp_trainer.config.verbs import PRIMARY
@@ -88,6 +89,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
     verb = VERBS[name]
     overrides = with_bare_words(name, overrides)
     if verb.starts_ranks and (cfg := inherited_configuration(PRIMARY[name])):
+        allow_remote_code(cfg)
         return resolve_name(verb.function)(cfg, overrides)
     # imports Hydra, which a rank that received its configuration does not need
     from fsdp_trainer.config.composing.compose import compose, config_flag
@@ -107,6 +109,7 @@ def run_verb(name: str, overrides: list[str], config_dir: str | None = None) -> 
         "words of stages": of_stages,
     }
     cfg = compose(name, own, config_dir, inputs=verb.inputs)
+    allow_remote_code(cfg)
     return resolve_name(verb.function)(cfg, *(further[need] for need in verb.needs))
 
 

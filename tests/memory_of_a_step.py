@@ -18,7 +18,8 @@ from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.attention import DocumentAttention
-from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.moe import Router, Routing
 from fsdp_trainer.optim.optimizers import build_optimizer

@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
@@ -182,7 +183,11 @@ def _steps_of_experts(cfg, config):
     def compute():
         micro_step(model, cfg, batch_of_rank(cfg, config, dims))
 
-    return OfExperts(*sent, peak_of_step(model, dims, optimizer, compute))
+    peaks = []
+    for _ in range(3):  # gloo may hold a message for a moment longer
+        peaks.append(peak_of_step(model, dims, optimizer, compute))
+        optimizer.zero_grad()
+    return OfExperts(*sent, min(peaks))
 
 
 def _sent_in_a_step(model, dims, cfg):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.checkpoint.atomic_files import (
     damage,
     named_checkpoint,
@@ -39,8 +40,8 @@ from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 TOLERANCE = 1e-4  # largest absolute difference of logits between two float32 implementations
 # shape of the random tokens; any tokens show whether two models are the same
@@ -86,7 +87,7 @@ def compare(source: Path, folder: Path) -> int:
     else:
         merge_into = read_origin(folder).get("merge_into", "original")
         ours = read_model(source, merge_into=merge_into, is_checked=True)
-        stored, problems = read_headers(folder)
+        stored, problems = read_headers(folder, ours.config.by_transformers)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
         if problems:
             print(f"{folder} holds another model: {problems[0].what} {problems[0].reason}")
@@ -96,7 +97,8 @@ def compare(source: Path, folder: Path) -> int:
             weight = weights[part.parameter]
             weight.copy_(weight.to(stored[part.tensor].dtype))
         # transformers' other kernels leave out what they cannot do, such as Gemma 2's soft cap
-        theirs = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        options = {"attn_implementation": "eager", "trust_remote_code": remote_code_is_allowed()}
+        theirs = auto.from_pretrained(folder, dtype=torch.float32, **options)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
     with torch.no_grad():
@@ -166,7 +168,7 @@ def tokenized(source: Path, data: str) -> TokenStore:
         known = {field.name for field in fields(Data)}
         settings = {key: value for key, value in stored["data"].items() if key in known}
     settings |= {"path": data, "validation": None, "streaming": False, "packing": "none"}
-    length = ModelConfig.from_hf(model_folder(source)).max_position_embeddings
+    length = read_architecture(model_folder(source)).max_position_embeddings
     tokenizer = load_tokenizer(str(tokenizer_folder(source)))
     wanted = Data(**settings)
     template = load_template(wanted.template, tokenizer, wanted.template_args, wanted.template_date)

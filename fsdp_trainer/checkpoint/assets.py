@@ -1,6 +1,7 @@
 """The Hugging Face folder without weights in every checkpoint, from which an export starts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ def write_hf_assets(
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
     hf_config = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
     write_json(folder / "config.json", hf_config)
+    for code in Path(config.folder).glob("*.py") if config.folder else ():
+        shutil.copyfile(code, folder / code.name)
     generation: dict[str, Any] = {
         "bos_token_id": tokenizer.bos_id,
         "pad_token_id": tokenizer.pad_id,

@@ -6,7 +6,6 @@ from pathlib import Path
 from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes
 from fsdp_trainer.checkpoint.frozen_weights import model_config, weights_on_disk
-from fsdp_trainer.models.decoder import VOCABULARY
 
 
 def weights_digest(source: Path) -> str:
@@ -19,8 +18,9 @@ def weights_digest(source: Path) -> str:
     """
     config = model_config(source)
     digest = hashlib.sha256()
+    vocabulary = config.names.vocabulary
     for name, padded in sorted(weights_on_disk(config, source).items()):
-        rows = min(config.vocab_size, padded.shape[0]) if name in VOCABULARY else padded.shape[0]
+        rows = min(config.vocab_size, padded.shape[0]) if name in vocabulary else padded.shape[0]
         tensor = rows_of(padded, 0, rows)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         for piece in tensor.pieces():

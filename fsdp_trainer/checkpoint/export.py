@@ -23,6 +23,7 @@ from fsdp_trainer.checkpoint.formats.huggingface import (
     tensor_parts,
     tensor_shapes,
 )
+from fsdp_trainer.checkpoint.formats.placed_tensors import in_transformers_orientation
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -50,7 +51,9 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.decoder import meta_decoder
+from fsdp_trainer.models.config import COMPUTED_BY
+from fsdp_trainer.models.decoder import stored_buffers
+from fsdp_trainer.models.hf.new_model import meta_decoder
 
 NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
 
@@ -134,7 +137,7 @@ def export_checkpoint(
     parts = tensor_parts(model, config.vocab_size)
     imported = number_formats(config, source)
     default = dtype or imported["default"]
-    buffers = dict(model.named_buffers())
+    buffers = stored_buffers(model)
     dtypes = {}
     for part in parts:
         before = imported.get(part.parameter, imported["default"])
@@ -144,12 +147,13 @@ def export_checkpoint(
         for name, shape in tensor_shapes(model, parts).items()
     }
     require_unchanged(config, source)
-    sources = weights_on_disk(config, source, merge_into)
+    sources = dict(in_transformers_orientation(model, weights_on_disk(config, source, merge_into)))
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with complete_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
         hf_config = json.loads((partial / "config.json").read_text())
         hf_config.pop("quantization_config", None)  # a quantized base is decoded as it is read
+        hf_config.pop(COMPUTED_BY, None)
         write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
         write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:
@@ -168,7 +172,7 @@ def export_checkpoint(
 def copy_assets(source: Path, out: Path) -> None:
     """Copy a Hugging Face folder's files except weights: configuration, tokenizer, template."""
     for folder in dict.fromkeys([model_folder(source), tokenizer_folder(source)]):
-        for pattern in ("*.json", "*.jinja", "*.model", "*.txt"):
+        for pattern in ("*.json", "*.jinja", "*.model", "*.txt", "*.py"):
             for file in folder.glob(pattern):
                 if file.name not in NOT_COPIED:
                     shutil.copyfile(file, out / file.name)

@@ -48,9 +48,10 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapters import is_adapted
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import initialize_part
 from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.parallel.pipeline import stages_of
@@ -223,7 +224,9 @@ def require_trained_rows(model: Decoder, known: int) -> None:
 
     known: number of rows of the initial weights.
     """
-    frozen = [name for name in VOCABULARY if name in frozen_parameters(model.whole)]
+    frozen = [
+        name for name in model.config.names.vocabulary if name in frozen_parameters(model.whole)
+    ]
     count = model.config.vocab_size - known
     if frozen and count > 0:
         text = (
@@ -256,7 +259,7 @@ def load_weights(
         for name, weight in model.named_weights().items()
         if name not in base.digests
     }
-    load(checkpoint, state | dict(optimizer), alone)
+    load(checkpoint, state | dict(optimizer), model.config.names.vocabulary, alone)
     clear_padding(model)
     if not base.digests:
         return
@@ -388,7 +391,7 @@ def model_config(source: Path) -> ModelConfig:
     """
     if is_adapter(source):
         base_folder(source)
-    return ModelConfig.from_hf(model_folder(source))
+    return read_architecture(model_folder(source))
 
 
 def base_folder(adapter: Path) -> Path:
@@ -518,7 +521,8 @@ def digests_on_disk(
             part = (slice(*rows), *whole_slice(tensor.shape[1:]))
             return _digest(tensor.read_rows(*rows, buffer), part, tensor.shape, dtype)
 
-        known = min(config.vocab_size, tensor.shape[0]) if name in VOCABULARY else tensor.shape[0]
+        is_vocabulary = name in config.names.vocabulary
+        known = min(config.vocab_size, tensor.shape[0]) if is_vocabulary else tensor.shape[0]
         pieces = row_ranges(0, known, tensor.row_bytes)
         digests_of_pieces = in_threads(digest, pieces, piece_bytes([tensor.row_bytes]))
         total = torch.stack(digests_of_pieces).sum()
@@ -572,14 +576,14 @@ def _require_same(base: Base, actual: dict[str, str]) -> None:
 
 def _known_rows(config: ModelConfig, name: str, weight: Tensor) -> int:
     """Return the number of rows of a weight, without the padding of a vocabulary."""
-    return config.vocab_size if name in VOCABULARY else len(weight)
+    return config.vocab_size if name in config.names.vocabulary else len(weight)
 
 
 @torch.no_grad()
 def clear_padding(model: Decoder) -> None:
     """Zero the vocabulary's padding rows: another layout's checkpoint has fewer or none."""
     for name, parameter in model.named_parameters():
-        if name in VOCABULARY:
+        if name in model.config.names.vocabulary:
             first = local_slice(parameter)[0].start
             local_part(parameter)[max(0, model.config.vocab_size - first) :] = 0
 
@@ -618,7 +622,7 @@ def held_first(model: Decoder) -> set[str]:
     own = {name for name, _ in model.named_parameters()}
     stages = stages_of(model)
     if model.config.tie_word_embeddings and stages and not stages[0].is_first:
-        own -= set(VOCABULARY)
+        own -= set(model.config.names.vocabulary)
     return own
 
 

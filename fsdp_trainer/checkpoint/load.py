@@ -16,7 +16,8 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 
 
 def load_model(
@@ -61,6 +62,7 @@ def read_model(
     model = meta_decoder(model_config(path)).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
+    model.fill_buffers()
     read_into(model, path, merge_into, alone=True, is_checked=is_checked)
     return model.eval().requires_grad_(False)
 

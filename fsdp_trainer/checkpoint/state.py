@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.base.torch_private import dtensor_like
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.decoder import stored_buffers
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 WEIGHTS = "weights/"
@@ -30,7 +31,7 @@ def stored_weights(model: nn.Module) -> dict[str, Tensor]:
     All code that writes or checks weights of a checkpoint uses this function. Buffers are few
     numbers, which training may change without a gradient.
     """
-    return {**stored_parameters(model), **dict(model.named_buffers())}
+    return {**stored_parameters(model), **stored_buffers(model)}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

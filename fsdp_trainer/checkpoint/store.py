@@ -6,7 +6,7 @@ import platform
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -50,7 +50,6 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import Checkpoint
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.models.decoder import VOCABULARY
 from fsdp_trainer.version import __version__
 
 Json = dict[str, Any]
@@ -288,16 +287,20 @@ def damage_anywhere(checkpoint: Path, group: dist.ProcessGroup | None = None) ->
     return list(dict.fromkeys(chain.from_iterable(gather(problems, group))))
 
 
-def load(checkpoint: Path, state: dict[str, Any], alone: bool = False) -> None:
+def load(
+    checkpoint: Path, state: dict[str, Any], vocabulary: Collection[str], alone: bool = False
+) -> None:
     """Fill `state` in place from a verified checkpoint that any number of ranks wrote.
 
-    Collective, unless this process is `alone` in it. Raises RunFailed.
+    vocabulary: names of the parameters that may have another number of rows there. Collective,
+    unless this process is `alone` in it. Raises RunFailed.
     """
+    planner = VocabularyPlanner(vocabulary)
     with warnings.catch_warnings():
         # that is intended if `alone`
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
-            dcp.load(state, checkpoint_id=checkpoint, planner=VocabularyPlanner(), no_dist=alone)
+            dcp.load(state, checkpoint_id=checkpoint, planner=planner, no_dist=alone)
         except CheckpointException as error:  # a BaseException, raised on all ranks together
             cause, _ = next(iter(error.failures.values()))
             raise RunFailed(f"cannot read the checkpoint {checkpoint}: {cause}") from None
@@ -309,6 +312,10 @@ class VocabularyPlanner(DefaultLoadPlanner):
     It reads the rows that both have, the checkpoint and the model. All other shapes must be equal.
     """
 
+    def __init__(self, vocabulary: Collection[str]):
+        super().__init__()
+        self.vocabulary = vocabulary
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -319,7 +326,7 @@ class VocabularyPlanner(DefaultLoadPlanner):
         assert metadata is not None
         entries = dict(metadata.state_dict_metadata)
         for name in state_dict.keys() & entries.keys():
-            if parameter_of(name) in VOCABULARY:
+            if parameter_of(name) in self.vocabulary:
                 entries[name] = replace(entries[name], size=state_dict[name].size())
         resized = replace(metadata, state_dict_metadata=entries)
         super().set_up_planner(state_dict, resized, is_coordinator)

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.config.paths import base_of_adapter, is_adapter, is_hub_id
 from fsdp_trainer.errors import Problem, UserError
 
 TEXTS = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHTS = ["*.safetensors"]
+CODE = ["*.py"]
+"""Only with trust_remote_code=true."""
 
 
 def fetch(name: str, weights: bool = True, key: str = "model.init_from") -> Path:
@@ -32,8 +35,9 @@ def download(name: str, weights: bool, key: str) -> Path:
             "Or give a folder that exists"
         )
         raise UserError("cannot fetch the model", [Problem(f"{key}={name}", reason)]) from None
+    patterns = [*TEXTS, *(WEIGHTS if weights else []), *(CODE if remote_code_is_allowed() else [])]
     try:
-        return Path(snapshot_download(name, allow_patterns=TEXTS + (WEIGHTS if weights else [])))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # network, rights, a name that does not exist
         reason = (
             f"{type(error).__name__}: {str(error).splitlines()[0]}\n"

@@ -266,6 +266,15 @@ class Model:
         "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null:"
         " random",
     )
+    implementation: str = key(
+        "auto",
+        "`native`: this decoder; `transformers`: transformers' own class (extra hf); `auto`: this"
+        " decoder where it knows the model_type of init_from, else transformers' class",
+        choices=("auto", "native", "transformers"),
+    )
+    trust_remote_code: bool = key(
+        False, "run Python code that comes with the folder of init_from: only if you trust it"
+    )
     depth: int | None = key(
         None,
         "blocks of a new model; width, heads, batch, steps and optim.lr follow by nanochat's rules,"

@@ -1,7 +1,8 @@
 """Generation of continuations of many prompts at once, with a cache of keys and values."""
 
 from collections.abc import Callable, Collection, Iterator
-from itertools import accumulate
+from itertools import accumulate, groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
 from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
 from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.own_cache import OwnCache
 
 ROWS = 32
 """Number of answers that are generated at the same time by default."""
@@ -124,6 +126,10 @@ class Generation:
                 chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
 
+    def together(self, answers: list[Continuation]) -> list[list[Continuation]]:
+        """Return the answers in groups, in order, of which any may be generated together."""
+        return [answers]
+
     def record_log_probabilities(
         self, rows: list[Continuation], logits: Tensor, chosen: Tensor
     ) -> None:
@@ -189,6 +195,57 @@ class Generation:
         return to_device(np.array([[answer.number()] for answer in rows]), self.device)
 
 
+class TransformersGeneration(Generation):
+    """Generation with transformers' own cache: rows are padded on the left to one length."""
+
+    cache: Any
+
+    def together(self, answers: list[Continuation]) -> list[list[Continuation]]:
+        """See Generation. Padding would change states that do not come from attention alone."""
+        if self.model.config.packs:
+            return [answers]
+        return [list(group) for _, group in groupby(answers, lambda answer: answer.length)]
+
+    def start(self, rows: list[Continuation]) -> Tensor:
+        """See Generation."""
+        texts = [[*answer.prompt, *answer.tokens] for answer in rows]
+        width = max(map(len, texts))
+        lengths = np.array([len(text) for text in texts])
+        mask = np.arange(width) >= width - lengths[:, None]
+        tokens = np.stack([np.pad(text, (width - len(text), 0), mode="edge") for text in texts])
+        self.cache = OwnCache(to_device(mask.astype(np.int64), self.device))
+        return self.next(to_device(tokens.astype(np.int64), self.device))
+
+    def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
+        """See Generation."""
+        if is_idle:
+            return self.start([Continuation(IDLE_PROMPT, self.sampling, 1)])
+        if self.cache.is_lost:
+            return self.start(rows)
+        self.cache.grow()
+        return self.next(chosen[:, None])
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Return the logits after new tokens, [rows, new tokens]: [rows, vocabulary]."""
+        count = tokens.shape[1]
+        positions = (self.cache.mask.cumsum(1) - 1).clamp_min(0)[:, -count:]
+        last = torch.arange(len(tokens), device=self.device) * count + count - 1
+        model: Any = self.model
+        return model.next_logits(tokens, positions, None, last, self.cache)
+
+
+def generation_of(
+    model: Decoder,
+    sampling: Sampling,
+    device: torch.device,
+    decoding: Decoding | None = None,
+) -> Generation:
+    """Return a Generation for a model of either implementation."""
+    if model.config.by_transformers:
+        return TransformersGeneration(model, sampling, device, decoding)
+    return Generation(model, sampling, device, decoding)
+
+
 def stream_tokens(
     model: Decoder,
     prompt: list[int],
@@ -202,7 +259,7 @@ def stream_tokens(
     answer = Continuation(prompt, sampling, room_after(model, prompt))
     if answer.is_done:
         return
-    generation = Generation(model, sampling, device, decoding)
+    generation = generation_of(model, sampling, device, decoding)
     count = 0
     for _ in generation.run([answer], stop_ids, OneRank()):
         yield from answer.tokens[count:]
@@ -236,7 +293,7 @@ def generate_tokens(
         for number, prompt in enumerate(prompts)
         for sample in range(sampling.samples)
     ]
-    generation = Generation(model, sampling, device)
+    generation = generation_of(model, sampling, device)
     continue_all(generation, answers, stop_ids, ranks, rows=rows, check=check, is_over=is_over)
     results: list[list[list[int]]] = [[] for _ in prompts]
     for answer in answers:
@@ -257,13 +314,19 @@ def continue_all(
     """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
     # sorted, so that the answers of a batch have about the same length
     waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
-    batches = [waiting[i : i + rows] for i in range(0, len(waiting), rows)]
+    batches = [batch for same in generation.together(waiting) for batch in cut(same, rows)]
     for number in range(ranks.most(len(batches))):
         check()
         is_idle = number >= len(batches)
         batch = [Continuation(IDLE_PROMPT, generation.sampling, 1)] if is_idle else batches[number]
         for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
+
+
+def cut(answers: list[Continuation], rows: int) -> Iterator[list[Continuation]]:
+    """Yield batches of up to `rows` answers."""
+    for i in range(0, len(answers), rows):
+        yield answers[i : i + rows]
 
 
 def room_after(model: Decoder, prompt: list[int]) -> int:

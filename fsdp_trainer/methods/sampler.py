@@ -9,7 +9,12 @@ import torch
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.scoring import WorkSplit
-from fsdp_trainer.generation.continuations import Continuation, Generation, continue_all, room_after
+from fsdp_trainer.generation.continuations import (
+    Continuation,
+    continue_all,
+    generation_of,
+    room_after,
+)
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.compile import without_compiling
@@ -93,7 +98,7 @@ class OwnSampler:
         gathered = stay_gathered(self.model, self.sharding, self.precision, self.device)
         try:
             with without_compiling(self.compiled), gathered:
-                generation = Generation(self.model, self.sampling, self.device)
+                generation = generation_of(self.model, self.sampling, self.device)
                 ranks, rows = self.split.ranks, self.rows
                 continue_all(
                     generation, continuations, self.stop_ids, ranks, rows=rows, check=check

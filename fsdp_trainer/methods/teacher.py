@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType, MethodType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -23,7 +23,9 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.decoder import Block, Decoder, MicroBatch
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.resolve import tensor_problems
 from fsdp_trainer.models.setup import WeightSource
 from fsdp_trainer.models.soft_targets import TeacherLogits
@@ -151,12 +153,13 @@ def give_own_graphs(model: Decoder) -> None:
     """Give the blocks a copy of their forward under another name.
 
     torch.compile remembers shapes per function: with a shared function, the second model's shapes
-    would turn sizes in the first one's graphs into symbols.
+    would turn sizes in the first one's graphs into symbols. Blocks of transformers keep theirs.
     """
     forward = Block.forward
     code = forward.__code__.replace(co_name="teacher_forward")
     own = FunctionType(code, forward.__globals__, code.co_name, forward.__defaults__)
-    for block in model.blocks().values():
+    own_blocks: list[Any] = [block for block in model.blocks().values() if type(block) is Block]
+    for block in own_blocks:
         block.forward = MethodType(own, block)
 
 
@@ -182,7 +185,7 @@ def with_second_model(
     second model; None: it has the trained one's architecture. Raises UserError for an architecture
     that is not supported.
     """
-    second = ModelConfig.from_hf(model_folder(source)) if source else trained
+    second = read_architecture(model_folder(source)) if source else trained
     if ranks == 1:
         return trained, second
     # the vocabulary of random weights has no rows before the tokenizer is read
@@ -244,7 +247,7 @@ def require_same_vocabulary(
 
     source: folder of the second model. If it has no tokenizer, only the sizes are compared.
     """
-    rows = ModelConfig.from_hf(model_folder(source)).vocab_size
+    rows = read_architecture(model_folder(source)).vocab_size
     if tokenizer.vocab_size > rows:
         reason = (
             f"knows {rows:,} tokens, and the run's tokenizer has {tokenizer.vocab_size:,}"

@@ -18,6 +18,7 @@ from fsdp_trainer.models.families import (
     GROUPED_OPTIONS,
     LATENT,
     LATENT_OPTIONS,
+    OTHER,
     SLIDING,
     Family,
     layer_pattern,
@@ -52,6 +53,8 @@ MOST_FACTOR = 2**50
 """The largest number in a description of RoPE."""
 LANGUAGE_MODEL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 """Suffixes of transformers' class names; a reward model is a classifier with one label."""
+ONE_LABEL: Json = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+"""Keys of config.json for a classifier with one label."""
 DENSE = "gated"
 EXPERTS = "experts"
 """Kinds of feed-forward: keys of `decoder.FEED_FORWARDS`."""
@@ -146,6 +149,17 @@ OF_WINDOWS = {
     "use_sliding_window": bool,
 }
 """Types of the keys of config.json from which the windows are read."""
+AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+"""Values of model.implementation."""
+COMPUTED_BY = "fsdp_trainer_implementation"
+"""Key in the config.json of a checkpoint of a model that transformers' class computes."""
+OF_TRANSFORMERS = ("by_transformers", "counted")
+"""Fields that only a model of transformers' classes sets."""
+WITHOUT_EFFECT = (
+    *("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    *("use_cache", "vocab_size", COMPUTED_BY),
+)
+"""Keys of config.json that do not decide the function that transformers' class computes."""
 NOT_COMPUTED = ("vocab_multiple", "initializer", "initializer_range")
 """Fields without effect on a model that has its weights."""
 HF_DEFAULTS: Json = {
@@ -154,6 +168,24 @@ HF_DEFAULTS: Json = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """The names of some weights in a model's state dict.
+
+    head_bias: "": the head has none. blocks: how the names of all weights of blocks begin.
+    """
+
+    embedding: str = "model.embed_tokens.weight"
+    head: str = "lm_head.weight"
+    head_bias: str = ""
+    blocks: str = "model.layers."
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        """The parameters with a row for each token of the vocabulary."""
+        return tuple(filter(None, (self.embedding, self.head, self.head_bias)))
 
 
 @dataclass(frozen=True)
@@ -223,13 +255,33 @@ class ModelConfig:
     initializer: str = "plain"
     scalar_head: bool = False
     """True: the head returns one score per token in place of logits (a reward model)."""
+    by_transformers: bool = False
+    """True: transformers' own class computes the model, False: `models.decoder`."""
+    counted: tuple[int, int] = (0, 0)
+    """With by_transformers: the number of all weights, and of those that one token uses."""
+    expert_blocks: tuple[int, ...] = field(default=(), compare=False)
+    """With by_transformers: numbers of the blocks whose routers' load can be measured."""
+    names: WeightNames = field(default_factory=WeightNames, compare=False)
+    documents_attention: bool = field(default=False, compare=False)
+    """With by_transformers: `models.attention` computes attention, without a mask."""
+    mixing: float = field(default=0.0, compare=False)
+    """By how much documents of one row change each other's results; infinite: not known."""
+    logit_factor: float = field(default=1.0, compare=False)
+    """With by_transformers: the head's logits are multiplied by it."""
+    folder: str = field(default="", compare=False)
+    """The folder with Python code that computes the model; "": none."""
     source: Json = field(default_factory=dict, compare=False)
     """The config.json that was read; the export keeps its other keys."""
 
     @property
     def family_spec(self) -> Family:
         """Properties common to all models of the family."""
-        return FAMILIES[self.family]
+        return OTHER if self.by_transformers else FAMILIES[self.family]
+
+    @property
+    def packs(self) -> bool:
+        """False if a row must hold one document: several would change each other's results."""
+        return self.mixing == 0
 
     @property
     def embedding_rows(self) -> int:
@@ -240,7 +292,11 @@ class ModelConfig:
     def decisive(self) -> Json:
         """What decides the function that the model computes, for comparison, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
-        return {name: _as_json(v) for name, v in values.items() if name not in NOT_COMPUTED}
+        values = {name: _as_json(v) for name, v in values.items() if name not in NOT_COMPUTED}
+        if not self.by_transformers:
+            return {name: v for name, v in values.items() if name not in OF_TRANSFORMERS}
+        read = {name: v for name, v in self.source.items() if name not in WITHOUT_EFFECT}
+        return values | {f"config.json: {name}": value for name, value in read.items()}
 
     def as_reward_model(self) -> "ModelConfig":
         """Return this architecture with a head that returns a score in place of logits."""
@@ -250,7 +306,29 @@ class ModelConfig:
     def architecture(self) -> str:
         """Name of the model class in transformers."""
         name = self.family_spec.architecture
+        if self.by_transformers:
+            name = str((self.source.get("architectures") or [""])[0])
+            name = name.replace("LMHeadModel", LANGUAGE_MODEL)
         return name.replace(LANGUAGE_MODEL, CLASSIFIER) if self.scalar_head else name
+
+    def dense_stand_in(self) -> "ModelConfig":
+        """Return a Llama whose blocks have as many weights per token as this model's, on average.
+
+        For estimates of a model that transformers' own class computes.
+        """
+        matrices = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        of_block = (self.counted[1] - matrices) / self.num_hidden_layers
+        llama = replace(
+            self,
+            family="llama",
+            by_transformers=False,
+            expert_blocks=(),
+            num_experts=0,
+            source={},
+            names=WeightNames(),
+        )
+        rest = of_block - llama._mixer_parameters() - llama._norm_parameters()
+        return replace(llama, intermediate_size=max(1, round(rest / (3 * self.hidden_size))))
 
     def with_equal_rows(self, ranks: int) -> "ModelConfig":
         """Return this architecture with vocabulary rows padded to divide evenly among ranks."""
@@ -319,6 +397,9 @@ class ModelConfig:
     def feed_forwards(self) -> list[str]:
         """Kind of feed-forward of each block: a key of `decoder.FEED_FORWARDS`."""
         kind = self.family_spec.feed_forward
+        if self.expert_blocks:
+            numbers = range(self.num_hidden_layers)
+            return [EXPERTS if i in self.expert_blocks else DENSE for i in numbers]
         if kind != EXPERTS:
             return [kind] * self.num_hidden_layers
         return [kind if self._has_experts(i) else DENSE for i in range(self.num_hidden_layers)]
@@ -369,6 +450,8 @@ class ModelConfig:
 
         active: count only the weights that one token uses, with num_experts_per_tok experts.
         """
+        if self.by_transformers:
+            return self.counted[active]
         hidden = self.hidden_size
         embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * hidden
         if self.scalar_head:
@@ -428,19 +511,12 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> "ModelConfig":
-        """Read `folder/config.json`.
+        """Read `folder/config.json`. See also `read_architecture`.
 
         Raises UserError that lists everything in it that the decoder does not support.
         """
         path = Path(folder) / "config.json"
-        try:
-            raw = json.loads(path.read_text())
-            if not isinstance(raw, dict):
-                raise ValueError("is not a JSON object")
-        except (OSError, ValueError, RecursionError) as error:
-            problem = Problem(str(path), str(error))
-            raise UserError("cannot read the model's configuration", [problem]) from None
-        raw = _without_mxfp4(_text_part(raw))
+        raw = _without_mxfp4(_text_part(read_config_file(path)))
         if problems := _unsupported(raw):
             raise UserError(f"{path} describes a model that is not supported", problems)
         family = raw["model_type"]
@@ -455,7 +531,7 @@ class ModelConfig:
         if config.parameters() > MOST_PARAMETERS:
             problem = Problem(str(path), f"describes {config.parameters():.1e} parameters")
             raise UserError("there is no model of this size", [problem])
-        return config.as_reward_model() if _is_classifier(raw) else config
+        return config.as_reward_model() if is_classifier(raw) else config
 
     def to_hf(
         self, dtype: str, bos_id: int | None = None, eos_ids: list[int] | None = None
@@ -464,6 +540,8 @@ class ModelConfig:
 
         bos_id, eos_ids: token ids, written if there is no source and eos_ids is not None.
         """
+        if self.by_transformers:
+            return self._export_source(dtype)
         exported: Json = {
             **self.source,
             "architectures": [self.architecture],
@@ -479,7 +557,7 @@ class ModelConfig:
             exported |= {key: self.source[key] for key in ("head_dim",) if key in self.source}
         exported.pop("quantization_config", None)  # exported weights are decoded
         if self.scalar_head:
-            exported |= {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+            exported |= ONE_LABEL
         if self.family_spec.further_blocks:
             exported[self.family_spec.further_blocks] = 0
         exported |= self._export_windows() | self._export_rope()
@@ -487,6 +565,18 @@ class ModelConfig:
         if not self.source and eos_ids is not None:
             exported["bos_token_id"] = bos_id
             exported["eos_token_id"] = eos_ids[0] if len(eos_ids) == 1 else eos_ids
+        return exported
+
+    def _export_source(self, dtype: str) -> Json:
+        """Return the config.json of a checkpoint of a model that transformers' class computes."""
+        exported: Json = {**self.source, COMPUTED_BY: TRANSFORMERS, "dtype": dtype}
+        text = self.source.get("text_config")
+        if isinstance(text, dict) and "vocab_size" in text:
+            exported["text_config"] = text | {"vocab_size": self.vocab_size}
+        else:
+            exported["vocab_size"] = self.vocab_size
+        if self.scalar_head:
+            exported |= {"architectures": [self.architecture], **ONE_LABEL}
         return exported
 
     def _exported_name(self, name: str) -> str:
@@ -563,6 +653,30 @@ class RankConfig:
 
 
 # --- reading config.json --------------------------------------------------------------------------
+
+
+def read_config_file(path: Path) -> Json:
+    """Return the content of a config.json. Raises UserError if it is no JSON object."""
+    try:
+        raw = json.loads(path.read_text())
+        if not isinstance(raw, dict):
+            raise ValueError("is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        problem = Problem(str(path), str(error))
+        raise UserError("cannot read the model's configuration", [problem]) from None
+    return raw
+
+
+def needs_transformers(raw: Json, implementation: str) -> bool:
+    """Return True if transformers' own class computes a model.
+
+    raw: content of its config.json; implementation: value of model.implementation.
+    """
+    if implementation == AUTO and raw.get(COMPUTED_BY) == TRANSFORMERS:
+        return True
+    kind = _text_part(raw).get("model_type")
+    is_unknown = isinstance(kind, str) and kind not in FAMILIES
+    return implementation == TRANSFORMERS or (implementation == AUTO and is_unknown)
 
 
 def _text_part(raw: Json) -> Json:
@@ -676,7 +790,7 @@ def _as_json(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _is_classifier(raw: Json) -> bool:
+def is_classifier(raw: Json) -> bool:
     """Return True for a model that returns scores in place of logits."""
     return str((raw.get("architectures") or [""])[0]).endswith(CLASSIFIER)
 
@@ -688,12 +802,12 @@ def _unsupported(raw: Json) -> list[Problem]:
     """Return a problem for everything that the decoder does not support."""
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        return [Problem(f"model_type={family}", _why_unknown(raw))]
+        return [Problem(f"model_type={family}", why_unknown(raw))]
     spec = FAMILIES[family]
     return list(_form_problems(raw, spec)) or list(_content_problems(raw, spec))
 
 
-def _why_unknown(raw: Json) -> str:
+def why_unknown(raw: Json) -> str:
     """Return a message about a model_type that is not in FAMILIES: what there is, what to do."""
     near = nearest_family(raw)
     named = {"model_type": near, "architectures": [FAMILIES[near].architecture]}

@@ -28,8 +28,6 @@ from fsdp_trainer.models.soft_targets import SoftTargets
 Auxiliary = dict[str, Tensor]
 """Values that a block returns in addition to its output, by name. Scalars are summed over the
 blocks, others stacked. A scalar whose name ends in `_loss` is minimised with the objective."""
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-"""Parameters with a row for each token of the vocabulary."""
 NORMS: dict[str, tuple[str | None, ...]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -227,6 +225,9 @@ class Decoder(nn.Module):
     Built on the meta device; `models.initialize` or an import sets the weights.
     """
 
+    inference_methods: tuple[str, ...] = ("next_logits",)
+    """Methods that are called on a sharded model in place of forward."""
+
     def __init__(self, config: ModelConfig, balance: Balance | None = None):
         """balance: of the load of a model with experts; None: the load is not measured."""
         super().__init__()
@@ -253,7 +254,25 @@ class Decoder(nn.Module):
         Must be repeated after to_empty, which separates them.
         """
         if self.config.tie_word_embeddings and self.lm_head is not None:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.embedding.weight
+
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds tokens; None in a pipeline stage without it."""
+        return self.model.embed_tokens
+
+    @property
+    def final_norm(self) -> Any:
+        """The module between the last block and the head; None in a stage without it."""
+        return self.model.norm
+
+    def ends(self) -> list[nn.Module]:
+        """Return the modules after the blocks, and a tied embedding, which are sharded together."""
+        tied = [self.embedding] if self.config.tie_word_embeddings else []
+        return [*tied, self.final_norm, self.lm_head]
+
+    def fill_buffers(self) -> None:
+        """Compute the buffers that no file holds. Must be called after to_empty."""
 
     @property
     def whole(self) -> "Decoder":
@@ -269,7 +288,7 @@ class Decoder(nn.Module):
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return the parameters, each once, and buffers by name, as checkpoints and exports do."""
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return {**dict(self.named_parameters()), **stored_buffers(self)}
 
     @property
     def auxiliary_names(self) -> list[str]:
@@ -282,8 +301,7 @@ class Decoder(nn.Module):
         """Compute the objective and the scores of the micro-batch's supervised tokens."""
         share = batch.token_share if objective else None  # a validation has no auxiliary losses
         hidden, auxiliary = self._supervised(batch, share)
-        normed = self.model.norm(hidden)
-        value, scores = self.lm_head(normed, batch.targets, objective, batch.soft)
+        value, scores = self.lm_head(self.normed(hidden), batch.targets, objective, batch.soft)
         if value is not None:
             losses = (scalar for name, scalar in auxiliary.items() if name.endswith("_loss"))
             value = sum(losses, start=value)
@@ -296,7 +314,11 @@ class Decoder(nn.Module):
         For a model whose own head passes them on: FSDP2 requires its forward to be called.
         """
         hidden, _ = self._supervised(batch, None)
-        return self.lm_head(self.model.norm(hidden))
+        return self.lm_head(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the head's input for states after the last block, shaped as they are."""
+        return self.model.norm(hidden)
 
     def _supervised(
         self, batch: MicroBatch, token_share: Tensor | None
@@ -329,7 +351,7 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the residual stream before the first block."""
-        x = self.model.embed_tokens(tokens)
+        x = self.embedding(tokens)
         if self.config.family_spec.scaled_embedding:
             # the factor is rounded to the number format of the weights
             scale = self.config.hidden_size**0.5
@@ -381,7 +403,7 @@ class Decoder(nn.Module):
         length = tokens.shape[1]
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         hidden = self.inference_hidden(tokens, positions, OneDocument(length))
-        return self.lm_head(self.model.norm(hidden))
+        return self.lm_head(self.normed(hidden))
 
     @torch.no_grad()
     def next_logits(
@@ -398,7 +420,7 @@ class Decoder(nn.Module):
         norm and head, as is required if they are sharded as one FSDP unit.
         """
         hidden = self.inference_hidden(tokens, positions, layout, caches)
-        return self.lm_head(self.model.norm(hidden.flatten(0, 1).index_select(0, index)))
+        return self.lm_head(self.normed(hidden.flatten(0, 1).index_select(0, index)))
 
     def inference_hidden(self, *args: Any) -> Tensor:
         """Return the residual stream after the last block. Takes the arguments of `hidden`."""
@@ -416,7 +438,11 @@ def combine_auxiliary(blocks: list[Auxiliary]) -> Auxiliary:
     }
 
 
-def meta_decoder(config: ModelConfig, balance: Balance | None = None) -> Decoder:
-    """Return a decoder on the meta device: its parameters have shapes and no storage."""
-    with torch.device("meta"):
-        return Decoder(config, balance)
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that checkpoints and exports hold, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }

@@ -409,6 +409,9 @@ FAMILIES = {
     ),
 }
 
+OTHER = Family("", windows="pattern")
+"""Stands for the family of a model that transformers' own class computes."""
+
 
 def nearest_family(raw: dict[str, Any]) -> str:
     """Return the family that is most like a model of another one, by the keys of its config.json.

@@ -10,7 +10,7 @@ from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec
 from fsdp_trainer.models.adapters.adapters import add_adapters
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder
+from fsdp_trainer.models.decoder import Decoder
 
 MAX_NAMED = 3  # parameter names that a message lists
 
@@ -61,7 +61,7 @@ def frozen_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def count_trained(model: Decoder) -> int:
     """Return the number of trained weights of a model, without the padding of the vocabulary."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    rows = dict.fromkeys(VOCABULARY, model.config.vocab_size)
+    rows = dict.fromkeys(model.config.names.vocabulary, model.config.vocab_size)
     return sum(rows.get(name, len(p)) * p.shape[1:].numel() for name, p in parameters.items())
 
 

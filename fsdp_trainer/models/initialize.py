@@ -11,7 +11,7 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE, A, B
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder
+from fsdp_trainer.models.decoder import Decoder
 
 BLOCK = 1 << 16  # numbers drawn from one generator
 ADDS_TO_STREAM = re.compile(
@@ -65,7 +65,7 @@ def initialize_part(
         local.zero_()
     else:
         local.copy_(draw_part(seed, name, part, shape, init_std(config, name)))
-    if name in VOCABULARY:
+    if name in config.names.vocabulary:
         local[max(0, config.vocab_size - part[0].start) :] = 0
 
 

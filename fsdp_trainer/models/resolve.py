@@ -20,9 +20,14 @@ from fsdp_trainer.models.config import (
     EXTRAS,
     NOT_COMPUTED,
     ModelConfig,
+    needs_transformers,
+    read_config_file,
     rope_problems,
+    why_unknown,
 )
 from fsdp_trainer.models.families import BIASED, FAMILIES, LATENT
+from fsdp_trainer.models.hf.hf_rules import transformers_problems, without_folder
+from fsdp_trainer.models.hf.read_architecture import missing_extra, read_architecture
 
 installed_version = cache(version)  # asked for hundreds of times by a plan
 TWO_MESHES = (2, 13)
@@ -36,10 +41,11 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
     vocab_size: the tokenizer's size, used for random weights unless model.vocab_size is set.
     Raises UserError.
     """
-    keys = _keys_set(model)
+    keys = keys_set(model)
     if model.init_from is not None:
-        stored = ModelConfig.from_hf(model_folder(model.init_from))
-        if problems := _differences(model, keys, stored):
+        stored = read_architecture(model_folder(model.init_from), model.implementation)
+        problems = [] if stored.by_transformers else _differences(model, keys, stored)
+        if problems or (problems := _too_few_rows(model, keys, stored)):
             raise UserError("the requested model is not the one in model.init_from", problems)
         free = (*CONTEXT_KEYS, *NOT_COMPUTED, "vocab_size")
         return dataclasses.replace(stored, **{name: keys[name] for name in free if name in keys})
@@ -54,7 +60,7 @@ def resolve_model(model: Model, vocab_size: int | None = None) -> ModelConfig:
     return ModelConfig(**keys)
 
 
-def _keys_set(model: Model) -> dict[str, Any]:
+def keys_set(model: Model) -> dict[str, Any]:
     """Return the keys of the architecture that are not null."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     values = {name: getattr(model, name, None) for name in names}
@@ -99,11 +105,19 @@ def _differences(model: Model, keys: dict[str, Any], stored: ModelConfig) -> lis
         Problem(f"model.{name}={keys[name]}", f"{file} has {value}: drop it")
         for name, value in different.items()
     ]
-    rows = keys.get("vocab_size", stored.vocab_size)
-    if rows < stored.vocab_size:
-        reason = f"{file} has {stored.vocab_size} rows. Rows can be added, not taken away: drop it"
-        problems.append(Problem(f"model.vocab_size={rows}", reason))
     return problems
+
+
+def _too_few_rows(model: Model, keys: dict[str, Any], stored: ModelConfig) -> list[Problem]:
+    """Return the problem of a vocabulary that is smaller than init_from's."""
+    rows = keys.get("vocab_size", stored.vocab_size)
+    if rows >= stored.vocab_size:
+        return []
+    reason = (
+        f"config.json of {model.init_from} has {stored.vocab_size} rows. "
+        "Rows can be added, not taken away: drop it"
+    )
+    return [Problem(f"model.vocab_size={rows}", reason)]
 
 
 def model_problems(cfg: TrainConfig) -> list[Problem]:
@@ -114,21 +128,39 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     model = cfg.model
     if problems := rope_problems(model.rope_scaling or {}, "model.rope_scaling"):
         return problems
+    if problems := list(without_folder(model)):
+        return problems
     if model.init_from and (
         is_hub_id(model.init_from) or not (model_folder(model.init_from) / "config.json").is_file()
     ):
         return []
     try:
+        if model.init_from:
+            raw = read_config_file(model_folder(model.init_from) / "config.json")
+            if needs_transformers(raw, model.implementation):
+                return problems_without_reading(model, cfg.sharding, raw)
         config = resolve_model(model)
     except UserError as error:
         return error.problems
     return [
         *_size_problems(config),
         *sharding_problems(cfg, config),
-        *_length_problems(config, cfg.batch.seq_len),
+        *length_problems(config, cfg.batch.seq_len),
         *_family_problems(cfg.model, config),
         *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
     ]
+
+
+def problems_without_reading(
+    model: Model, sharding: Sharding, raw: dict[str, Any]
+) -> list[Problem]:
+    """Return the problems of a model of transformers that show without importing it.
+
+    raw: the content of its config.json.
+    """
+    kind = raw.get("model_type")
+    missing = missing_extra(kind, why_unknown(raw))
+    return [missing] if missing else list(transformers_problems(sharding, kind, keys_set(model)))
 
 
 def _size_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -145,7 +177,7 @@ def _size_problems(config: ModelConfig) -> Iterator[Problem]:
         yield from _latent_problems(config)
 
 
-def _length_problems(config: ModelConfig, length: int) -> Iterator[Problem]:
+def length_problems(config: ModelConfig, length: int) -> Iterator[Problem]:
     """Yield a problem if rows of `length` tokens are longer than the model's context."""
     positions = config.max_position_embeddings
     if length > positions:

@@ -42,14 +42,14 @@ def trained_work(model: Decoder) -> TrainedWork:
     config = model.config
     weights = 0
     reached: list[bool] = []
-    any_trained = model.model.embed_tokens.weight.requires_grad
+    any_trained = model.embedding.weight.requires_grad
     for block in model.blocks().values():
         total, trained = count_numbers(block)
         any_trained = any_trained or trained > 0
         reached.append(any_trained)
         weights += 2 * total + 2 * total * any_trained + 2 * trained
     head = config.vocab_size * config.hidden_size
-    norm, trained_norm = count_numbers(model.model.norm)
+    norm, trained_norm = count_numbers(model.final_norm)
     any_trained = any_trained or trained_norm > 0
     weights += 2 * norm + 2 * norm * any_trained + 2 * trained_norm
     weights += 2 * head + 2 * head * any_trained + 2 * head * model.lm_head.weight.requires_grad

@@ -62,15 +62,6 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return dimensions >= 2 and not name.endswith("bias")
 
 
-def is_block_matrix(name: str, dimensions: int) -> bool:
-    """Return True if a parameter is a matrix of a block or a stack of matrices, for Muon.
-
-    Embedding and head are matrices too, but their rows are updated separately; they are excluded
-    by name.
-    """
-    return name.startswith("model.layers.") and is_matrix(name, dimensions)
-
-
 def moment_bytes(optim: Optim, master_dtype: str, shape: Sequence[int] | None) -> float:
     """Return the bytes of a moment per number, including the float32 scale of each 8-bit block."""
     moments = moments_format(optim, master_dtype)

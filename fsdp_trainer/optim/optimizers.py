@@ -11,8 +11,9 @@ from torch.optim import AdamW
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
 from fsdp_trainer.config.schema import Optim
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import WeightNames
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
-from fsdp_trainer.optim.footprint import is_block_matrix, is_matrix
+from fsdp_trainer.optim.footprint import is_matrix
 from fsdp_trainer.optim.lamb import Lamb
 from fsdp_trainer.optim.lars import Lars
 from fsdp_trainer.optim.muon import Muon
@@ -53,9 +54,14 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, cfg: Optim) -> list[dict[str, Any]]:
-    """Return groups of trained parameters with names; norms and biases have no weight decay."""
-    matrices: dict[str, Any] = {"params": [], "weight_decay": cfg.weight_decay}
-    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0}
+    """Return groups of trained parameters with names; norms and biases have no weight decay.
+
+    `blocks` of a group is how the names of the parameters of blocks begin.
+    """
+    config = getattr(model, "config", None)
+    blocks = (config.names if config else WeightNames()).blocks
+    matrices: dict[str, Any] = {"params": [], "weight_decay": cfg.weight_decay, "blocks": blocks}
+    vectors: dict[str, Any] = {"params": [], "weight_decay": 0.0, "blocks": blocks}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = matrices if is_matrix(name, parameter.ndim) else vectors
@@ -94,7 +100,18 @@ def require_matrices(model: nn.Module, cfg: Optim) -> None:
 
 def of_muon(groups: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the groups of the parameters for Muon, and those of all other parameters."""
-    return split(groups, lambda name, p: is_block_matrix(name, p.ndim))
+    prefix = groups[0]["blocks"] if groups else ""
+    return split(groups, lambda name, p: name.startswith(prefix) and is_for_muon(name, p))
+
+
+def is_for_muon(name: str, parameter: Tensor) -> bool:
+    """Return True if Muon updates a parameter of a block: a matrix or a stack of matrices.
+
+    The filters of a convolution over time, [channels, 1, width], are vectors. Embedding and head
+    are matrices too, but their rows are updated separately.
+    """
+    is_filter = parameter.ndim == 3 and parameter.shape[1] == 1
+    return is_matrix(name, parameter.ndim) and not is_filter
 
 
 def build_lion(

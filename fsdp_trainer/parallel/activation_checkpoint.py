@@ -59,13 +59,13 @@ def checkpoint_activations(
         kept = frozenset(cfg.save)
         options["context_fn"] = partial(selective_contexts, kept, offloader, splits_backward)
 
-    def forward(block: nn.Module, *args: Any) -> Any:
-        return checkpoint(type(block).forward, block, *args, **options)
+    def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
+        return checkpoint(type(block).forward, block, *args, **options, **named)
 
     def forward_with_experts(block: nn.Module, *args: Any) -> Any:
         return checkpoint(with_known_rows, block, [], *args, **options)
 
-    for block in list(model.model.layers.values())[:: cfg.every]:
+    for block in list(model.blocks().values())[:: cfg.every]:
         # a method, which the compiler traces; it would skip a functools.partial
         block.forward = MethodType(
             forward_with_experts if divides_experts(block) else forward, block

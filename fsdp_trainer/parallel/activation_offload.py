@@ -258,7 +258,7 @@ class Offloader:
 
 def offload_activations(model: Decoder, offloader: Offloader) -> None:
     """Wrap the forward of every block, after checkpointing and compilation."""
-    *blocks, last = model.model.layers.values()
+    *blocks, last = model.blocks().values()
 
     def wrap(block: nn.Module, run: Callable[..., Any]) -> None:
         method: Any = block.forward

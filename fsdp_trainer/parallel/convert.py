@@ -58,7 +58,7 @@ def convert_linears(
         enable_fsdp_float8_all_gather=recipe == "tensorwise",
     )
     convert_to_float8_training(
-        model.model.layers,
+        nn.ModuleDict(model.blocks()),
         config=config,
         module_filter_fn=lambda module, name: worth_float8(
             module, recipe, *parts(name.rpartition(".")[2])

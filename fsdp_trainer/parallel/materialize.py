@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_trainer.base.distributed import local_part, local_slice
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapted_layers, dense_rows
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder
+from fsdp_trainer.models.decoder import Decoder
 
 
 def allocate(model: Decoder, device: torch.device, computing: torch.device | None = None) -> None:
@@ -20,6 +20,7 @@ def allocate(model: Decoder, device: torch.device, computing: torch.device | Non
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.zeros_like(buffer, device=computing or device))
+    model.fill_buffers()
 
 
 @torch.no_grad()
@@ -30,7 +31,7 @@ def grow_vocabulary(model: Decoder, known: int) -> None:
     Collective.
     """
     for name, parameter in model.named_parameters():
-        if name in VOCABULARY:
+        if name in model.config.names.vocabulary:
             local = local_part(parameter)
             first = local_slice(parameter)[0].start
             end_known = max(0, known - first)

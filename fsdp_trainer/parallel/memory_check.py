@@ -20,7 +20,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import count_trained
 from fsdp_trainer.models.moe import Experts
-from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
+from fsdp_trainer.optim.footprint import is_matrix, state_bytes
 
 CGROUP = Path("/sys/fs/cgroup")
 MAX_TIMES_RANKS = 2**19  # limit of the search for a sufficient number of ranks
@@ -125,12 +125,13 @@ def total(items: list[MemoryItem]) -> float:
     return sum(item.size for item in items)
 
 
-def mean_state_bytes(model: nn.Module, precision: Precision, optim: Optim) -> float:
+def mean_state_bytes(model: Decoder, precision: Precision, optim: Optim) -> float:
     """Return a lower bound of the mean bytes of optimizer state per trained number."""
     total, numbers = 0.0, 0
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            in_block = is_block_matrix(name, parameter.ndim)
+            is_of_block = name.startswith(model.config.names.blocks)
+            in_block = is_of_block and is_matrix(name, parameter.ndim)
             each = state_bytes(optim, precision.master_dtype, in_block=in_block)
             total += parameter.numel() * each
             numbers += parameter.numel()

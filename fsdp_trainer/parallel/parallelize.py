@@ -207,7 +207,7 @@ class ShardedPart(NamedTuple):
 
     embedding: the embedding if it is a separate unit. ends: modules of the unit that stays gathered
     after forward. is_frozen_before: True if nothing before the blocks is trained.
-    inference: name of the method for inference, which must also gather parameters.
+    inference: names of the methods for inference, which must also gather parameters.
     """
 
     root: nn.Module
@@ -215,22 +215,19 @@ class ShardedPart(NamedTuple):
     blocks: list[nn.Module]
     ends: list[nn.Module]
     is_frozen_before: bool
-    inference: str
+    inference: tuple[str, ...]
 
 
 def parts_of(model: Decoder) -> list[ShardedPart]:
     """Return this rank's stages, or the complete model. Tied weights are in one unit."""
     whole = model.whole
     tied = model.config.tie_word_embeddings
-    is_frozen = not whole.model.embed_tokens.weight.requires_grad
+    is_frozen = not whole.embedding.weight.requires_grad
     if stages := stages_of(model):
         return [part_of_stage(stage, is_frozen) for stage in stages]
-    embedding: nn.Module = model.model.embed_tokens
-    ends: list[nn.Module] = [model.model.norm, model.lm_head]
-    blocks = list(model.blocks().values())
-    if tied:
-        return [ShardedPart(model, None, blocks, [embedding, *ends], is_frozen, "next_logits")]
-    return [ShardedPart(model, embedding, blocks, ends, is_frozen, "next_logits")]
+    embedding: nn.Module | None = None if tied else model.embedding
+    blocks, ends = list(model.blocks().values()), model.ends()
+    return [ShardedPart(model, embedding, blocks, ends, is_frozen, model.inference_methods)]
 
 
 def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
@@ -238,7 +235,7 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
     ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
     is_frozen_before = is_frozen and stage.is_first
-    return ShardedPart(stage, stage.embed_tokens, blocks, ends, is_frozen_before, "advance")
+    return ShardedPart(stage, stage.embed_tokens, blocks, ends, is_frozen_before, ("advance",))
 
 
 def shard_part(
@@ -262,7 +259,8 @@ def shard_part(
     for frozen in units_before_trained(units) if part.is_frozen_before else []:
         frozen.set_unshard_in_backward(False)
     # samples during training must, like a forward, wait for the optimizer's last write
-    register_fsdp_forward_method(part.root, part.inference)
+    for name in part.inference:
+        register_fsdp_forward_method(part.root, name)
     prefetch([unit[0] for unit in units], cfg.prefetch)
 
 
@@ -353,7 +351,7 @@ def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:
     if keeps_gathered(cfg):
         return []
     units: list[Any] = [unit[0] for unit in block_units(model, cfg)]
-    embedding = model.model.embed_tokens  # None in some pipeline stages
+    embedding = model.embedding  # None in some pipeline stages
     if embedding is None or model.config.tie_word_embeddings:
         return units
     return [embedding, *units]

@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_iter
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import NORMS
+from fsdp_trainer.models.decoder import NORMS, Block
 from fsdp_trainer.models.four_bit import Linear4
+from fsdp_trainer.models.moe import MixtureOfExperts
+from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.plan.expert_exchange import divide_experts
@@ -208,6 +210,10 @@ def trace_block(
     Each row is traced as two documents: their number hardly changes the memory.
     """
     dtype, attention = getattr(torch, given.dtype), given.attention
+    if config.by_transformers:
+        config = config.dense_stand_in()
+        with torch.device("meta"):
+            block = Block(config, 0)
     block = deepcopy(block).to(dtype)
     for module in block.modules():
         if isinstance(module, Linear4):
@@ -220,7 +226,7 @@ def trace_block(
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
         mixer.sinks = None
-    decoder: Any = SimpleNamespace(model=SimpleNamespace(layers={"0": block}))
+    decoder: Any = SimpleNamespace(blocks=lambda: {"0": block})
     checkpoint_activations(decoder, recomputed)
 
     def make() -> tuple[nn.Module, tuple]:
@@ -263,7 +269,7 @@ def with_repeated_keys(
 
 def has_experts(block: Any) -> bool:
     """Return True if the block's feed-forward is a mixture of experts."""
-    return hasattr(block.mlp, "experts")
+    return isinstance(getattr(block, "mlp", None), MixtureOfExperts)
 
 
 def fed_numbers(block: Any, config: ModelConfig) -> int:
@@ -313,6 +319,9 @@ def compiled_saving(
 
 def trace_norm(norm: nn.Module, config: ModelConfig, tokens: int, dtype: str) -> TracedPart:
     """Trace the norm before the head. tokens: number of supervised tokens."""
+    if config.by_transformers:
+        with torch.device("meta"):
+            norm = RMSNorm(config)
     norm = deepcopy(norm).to(getattr(torch, dtype))
     return trace(lambda: (norm, ()), (tokens, config.hidden_size), getattr(torch, dtype)).part()
 

@@ -164,7 +164,7 @@ def shard_states(run: Candidate) -> Iterator[Change]:
 
 def expert_counts(run: Candidate) -> list[int]:
     """Return the possible sizes of an expert group, ascending from 1; only 1 without experts."""
-    if EXPERTS not in run.config.feed_forwards:
+    if EXPERTS not in run.config.feed_forwards or run.config.by_transformers:
         return [1]
     sizes = run.layout.expert_sizes
     ranks = sizes["replicate"] * sizes["eshard"] * sizes["expert"]

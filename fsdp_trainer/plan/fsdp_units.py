@@ -23,7 +23,7 @@ from fsdp_trainer.models.four_bit import Linear4, is_encoded
 from fsdp_trainer.models.moe import Experts
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.flops import TrainedWork, count_numbers, trained_work
-from fsdp_trainer.optim.footprint import is_block_matrix, state_bytes
+from fsdp_trainer.optim.footprint import is_matrix, state_bytes
 from fsdp_trainer.optim.muon_owners import stack_shape
 from fsdp_trainer.parallel.memory_check import checkpoint_bytes, expert_modules
 from fsdp_trainer.plan.expert_exchange import own_numbers, routed_numbers, separate_parameters
@@ -232,9 +232,9 @@ class ModelParts:
     def __init__(self, model: Decoder):
         self.model = model
         self.tied = model.config.tie_word_embeddings
-        self.embedding: Tensor = model.model.embed_tokens.weight
+        self.embedding: Tensor = model.embedding.weight
         self.head: Tensor = self.embedding if self.tied else model.lm_head.weight
-        self.norm: nn.Module = model.model.norm
+        self.norm: nn.Module = model.final_norm
         self.last = [self.head, *self.norm.parameters()]
         self.first = self.last if self.tied else [self.embedding]
         self.kinds: list[BlockKind] = []
@@ -318,8 +318,8 @@ class ModelParts:
 
 def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
     """Return (matrices, rows, columns) of each trained stack of matrices in a block."""
-    named = block.named_parameters(prefix="model.layers.0")
-    trained = [p for name, p in named if p.requires_grad and is_block_matrix(name, p.ndim)]
+    named = block.named_parameters()
+    trained = [p for name, p in named if p.requires_grad and is_matrix(name, p.ndim)]
     return [stack_shape(p.shape) for p in trained]
 
 

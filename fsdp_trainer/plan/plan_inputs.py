@@ -53,7 +53,13 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
         assumed.append(f"{tokens:,} tokens in the vocabulary, {reason}")
     if model.depth:
         assumed.append(depth_in_words(cfg))
-    return resolve_model(model, tokens), assumed
+    config = resolve_model(model, tokens)
+    if config.by_transformers:
+        assumed.append(
+            f"transformers' class computes {config.family}: its weights are counted, its "
+            "activations taken to be those of a dense block with as many weights per token"
+        )
+    return config, assumed
 
 
 def _named_size(model: Model) -> tuple[Model, str]:

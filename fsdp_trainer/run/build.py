@@ -29,17 +29,18 @@ from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.balance import new_balance
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
-from fsdp_trainer.parallel.compile import can_compile
+from fsdp_trainer.parallel.compile import can_compile, without_compiling
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.convert import precompute_float8_scales, scale_after_each_step
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
-from fsdp_trainer.parallel.parallelize import Computation, parallelize
+from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.run.describe import describe
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
 from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data
@@ -131,6 +132,9 @@ def build(
     filled = method.start_formats
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, start, filled)
 
+    if config.by_transformers:
+        check_transformers(setup, model)
+
     # a step, and the loop around it
     own_rows = make_source(rows.training, progress, reading)
     data = method.source(own_rows, reading, model, base, dtypes)
@@ -156,6 +160,16 @@ def build_model(setup: RunSetup, temperature: float) -> Decoder:
     model.lm_head.temperature = temperature
     computation = Computation.of(cfg, setup.compiled)
     return parallelize(model, setup.dims, computation, trained.adapters, trained.freeze)
+
+
+def check_transformers(setup: RunSetup, model: Decoder) -> None:
+    """Compare a model with transformers' own results. Collective. Raises UserError."""
+    # imports transformers
+    from fsdp_trainer.models.hf.start_check import check_model
+
+    with without_compiling(setup.compiled):
+        check_model(model, setup.device, setup.cfg.precision.param_dtype)
+    reshard(model)
 
 
 def load_weights(
@@ -219,7 +233,8 @@ def orders_of_data(
     cfg: TrainConfig, inputs: RunInputs, config: ModelConfig
 ) -> tuple[Order, Mixture | None]:
     """Return the order of the training data's rows, and that of the held-out data, if any."""
-    maker, held_out = OrderMaker.of(cfg, config.attention_cost), inputs.data.validation
+    maker = OrderMaker.of(cfg, config.attention_cost, config.packs)
+    held_out = inputs.data.validation
     order = inputs.data.streamed or maker.training(cfg.data, inputs.data)
     return order, maker.validation(held_out) if held_out else None
 

@@ -1,6 +1,8 @@
 """The lines printed before training starts, which describe the run."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
@@ -17,6 +19,7 @@ from fsdp_trainer.models.attention_choice import AttentionChoice
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.observe.console import short
 from fsdp_trainer.optim.schedules import peak_learning_rate
 from fsdp_trainer.parallel.convert import float8_layers
@@ -54,6 +57,7 @@ def describe(
         f"{config.num_hidden_layers} blocks, {config.vocab_size:,} tokens, from {origin}",
         *([f"       {depth_in_words(cfg)}"] if cfg.model.depth else []),
         *further_blocks(config),
+        *by_transformers(config, cfg.data.packing),
         *adapters(model),
         *(f"adapt  {line}" for line in not_followed(cfg.adapter.init_from)),
         *line_on_second_model(setup),
@@ -63,7 +67,7 @@ def describe(
         f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
         *number_formats(cfg.precision, cfg.compile.enabled, model, world.device.type),
         *(f"data   {line}" for line in (*data.about(inputs.data, progress), *about_method)),
-        f"attend {attention}",
+        f"attend {attention_line(config, attention)}",
         *row_parts(dims.layout, context),
         *stages(dims.layout, model),
         f"head   logits of at most {at_once:,} tokens at once",
@@ -110,6 +114,43 @@ def further_blocks(config: ModelConfig) -> list[str]:
     return [f"model  {key}={count}: blocks for further tokens are not trained, no export has them"]
 
 
+def by_transformers(config: ModelConfig, packing: str) -> list[str]:
+    """Return the lines on a model that transformers' class computes, if it is one."""
+    if not config.by_transformers:
+        return []
+    lines = [f"computed by transformers' class {config.architecture}"]
+    if config.folder:
+        lines[0] += f", with Python code of {config.folder} (model.trust_remote_code)"
+    if dropped := dropouts(config.source):
+        lines.append(
+            f"{', '.join(dropped)}: dropout is not applied, a step depends on its rows alone"
+        )
+    if not config.packs and packing == "best_fit":
+        known = math.isfinite(config.mixing)
+        change = f"change each other by {config.mixing:.1g} of the largest state"
+        why = change if known else "may change each other: no small copy could be tried"
+        lines.append(f"rows hold one document each, padded: packed ones {why}")
+    return [f"       {line}" for line in lines]
+
+
+def dropouts(source: dict[str, Any]) -> list[str]:
+    """Return the settings of a config.json that ask for dropout, as NAME=VALUE."""
+    return [
+        f"{name}={value}"
+        for name, value in source.items()
+        if name.endswith(("pdrop", "dropout")) and isinstance(value, float) and value > 0
+    ]
+
+
+def attention_line(config: ModelConfig, attention: AttentionChoice) -> str:
+    """Return how attention over documents is computed."""
+    if not config.by_transformers or config.documents_attention:
+        return str(attention)
+    if config.packs:
+        return "by transformers, with a mask of row × row for the documents of a row"
+    return "by transformers, each row alone"
+
+
 def adapters(model: Decoder) -> list[str]:
     """Return the line on the model's adapters and the format of the frozen weights, if any."""
     layers, experts = adapted_layers(model), adapted_experts(model)
@@ -146,7 +187,7 @@ def line_on_second_model(setup: RunSetup) -> list[str]:
     if second is None or not second.is_separate:
         return []
     choice = setup.cfg.objective
-    config = ModelConfig.from_hf(model_folder(folder)) if folder else setup.config
+    config = read_architecture(model_folder(folder)) if folder else setup.config
     size = f"{config.family}, {short(config.parameters())} parameters, from {second.source}"
     if second.role == "reference":
         return [f"refer  {size}; kl {choice.kl:g}"]

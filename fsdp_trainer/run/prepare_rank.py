@@ -75,7 +75,8 @@ def store_lists(
     """Run the teacher on all data whose lists are not stored yet. Collective. Raises UserError."""
     assert inputs.second_folder
     assert inputs.teacher_files
-    maker, held_out = OrderMaker.of(cfg, config.attention_cost), inputs.data.validation
+    maker = OrderMaker.of(cfg, config.attention_cost, config.packs)
+    held_out = inputs.data.validation
     validation = maker.validation(held_out) if held_out else None
     rows = RunRows(maker.training(cfg.data, inputs.data), validation, cfg.batch.rows)
     layout = Layout(cfg.sharding, world.size, cfg.batch)

@@ -24,6 +24,7 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.reference_model import REFERENCE_ARCHITECTURE, architecture_digest
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.training.data_source import Order
 from fsdp_trainer.training.progress import Progress
@@ -173,7 +174,7 @@ def models_that_differ(
     known = stored if "precision.param_dtype" not in changes else {}
     if "model.init_from" in changes:
         then, now = changes["model.init_from"]
-        lines = architecture_changes(ModelConfig.from_hf(checkpoint / "hf"), setup.config)
+        lines = architecture_changes(read_architecture(checkpoint / "hf"), setup.config)
         lines += [NOT_COMPARABLE] * (starts_as_reference(setup) and not known.get("reference"))
         if lines or then is None or not is_there(now):
             reasons["model.init_from"] = lines

@@ -13,7 +13,14 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.teacher import require_fitting, with_second_model
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import expert_problems, resolve_model, resolve_with_tokenizer
+from fsdp_trainer.models.hf.hf_rules import transformers_problems
+from fsdp_trainer.models.resolve import (
+    expert_problems,
+    keys_set,
+    length_problems,
+    resolve_model,
+    resolve_with_tokenizer,
+)
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.parallel.convert import require_float8
 from fsdp_trainer.parallel.memory_check import Alternative, StateSetup, check_memory
@@ -37,6 +44,13 @@ def check_room(
     require_float8(cfg.precision, world.device)
     config = resolve_model(fetched_model(cfg.model, init_from))
     source = WeightSource.of(cfg.model, cfg.adapter, init_from, cfg.run.seed)
+    if config.by_transformers:
+        refused = [
+            *transformers_problems(cfg.sharding, config.family, keys_set(cfg.model)),
+            *length_problems(config, cfg.batch.seq_len),
+        ]
+        if refused:
+            raise UserError("transformers' class cannot be divided like this", refused)
     setup = ModelSetup.resolve(config, cfg.adapter, cfg.train.freeze, source)
     ranks, adapters = cfg.sharding.tensor, setup.adapters
     moments = moments_format(cfg.optim, cfg.precision.master_dtype)

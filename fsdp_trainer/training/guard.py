@@ -138,8 +138,8 @@ class EmbeddingGradProbe:
 
     def __init__(self, model: Decoder):
         self._gradient: Tensor | None = None
-        if model.model.embed_tokens is not None:  # only the first stage of a pipeline has it
-            model.model.embed_tokens.register_forward_hook(self._hook_output)
+        if model.embedding is not None:  # only the first stage of a pipeline has it
+            model.embedding.register_forward_hook(self._hook_output)
 
     def _hook_output(self, _module: object, _inputs: object, output: Tensor) -> None:
         if output.requires_grad:

@@ -38,9 +38,11 @@ from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
 from fsdp_trainer.models.adapters.adapters import adapter_parameters, is_adapted
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder, stored_buffers
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
@@ -58,7 +60,7 @@ def fill(model: Decoder, source: WeightSource, drawn_dtype: str) -> dict[str, st
     """
     if source.folder is None:
         draw_weights(model, source.seed)
-        buffers = dict.fromkeys(dict(model.whole.named_buffers()), "float32")
+        buffers = dict.fromkeys(stored_buffers(model.whole), "float32")
         formats = {"default": drawn_dtype} | buffers
     else:
         drawn = {name: p for name, p in model.named_parameters() if name == SCORE}
@@ -139,7 +141,7 @@ def read_weights(model: Decoder, init_from: Path) -> dict[str, str]:
 
 def stored_config(source: Path) -> ModelConfig:
     """Return the architecture of a Hugging Face folder, a run or a checkpoint."""
-    return ModelConfig.from_hf(model_folder(source))
+    return read_architecture(model_folder(source))
 
 
 def read_merged(model: Decoder, source: Path) -> dict[str, str]:
@@ -211,8 +213,8 @@ def require_shapes(model: Decoder, checkpoint: Path) -> None:
         for name, parameter in stored_weights(model.whole).items()
         if name not in in_base
     }
-    if ModelConfig.from_hf(checkpoint / "hf").vocab_size == model.config.vocab_size:
-        for name in {*VOCABULARY} & stored.keys() & ours.keys():
+    if read_architecture(checkpoint / "hf").vocab_size == model.config.vocab_size:
+        for name in {*model.config.names.vocabulary} & stored.keys() & ours.keys():
             ours[name] = torch.Size((stored[name][0], *ours[name][1:]))
     different = [name for name in sorted({*stored, *ours}) if stored.get(name) != ours.get(name)]
     if not different:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import fsdp_trainer
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import meta_decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 
 SMALLER = [
     "model.num_hidden_layers=2", "model.hidden_size=32", "model.intermediate_size=48",

@@ -5,6 +5,7 @@ import json
 import inject
 import pytest
 import torch
+from other_models import make_other_folder
 from world import read_lines
 from zoo import make_folder
 
@@ -125,6 +126,15 @@ def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, fol
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():
             assert ours[task] == pytest.approx(values, rel=1e-6), (task, ranks)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "falcon_h1"])
+def test_models_of_transformers_classes_get_its_metrics(world, tmp_path, tasks, kind):
+    folder = make_other_folder(tmp_path / kind, kind)
+    theirs = with_transformers(folder, tasks)
+    ours = evaluate(world, folder, tasks, "sharded=true", ranks=2)
+    for task, values in theirs.items():
+        assert ours[task] == pytest.approx(values, rel=1e-5), task
 
 
 def test_limit_and_examples_are_the_harness_own(world, folder, tasks):

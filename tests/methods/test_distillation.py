@@ -38,9 +38,10 @@ from fsdp_trainer.methods.distillation import DistilForwardBackward, Distillatio
 from fsdp_trainer.methods.teacher import shard_teacher
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import choose_trained
 from fsdp_trainer.models.head import Head
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.soft_targets import ListedTargets, TeacherLogits, likeliest
 from fsdp_trainer.optim.optimizers import build_optimizer

@@ -21,8 +21,9 @@ from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims

@@ -24,9 +24,10 @@ from fsdp_trainer.config.pipeline_schedules import SCHEDULES, Stages, divide_blo
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims

@@ -26,10 +26,11 @@ from fsdp_trainer.checkpoint.formats.huggingface import import_weights
 from fsdp_trainer.models.adapters.adapter_targets import four_bit_weights, resolve_adapters
 from fsdp_trainer.models.attention import LAYOUTS as LAYOUTS_OF_ROWS
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, MicroBatch, meta_decoder
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.families import FAMILIES
 from fsdp_trainer.models.four_bit import quantize_linears
 from fsdp_trainer.models.freeze import choose_trained
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.parallel import activation_offload, convert
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate, initialize_magnitudes

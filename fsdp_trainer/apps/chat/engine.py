@@ -16,7 +16,11 @@ import torch
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.generation.continuations import Continuation, Generation, room_after
+from fsdp_trainer.generation.continuations import (
+    Continuation,
+    generation_of,
+    room_after,
+)
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -195,14 +199,17 @@ class Engine:
         """Start the jobs that fit in `rows`; equal temperature and top_p share a generation."""
         self._waiting = [job for job in self._waiting if not job.is_cancelled]
         used = sum(len(active.answers) for active in self._active)
-        groups: dict[tuple[float, float], list[ChatJob]] = {}
+        groups: dict[tuple[float, float, int], list[ChatJob]] = {}
+        pads = self.speaker.model.config.packs
         while self._waiting:
             job = self._waiting[0]
             if used and used + job.sampling.samples > self.rows:
                 break
             used += job.sampling.samples
             self._waiting.pop(0)
-            groups.setdefault((job.sampling.temperature, job.sampling.top_p), []).append(job)
+            length = 0 if pads else len(job.prompt)
+            key = job.sampling.temperature, job.sampling.top_p, length
+            groups.setdefault(key, []).append(job)
         self._active += [self._generation(jobs) for jobs in groups.values()]
 
     def _generation(self, jobs: list[ChatJob]) -> ActiveGeneration:
@@ -214,7 +221,7 @@ class Engine:
                 continuation = Continuation(job.prompt, job.sampling, room, (0, index))
                 answers.append(AnswerText(job, index, continuation, tokenizer))
         device = model.lm_head.weight.device
-        generation = Generation(model, jobs[0].sampling, device, self.speaker.decoding)
+        generation = generation_of(model, jobs[0].sampling, device, self.speaker.decoding)
         continuations = [answer.continuation for answer in answers]
         steps = generation.run(continuations, tokenizer.stop_ids, OneRank())
         return ActiveGeneration(answers, steps)

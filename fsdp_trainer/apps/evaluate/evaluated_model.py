@@ -15,7 +15,7 @@ from fsdp_trainer.config.schema import Batch, Precision, Sharding
 from fsdp_trainer.config.verbs import EvaluateConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.evaluation.scoring import Scorer, sharded_split
-from fsdp_trainer.models.decoder import meta_decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.memory_check import free_bytes

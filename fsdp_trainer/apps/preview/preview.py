@@ -31,7 +31,7 @@ from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.samples import MISMATCHED
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.resolve import resolve_with_tokenizer
+from fsdp_trainer.models.resolve import resolve_model, resolve_with_tokenizer
 from fsdp_trainer.observe.console import Console
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -53,7 +53,7 @@ def preview(cfg: PreviewConfig) -> int:
     if prepared.streamed:
         page = build_stream_page(cfg, tokenizer, prepared.streamed)
     else:
-        order = OrderMaker.of(cfg).training(cfg.data, prepared)
+        order = order_of(cfg, prepared)
         page = build_page(cfg, tokenizer, template, prepared, order)
     if cfg.preview.format == "text":
         from fsdp_trainer.apps.preview.preview_text import show  # slow: imports rich
@@ -63,6 +63,16 @@ def preview(cfg: PreviewConfig) -> int:
         preview_html.write(page, Path(html).expanduser())
         print(f"\nwritten to {html}", file=sys.stderr)
     return 0
+
+
+def order_of(cfg: PreviewConfig, prepared: Prepared) -> Mixture:
+    """Return the rows of training, in order.
+
+    Each holds one document if the model would mix several.
+    """
+    named = cfg.model.init_from
+    packs = not named or is_hub_id(named) or resolve_model(cfg.model).packs
+    return OrderMaker.of(cfg, packs=packs).training(cfg.data, prepared)
 
 
 def _cannot_write(html: str, reason: str) -> UserError:
@@ -75,7 +85,7 @@ def _print_json(cfg: PreviewConfig, prepared: Prepared) -> None:
     if prepared.streamed:
         rows = prepared.streamed.first_rows(cfg.preview.rows)
     else:
-        rows = map(OrderMaker.of(cfg).training(cfg.data, prepared).read, range(cfg.preview.rows))
+        rows = map(order_of(cfg, prepared).read, range(cfg.preview.rows))
     for index, row in enumerate(rows):
         print(json.dumps(as_json(index, row)))
 

@@ -42,6 +42,7 @@ from fsdp_trainer.models.adapters.peft_config import FUSED_RANKS, PREFIX, WEIGHT
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS
 from fsdp_trainer.models.adapters.peft_names import EMBEDDING, HEAD, ModelNames, Part
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 STACKED_MATRICES = {matrix for parts in STACKED_PARTS.values() for matrix in parts}
 NOT_COPIED = ("config.json", "generation_config.json")
@@ -107,7 +108,7 @@ def export_adapter(
     experts' adapters, `stacked` or `separate`, see models.peft_experts. Raises OSError, and
     UserError for an adapter that PEFT's format cannot hold.
     """
-    config = ModelConfig.from_hf(checkpoint / "hf")
+    config = read_architecture(checkpoint / "hf")
     base = read_base(checkpoint)
     files = peft_files(config, checkpoint, base, experts)
     tensors = {

@@ -16,7 +16,8 @@ from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE, plain_name, r
 from fsdp_trainer.models.adapters.peft_experts import SeparateTensors, StackedRows, StackedTensor
 from fsdp_trainer.models.adapters.peft_names import Source, resolve
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 
 CACHED_TENSORS = 8
 """Number of complete tensors in the cache: enough for those that threads read at a time."""

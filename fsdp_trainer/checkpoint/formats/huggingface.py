@@ -19,7 +19,14 @@ from fsdp_trainer.checkpoint.formats.derived import SomeRows, stack_of
 from fsdp_trainer.checkpoint.formats.float8_blocks import FLOAT8, SCALES, Float8Matrix
 from fsdp_trainer.checkpoint.formats.four_bit_encoding import encoded
 from fsdp_trainer.checkpoint.formats.mxfp4 import join_mxfp4
+from fsdp_trainer.checkpoint.formats.placed_tensors import (
+    check_places,
+    one_dtype,
+    places_of,
+    weights_in_places,
+)
 from fsdp_trainer.checkpoint.formats.tensor_files import (
+    DTYPES,
     Chunk,
     HuggingFaceTensor,
     TensorOnDisk,
@@ -30,14 +37,15 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
 )
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.families import is_stacked
 from fsdp_trainer.models.four_bit import is_encoded
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -84,6 +92,10 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
     Rows of stacked matrices are counted as in one matrix of all rows, in parameters and in tensors.
     vocab_size: rows of embedding and head in the folder; a sharded model's may be padded.
     """
+    if model.config.by_transformers:
+        own: Any = model  # a TransformersDecoder
+        places, _ = places_of(own, own.stored_shapes(vocab_size))
+        return [TensorPart(*place) for place in places]
     family = model.config.family_spec
     parts: list[TensorPart] = []
     ends: Counter[str] = Counter()
@@ -100,7 +112,7 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
             ]
             continue
         tensor = family.stored_name(name)
-        rows = vocab_size if name in VOCABULARY else len(parameter)
+        rows = vocab_size if name in model.config.names.vocabulary else len(parameter)
         parts.append(TensorPart(name, 0, tensor, ends[tensor], rows))
         ends[tensor] += rows
     return parts
@@ -108,6 +120,9 @@ def tensor_parts(model: Decoder, vocab_size: int) -> list[TensorPart]:
 
 def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor that the parts make up."""
+    if model.config.by_transformers:
+        own: Any = model  # a TransformersDecoder
+        return own.stored_shapes(model.config.vocab_size)
     weights = model.named_weights()
     shapes = {}
     for part in parts:
@@ -120,16 +135,19 @@ def tensor_shapes(model: Decoder, parts: list[TensorPart]) -> dict[str, tuple[in
     return shapes
 
 
-def read_headers(folder: Path) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
+def read_headers(
+    folder: Path, all_parts: bool = False
+) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
     """Return every tensor of a Hugging Face folder, and a Problem for each missing or broken file.
 
-    Raises UserError if there are no weights.
+    all_parts: False: only those of the language model, in a folder for text and images. Raises
+    UserError if there are no weights.
     """
     tensors: dict[str, HuggingFaceTensor] = {}
     problems = []
     for path in _weight_files(folder):
         try:
-            tensors |= read_header(path)
+            tensors |= read_header(path, all_parts)
         except FileNotFoundError:
             missing = f"is not there, and {INDEX} names it: copy or download it again"
             problems.append(Problem(str(path), missing))
@@ -191,21 +209,21 @@ def is_inside(name: str) -> bool:
     return bool(path.name) and not path.is_absolute() and not {"..", "\0"} & {*path.parts, *name}
 
 
-def read_header(path: Path) -> dict[str, HuggingFaceTensor]:
+def read_header(path: Path, all_parts: bool = False) -> dict[str, HuggingFaceTensor]:
     """Return the tensors of a safetensors file that belong to a language model, by name.
 
-    Raises OSError and SafetensorError.
+    all_parts: see read_headers. Raises OSError and SafetensorError.
     """
     _check_header(path)
     begin, header = _read_json(path)
     tensors = {}
     for name, entry in header.items():
-        if not NOT_LANGUAGE.match(name):
+        if name != "__metadata__" and (all_parts or not NOT_LANGUAGE.match(name)):
             number_format = entry["dtype"]
             shape = tuple(entry["shape"])
             chunk = Chunk(path, begin + entry["data_offsets"][0], whole_slice(shape))
             dtype = DTYPES.get(number_format, torch.uint8)
-            name = LANGUAGE_MODEL.sub(r"\1", name)
+            name = name if all_parts else LANGUAGE_MODEL.sub(r"\1", name)
             tensors[name] = HuggingFaceTensor(dtype, shape, [chunk], number_format)
     return tensors
 
@@ -232,6 +250,8 @@ def check_tensors(
 
     vocab_size: that of the folder's config.json.
     """
+    if model.config.by_transformers:
+        return check_places(model, stored, vocab_size, SCORE)
     shapes = tensor_shapes(model, tensor_parts(model, vocab_size))
     missing = {
         name: f"is missing; the model has it with shape {list(shape)}"
@@ -271,18 +291,20 @@ def check_tied_head(model: Decoder, stored: dict[str, HuggingFaceTensor]) -> lis
 
     Every rank reads both completely, a piece at a time.
     """
-    if HEAD not in stored or not model.config.tie_word_embeddings:
+    names = model.config.names
+    if names.head not in stored or not model.config.tie_word_embeddings:
         return []
-    head = stored[HEAD]
-    embedding = stored[EMBEDDING]
+    head, embedding = stored[names.head], stored.get(names.embedding)
+    if embedding is None:  # a folder with other names
+        return []
     fits = (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
     if fits and all(map(torch.equal, head.pieces(), embedding.pieces())):
         return []
     reason = (
-        f"in {head.chunks[0].file.name} differs from {EMBEDDING}, "
+        f"in {head.chunks[0].file.name} differs from {names.embedding}, "
         "though config.json says tie_word_embeddings=true: set it to false"
     )
-    return [Problem(HEAD, reason)]
+    return [Problem(names.head, reason)]
 
 
 def import_weights(model: Decoder, folder: Path) -> dict[str, str]:
@@ -305,8 +327,10 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     fit the model.
     """
     model = meta_decoder(config)
-    vocab_size = ModelConfig.from_hf(folder).vocab_size
+    vocab_size = read_architecture(folder).vocab_size
     stored = _require_fitting(model, folder, vocab_size)
+    if config.by_transformers:
+        return weights_in_places(model, stored)
     parts: dict[str, list[TensorOnDisk]] = {}
     whole: dict[str, TensorOnDisk] = {}
     for part in tensor_parts(model, vocab_size):
@@ -327,11 +351,7 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
 
     Raises UserError if their number formats differ.
     """
-    dtypes = {matrix.dtype for matrix in matrices}
-    if len(dtypes) > 1:
-        formats = " and ".join(sorted(map(dtype_name, dtypes)))
-        problem = Problem(name, f"has experts in {formats}: convert the folder to one format")
-        raise UserError("the experts of a block differ in their number format", [problem])
+    dtype = one_dtype(name, matrices)
     if any(isinstance(matrix, SomeRows) for matrix in matrices):
         return stack_of(matrices)
     shape = (len(matrices), *matrices[0].shape)
@@ -340,7 +360,7 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
         for i, matrix in enumerate(matrices)
         for chunk in matrix.chunks
     ]
-    return TensorOnDisk(matrices[0].dtype, shape, chunks)
+    return TensorOnDisk(dtype, shape, chunks)
 
 
 @torch.no_grad()
@@ -360,7 +380,7 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
 
 
 def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str, HuggingFaceTensor]:
-    stored, problems = read_headers(folder)
+    stored, problems = read_headers(folder, all_parts=model.config.by_transformers)
     misfits = check_tensors(model, stored, vocab_size)
     if problems:  # a tensor that is missing may be in a broken file
         misfits = [problem for problem in misfits if problem.what in stored]
@@ -378,7 +398,7 @@ def _pieces(parameter: Tensor, source: TensorOnDisk) -> Iterator[ImportPiece]:
     if is_encoded(parameter):
         source = encoded(source)
     local = local_part(parameter)
-    if parameter.ndim == 3:
+    if parameter.ndim == 3 and parameter.shape[1] > 1:
         stack, rows, *columns = local_slice(parameter)
         matrices = source.as_matrix()
         for matrix, into in zip(range(stack.start, stack.stop), local, strict=True):

@@ -22,6 +22,8 @@ THREADS = 4
 READ_AHEAD_BYTES = 2**25
 WORTH_READING_AHEAD = 2**18
 """Bytes of a read from which on the next ones are announced: that takes 0.3 ms."""
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""The number formats that are read, by safetensors' names."""
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -54,7 +56,7 @@ class TensorOnDisk:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return self.shape[0] * self.row_bytes
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def whole_rows(self, first: int, count: int) -> "TensorOnDisk":
         """Return `count` rows as a tensor of their own. This tensor must be a single chunk."""

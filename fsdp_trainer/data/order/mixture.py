@@ -398,11 +398,18 @@ class OrderMaker:
 
     @classmethod
     def of(
-        cls, cfg: TrainConfig, attention_cost: Callable[[np.ndarray], np.ndarray] = np.square
+        cls,
+        cfg: TrainConfig,
+        attention_cost: Callable[[np.ndarray], np.ndarray] = np.square,
+        packs: bool = True,
     ) -> "OrderMaker":
-        """Return the one that makes the rows of a run."""
+        """Return the one that makes the rows of a run.
+
+        packs: False: documents of one row would change each other's results.
+        """
         # each prompt has a row by itself
-        packing = "none" if cfg.objective.method.samples else cfg.data.packing
+        alone = cfg.objective.method.samples or (cfg.data.packing == "best_fit" and not packs)
+        packing = "none" if alone else cfg.data.packing
         return cls(packing, cfg.batch.seq_len, cfg.run.seed, attention_cost)
 
     def training(self, data: Data, prepared: Prepared) -> Mixture:

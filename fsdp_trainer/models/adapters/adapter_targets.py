@@ -21,8 +21,10 @@ from fsdp_trainer.models.adapters.peft_config import read_folder
 from fsdp_trainer.models.adapters.peft_experts import STACKED_PARTS, Stack
 from fsdp_trainer.models.adapters.peft_names import ModelNames, Part, resolve
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
-from fsdp_trainer.models.decoder import VOCABULARY, Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.families import is_stacked
+from fsdp_trainer.models.hf.new_model import meta_decoder
+from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 TARGET_NAMES = {"experts": "*.mlp.experts.*"}
 """Words for adapter.targets, in addition to ALL_TARGETS, names and patterns."""
@@ -67,7 +69,7 @@ def continued_adapters(source: Path, config: ModelConfig, base: str) -> AdapterS
     if checkpoint is None:
         return resolve(read_folder(source), layout, base).spec
     spec = AdapterSpec.from_json(checkpoint_frozen(checkpoint)["adapters"])
-    before = model_layout(ModelConfig.from_hf(checkpoint / "hf"))
+    before = model_layout(read_architecture(checkpoint / "hf"))
     problems = []
     shapes = {name: shape for name, (shape, _) in layout.linears.items()}
     shapes |= {name: stack.shape for name, stack in layout.stacks.items()}
@@ -95,7 +97,7 @@ def model_layout(config: ModelConfig) -> ModelNames:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         stored = stored_name(name)
-        rows = config.vocab_size if name in VOCABULARY else len(parameter)
+        rows = config.vocab_size if name in config.names.vocabulary else len(parameter)
         first = shapes[stored][0] if stored in shapes else 0
         shapes[stored] = (first + rows, *parameter.shape[1:])
         parts.setdefault(stored, []).append(Part(name.rpartition(".")[0], first, rows))
@@ -127,7 +129,7 @@ def adaptable_layers(model: Decoder) -> list[str]:
 
 def block_linears(model: Decoder) -> dict[str, nn.Linear]:
     """Return the linear layers of the blocks, by name."""
-    prefix = "model.layers."
+    prefix = model.config.names.blocks
     modules = model.named_modules()
     return {n: m for n, m in modules if n.startswith(prefix) and isinstance(m, nn.Linear)}
 
@@ -178,7 +180,8 @@ def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[st
     """
     family = config.family_spec
     fused = {whole.rpartition(".")[2]: parts for whole, parts in family.fused}
-    if EXPERTS in config.feed_forwards and not family.clamped_experts:
+    stacks = EXPERTS in config.feed_forwards and not config.by_transformers
+    if stacks and not family.clamped_experts:
         fused |= STACKED_PARTS | {theirs: (our,) for our, theirs in family.expert_matrices.items()}
     prefix, _, leaf = pattern.rpartition(".")
     ends = [f"{prefix}.{part}" if prefix else part for part in fused.get(leaf, (leaf,))]

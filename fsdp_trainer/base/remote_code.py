@@ -1,0 +1,16 @@
+"""Whether this process may run Python code that comes with a model's folder."""
+
+from typing import Any
+
+_ALLOWED: set[str] = set()
+
+
+def allow_remote_code(cfg: Any) -> None:
+    """Allow it from here on if a configuration says trust_remote_code=true."""
+    if getattr(getattr(cfg, "model", cfg), "trust_remote_code", False):
+        _ALLOWED.add("remote code")
+
+
+def remote_code_is_allowed() -> bool:
+    """Return True if the configuration of this process allows it."""
+    return bool(_ALLOWED)

@@ -1,0 +1,256 @@
+"""The architecture of a model that transformers' own class computes, read from its folder."""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from fsdp_trainer.base.remote_code import remote_code_is_allowed
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import (
+    FULL,
+    SLIDING,
+    Json,
+    ModelConfig,
+    WeightNames,
+)
+from fsdp_trainer.models.hf.routers import routers
+
+UNLIMITED = 2**40
+"""Positions of a model whose config.json names no limit, such as a state-space model."""
+ALL_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k_experts")
+"""transformers' names for the number of experts, and of those that a token is sent to."""
+DECODE = getattr(transformers.PreTrainedConfig, "_decode_special_floats", lambda raw: raw)
+"""transformers writes infinite numbers as objects."""
+NEW_TENSORS = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn)
+LARGEST_BUFFER = 2**24
+"""Numbers in the largest tensor that is made while a model is built."""
+QUIET = transformers.logging.ERROR
+
+
+class Described(NamedTuple):
+    """What a model on the meta device says about itself. See the fields of ModelConfig."""
+
+    names: WeightNames
+    hidden_size: int
+    tied: bool
+    counted: tuple[int, int]
+    expert_blocks: tuple[int, ...]
+
+
+def config_object(raw: Json, folder: str) -> Any:
+    """Return transformers' configuration object. Raises UserError."""
+    path = Path(folder) / "config.json"
+    kind = str(raw.get("model_type"))
+    has_class, has_code = kind in transformers.CONFIG_MAPPING, "auto_map" in raw
+    if problem := why_no_class(raw, has_class, has_code):
+        raise UserError(f"{path} is not supported", [problem])
+    try:
+        if has_code and remote_code_is_allowed():
+            return AutoConfig.from_pretrained(folder, trust_remote_code=True)
+        return transformers.CONFIG_MAPPING[kind].from_dict(DECODE(copy.deepcopy(raw)))
+    except Exception as error:  # any, from transformers' checks of the values
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        problem = Problem(f"model_type={kind}", "\n".join(lines[:6]))
+        raise UserError(f"transformers cannot read {path}", [problem]) from None
+
+
+def why_no_class(raw: Json, has_class: bool, has_code: bool) -> Problem | None:
+    """Return why transformers cannot read a configuration, or None.
+
+    has_class: transformers knows its model_type; has_code: the folder has code for it.
+    """
+    what = f"model_type={raw.get('model_type')}"
+    if raw.get("quantization_config"):
+        reason = "quantized weights are not read: convert the folder to bfloat16, delete this key"
+        return Problem("quantization_config", reason)
+    if not has_class and not has_code:
+        version = transformers.__version__
+        return Problem(what, f"neither this decoder nor transformers {version} computes it")
+    if not has_class and not remote_code_is_allowed():
+        reason = (
+            "the model is computed by Python code that comes with the folder. If you trust it,\n"
+            "use  model.trust_remote_code=true  (of other verbs  trust_remote_code=true)"
+        )
+        return Problem(what, reason)
+    return None
+
+
+def sizes_of(hf_config: Any) -> dict[str, Any]:
+    """Return the sizes of a model under our names."""
+    text = hf_config.get_text_config(decoder=True)
+
+    def first(default: Any, *names: str) -> Any:
+        return first_number(text, names) or default
+
+    width = first(0, "hidden_size", "d_model")
+    heads = first(1, "num_attention_heads", "n_head")
+    layers = first(1, "num_hidden_layers", "n_layer", "num_layers")
+    window = setting(text, "sliding_window")
+    types = setting(text, "layer_types") or []
+    in_windows = bool(window) and {*types} <= {FULL, SLIDING}
+    return {
+        "vocab_size": first(0, "vocab_size"),
+        "hidden_size": width,
+        "intermediate_size": first(4 * width, "intermediate_size", "ffn_dim", "n_inner"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": first(heads, "num_key_value_heads"),
+        "head_dim": first(max(1, width // heads), "head_dim"),
+        "max_position_embeddings": first(UNLIMITED, "max_position_embeddings", "n_positions"),
+        "num_experts": first(0, *ALL_EXPERTS),
+        "num_experts_per_tok": first(0, *CHOSEN_EXPERTS),
+        "final_logit_softcapping": setting(text, "final_logit_softcapping"),
+        "attn_logit_softcapping": setting(text, "attn_logit_softcapping"),
+        "sliding_window": window if in_windows else None,
+        "layer_types": tuple(types) if in_windows else (),
+    }
+
+
+def setting(text: Any, name: str) -> Any:
+    """Return a value of a configuration object; None if it has none, or one for each block."""
+    try:
+        return getattr(text, name, None)
+    except Exception:  # transformers' own, of a value that differs between blocks
+        return None
+
+
+def first_number(text: Any, names: Sequence[str]) -> int:
+    """Return the first of these values that is a whole number above 0; 0 if none is."""
+    values = (setting(text, name) for name in names)
+    return next((v for v in values if isinstance(v, int) and v > 0), 0)
+
+
+def build_hf_model(config: ModelConfig) -> PreTrainedModel:
+    """Return transformers' model in float32, see `model_of`. Raises UserError."""
+    hf_config = config_object(config.source, config.folder)
+    return model_of(hf_config, config.vocab_size, config.family)
+
+
+def model_of(hf_config: Any, rows: int, kind: str) -> PreTrainedModel:
+    """Return the model of a configuration object of transformers. rows: of its vocabulary.
+
+    Its parameters are on the meta device, its buffers on the CPU. Raises UserError if transformers
+    has no causal language model for it.
+    """
+    text = hf_config.get_text_config(decoder=True)
+    text.update({"vocab_size": rows or text.vocab_size})
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(QUIET)
+    try:
+        with torch.device("cpu"), parameters_on_meta():
+            return AutoModelForCausalLM.from_config(
+                hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
+            )
+    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        problem = Problem(f"model_type={kind}", lines[0][:300])
+        title = "transformers cannot build a causal language model from this configuration"
+        raise UserError(title, [problem]) from None
+    finally:
+        transformers.logging.set_verbosity(before)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Let modules that are built within have parameters on the meta device, and real buffers.
+
+    Constructors compute buffers, such as frequencies of rotations, that no file holds.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(self, name, parameter)
+        if parameter is not None and not parameter.is_meta:  # a tied one is already
+            trained = parameter.requires_grad
+            self._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=trained)
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta), LargeOnMeta():
+        yield
+
+
+class LargeOnMeta(TorchFunctionMode):
+    """Makes large new tensors on the meta device: parameters, before they are registered."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        kwargs = kwargs or {}
+        if func in NEW_TENSORS and "device" not in kwargs:
+            size = kwargs.get("size", args)
+            size = size[0] if size and isinstance(size[0], tuple | list) else size
+            if all(isinstance(n, int) for n in size) and math.prod(size) > LARGEST_BUFFER:
+                kwargs = kwargs | {"device": "meta"}
+        return func(*args, **kwargs)
+
+
+def describe(hf: PreTrainedModel) -> Described:
+    """Return names of weights, whether the head is the embedding, and numbers of weights."""
+    embedding, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    if head is None:
+        problem = Problem(type(hf).__name__, "has no head that makes logits")
+        raise UserError("the model writes no text", [problem])
+    named = {id(module): name for name, module in hf.named_modules()}
+    names = WeightNames(
+        embedding=f"{named[id(embedding)]}.weight",
+        head=f"{named[id(head)]}.weight",
+        head_bias="" if head.bias is None else f"{named[id(head)]}.bias",
+        blocks=block_list(hf)[0] + ".",
+    )
+    mark_experts(hf)
+    shares = {
+        id(parameter): getattr(module, "active_share", 1)
+        for module in hf.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    numbers = sum(p.numel() for p in hf.parameters())
+    used = sum(round(p.numel() * shares[id(p)]) for p in hf.parameters())
+    watched = tuple(routers(hf, block_list(hf)[1]))
+    width, tied = head.weight.shape[1], head.weight is embedding.weight
+    return Described(names, width, tied, (numbers, used), watched)
+
+
+def mark_experts(hf: PreTrainedModel) -> None:
+    """Set `active_share` on each module that holds the matrices of all experts of a block.
+
+    It is the share of the experts that a token is sent to.
+    """
+    text = hf.config.get_text_config(decoder=True)
+    count, chosen = first_number(text, ALL_EXPERTS), first_number(text, CHOSEN_EXPERTS)
+    if not count or not chosen:
+        return
+    module: Any
+    for module in hf.modules():
+        own = list(module.parameters(recurse=False))
+        if any(p.ndim == 3 and len(p) == count for p in own):
+            vars(module)["active_share"] = chosen / count
+
+
+def block_list(hf: PreTrainedModel) -> tuple[str, dict[str, nn.Module]]:
+    """Return the name of the list of blocks, and the blocks by number.
+
+    These are the modules that transformers does not split over devices, if it names any, else the
+    modules of the longest list.
+    """
+    lists = {n: m for n, m in hf.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    whole = set(getattr(hf, "_no_split_modules", None) or ())
+    named = {
+        name: modules
+        for name, modules in lists.items()
+        if whole and all(type(module).__name__ in whole for module in modules)
+    }
+    candidates = named or lists
+    if not candidates:
+        problem = Problem(type(hf).__name__, "has no list of blocks to shard one by one")
+        raise UserError("the model has no blocks", [problem])
+    longest = max(candidates, key=lambda name: len(candidates[name]))
+    return longest, {str(i): module for i, module in enumerate(candidates[longest])}

@@ -1,0 +1,310 @@
+"""A decoder whose computation is transformers' own; head, loss and all around it are ours.
+
+The modules of transformers' model become children of this one, so that parameters have the names
+that they have there. Only the output head is replaced, and matrices that are stored transposed.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.attention import Cache, PackedAttention
+from fsdp_trainer.models.balance import Balance
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Auxiliary, Decoder
+from fsdp_trainer.models.head import Head, ScoreHead
+from fsdp_trainer.models.hf.document_attention import NAME, Documents
+from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
+from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
+from fsdp_trainer.models.hf.own_cache import OwnCache
+from fsdp_trainer.models.hf.routers import RouterWatch, routers
+from fsdp_trainer.models.hf.stored_names import Place, may_be_unused, places, stored_shapes
+from fsdp_trainer.models.hf.unpack import OneDocumentRows
+
+
+class TransformersDecoder(Decoder):
+    """A causal language model of transformers, called like a `Decoder`.
+
+    Dropout is never applied: the module is always in evaluation mode.
+    """
+
+    inference_methods = ("next_logits", "both_logits", "all_states")
+    hf: PreTrainedModel
+    """transformers' model. It shares its modules with this one."""
+    own_blocks: dict[str, nn.Module]
+
+    def __init__(self, config: ModelConfig, balance: Balance | None = None):
+        nn.Module.__init__(self)
+        self.config, self.balance = config, balance
+        self.ropes = {}
+        self.cut_from = ()
+        hf = build_hf_model(config)
+        mark_experts(hf)
+        transposed = make_linear(hf)
+        self.single_numbers = frozenset(with_one_row(hf))
+        """Names of weights that a folder holds without a dimension."""
+        # what does not become a child must not be found by nn.Module
+        self.__dict__["hf"] = hf
+        self.transposed_weights = frozenset(f"{name}.weight" for name in transposed)
+        """Names of the matrices that a folder holds transposed."""
+        self.computed_buffers = dict(computed_buffers(hf))
+        """Buffers that no file holds, such as the frequencies of rotations, by name."""
+        before = hf.get_output_embeddings()
+        head = new_head(config, before)
+        replace_module(hf, before, None if config.scalar_head else head)
+        for name, child in hf.named_children():
+            self.add_module(name, child)
+        if config.scalar_head:
+            require_classifier(config)
+            self.add_module("score", head)
+        self.__dict__["lm_head"] = head
+        self.__dict__["own_blocks"] = block_list(hf)[1]
+        self.watch = RouterWatch(routers(hf, self.blocks()))
+        self.tie_weights()
+        self.train(False)
+        arguments = inspect.signature(self.base.forward).parameters
+        self.takes_positions = "position_ids" in arguments
+        self.plain_attention = hf.config._attn_implementation
+
+    @property
+    def base(self) -> Any:
+        """The model without the head."""
+        return self.hf.base_model
+
+    @property
+    def embedding(self) -> Any:
+        """The module that embeds tokens."""
+        return self.hf.get_input_embeddings()
+
+    @property
+    def final_norm(self) -> Any:
+        """All modules that are neither in a block nor embedding or head."""
+        inside = {
+            id(module)
+            for part in (*self.blocks().values(), self.embedding, self.lm_head)
+            for module in part.modules()
+        }
+        rest = [m for m in self.modules() if id(m) not in inside and is_leaf(m)]
+        return nn.ModuleList(rest)
+
+    def blocks(self) -> dict[str, nn.Module]:
+        """Return the blocks by number: "0", "1", ..."""
+        return dict(self.own_blocks)
+
+    def ends(self) -> list[nn.Module]:
+        """Return the head. Norms, and a head tied to the embedding, are sharded with the root."""
+        return [] if self.config.tie_word_embeddings else [self.lm_head]
+
+    def train(self, mode: bool = True) -> "TransformersDecoder":
+        """Stay in evaluation mode: dropout would make a step depend on more than its rows."""
+        super().train(False)
+        return self
+
+    def fill_buffers(self) -> None:
+        """Set the buffers that no file holds to their values, in their own number format."""
+        for name, value in self.computed_buffers.items():
+            owner, _, own = name.rpartition(".")
+            buffers = self.get_submodule(owner)._buffers
+            before = buffers[own]
+            assert before is not None
+            buffers[own] = value.to(before.device, copy=True)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Return the head's input: the states, by the factor that the model has for its logits."""
+        factor = self.config.logit_factor
+        return hidden if factor == 1 else hidden * factor
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedAttention,
+        caches: Mapping[str, Cache] = MappingProxyType({}),
+        token_share: Tensor | None = None,
+    ) -> tuple[Tensor, Auxiliary]:
+        """Return the states after the last norm, and routers' auxiliary values. See Decoder."""
+        alone = None
+        if not self.config.packs and any(len(row) > 1 for row in layout.lengths):
+            alone = OneDocumentRows(tokens, layout)
+        with self.watch.watching(self.balance is not None and token_share is not None):
+            if alone is None:
+                states = self.states(tokens, positions, layout)
+            else:
+                states = alone.packed(self.states(alone.tokens, alone.positions, None))
+        if self.balance is None or token_share is None:
+            return states, {}
+        share = token_share if alone is None else alone.spread(token_share)
+        return states, self.watch.auxiliary(self.balance, share)
+
+    def states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: PackedAttention | None,
+        ours: bool | None = None,
+    ) -> Tensor:
+        """Return the states after the last norm, [rows, length, hidden].
+
+        layout: None: attention by transformers, with documents where positions restart. ours:
+        whether `models.attention` computes it; None: as the architecture allows.
+        """
+        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": None, "use_cache": False}
+        if self.takes_positions:
+            inputs["position_ids"] = positions
+        ours = self.config.documents_attention if ours is None else ours
+        self.use_attention(NAME if ours and layout else self.plain_attention)
+        if ours and layout:
+            inputs["documents"] = Documents(layout, set(self.config.windows))
+        return self.base(**inputs)[0]
+
+    def transformers_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all weights as transformers has them, by name.
+
+        vocab_size: rows of embedding and head.
+        """
+        shapes = {name: tuple(weight.shape) for name, weight in self.named_weights().items()}
+        for name in self.transposed_weights:
+            shapes[name] = shapes[name][::-1]
+        shapes |= dict.fromkeys(self.single_numbers, ())
+        for name in {*self.config.names.vocabulary} & shapes.keys():
+            shapes[name] = (vocab_size, *shapes[name][1:])
+        return shapes
+
+    def stored_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that an export holds, as transformers would save it."""
+        return stored_shapes(self.hf, self.transformers_shapes(vocab_size))
+
+    def places(self, stored: Mapping[str, tuple[int, ...]]) -> tuple[list[Place], list[str]]:
+        """Return where a folder's tensors belong, and those that are not part of this model."""
+        found, unused = places(self.hf, stored, self.named_weights())
+        head = self.config.names.head
+        is_tied = self.config.tie_word_embeddings or self.config.scalar_head
+        repeated = {name for name in unused if is_tied and name.endswith(head)}
+        rest = [n for n in unused if n not in repeated and not may_be_unused(self.hf, n)]
+        return found, rest
+
+    def use_attention(self, name: str) -> None:
+        """Set the function that computes attention, by transformers' name for it."""
+        if self.hf.config._attn_implementation != name:
+            self.hf.config.update({"_attn_implementation": name})
+
+    def own_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the logits of transformers' own forward, [rows, length, vocabulary]."""
+        self.use_attention(self.plain_attention)
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if self.takes_positions:
+            inputs["position_ids"] = positions
+        with torch.no_grad():
+            return self.hf(**inputs).logits
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Return the logits for states after the last norm, [..., vocabulary]."""
+        product = self.lm_head(self.normed(states))
+        return product if self.config.scalar_head else self.lm_head.capped(product)
+
+    @torch.no_grad()
+    def both_logits(self, tokens: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits by our head, and transformers' own."""
+        states = self.states(tokens, positions, None)
+        return self.logits_of(states), self.own_logits(tokens, positions)
+
+    @torch.no_grad()
+    def all_states(
+        self, tokens: Tensor, positions: Tensor, layout: PackedAttention | None
+    ) -> Tensor:
+        """Return the states as in training. layout: None: each row is one document."""
+        return self.states(tokens, positions, layout)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return logits [batch, length, vocabulary]; each row is one document."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        with self.inference():
+            return self.logits_of(self.states(tokens, positions, None))
+
+    @torch.no_grad()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        layout: Any,
+        index: Tensor,
+        caches: Any = MappingProxyType({}),
+    ) -> Tensor:
+        """Return the next-token logits at some positions: [index, vocabulary].
+
+        caches: an OwnCache, or empty. See Decoder.
+        """
+        if isinstance(caches, OwnCache):
+            self.use_attention(self.plain_attention)
+            hidden = caches.forward(self.base, tokens, positions, self.takes_positions)
+        else:
+            hidden, _ = self.hidden(tokens, positions, layout)
+        return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
+
+
+def new_head(config: ModelConfig, before: nn.Module) -> Head:
+    """Return the head in place of transformers' output layer."""
+    if config.scalar_head:
+        return ScoreHead(config)
+    return TransformersHead(config) if before.bias is None else BiasedHead(config)
+
+
+def require_classifier(config: ModelConfig) -> None:
+    """Raise UserError if transformers has no class for a reward model of this architecture."""
+    if not hasattr(transformers, config.architecture):
+        reason = f"transformers has no {config.architecture}, which would read the reward model"
+        raise UserError("there is no such reward model", [Problem("objective=reward", reason)])
+
+
+def replace_module(root: nn.Module, before: nn.Module, after: nn.Module | None) -> None:
+    """Put a module in the place of another one; None: leave the place empty."""
+    name = next(name for name, module in root.named_modules() if module is before)
+    parent, _, own = name.rpartition(".")
+    setattr(root.get_submodule(parent), own, after)
+
+
+def make_linear(hf: nn.Module) -> list[str]:
+    """Replace layers that hold their matrix transposed (GPT-2); return their names."""
+    names = [name for name, module in hf.named_modules() if isinstance(module, Conv1D)]
+    for name in names:
+        before: Any = hf.get_submodule(name)
+        inputs, outputs = before.weight.shape
+        replace_module(hf, before, nn.Linear(inputs, outputs, device="meta"))
+    return names
+
+
+def with_one_row(hf: nn.Module) -> Iterator[str]:
+    """Give single numbers, which cannot be sharded, one dimension; yield their names."""
+    for prefix, module in hf.named_modules():
+        tensors: dict[str, Any] = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is None or tensor.ndim or name in module._non_persistent_buffers_set:
+                continue
+            yield f"{prefix}.{name}" if prefix else name
+            if name in module._parameters:
+                row = nn.Parameter(tensor.detach()[None], tensor.requires_grad)
+                module._parameters[name] = row
+            else:
+                module._buffers[name] = tensor[None]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Return True if a module directly holds parameters."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def computed_buffers(hf: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and a copy of each buffer that files do not hold."""
+    for prefix, module in hf.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                yield f"{prefix}.{name}" if prefix else name, buffer.clone()

@@ -1,0 +1,59 @@
+"""Output heads in place of transformers' own output layer."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.head import Head, Objective, Scores, cap_logits
+from fsdp_trainer.models.soft_targets import SoftTargets
+
+COLUMNS = 8
+"""The bias is a column of the matrix for scores; the others are zero, since matrix products are
+fast for multiples of 8."""
+
+
+class TransformersHead(Head):
+    """A head that without targets is the linear layer that it replaces.
+
+    transformers' forward applies a soft cap itself; so does TransformersDecoder.
+    """
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the products with all rows, [..., vocabulary], without a soft cap."""
+        return F.linear(hidden, self.weight[: self.vocab_size])
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return logits with the soft cap, if there is one."""
+        return logits if self.softcap is None else cap_logits(logits, self.softcap)
+
+
+class BiasedHead(TransformersHead):
+    """A head with a bias for each token: the weight of a state that is always 1."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config)
+        self.bias = nn.Parameter(torch.empty(config.embedding_rows))
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        objective: Objective | None = None,
+        soft: SoftTargets | None = None,
+    ) -> Tensor | tuple[Tensor | None, Scores]:
+        """See Head."""
+        if targets is not None:
+            ones = hidden.new_zeros(len(hidden), COLUMNS)
+            ones[:, 0] = 1
+            hidden = torch.cat([hidden, ones], 1)
+        return super().forward(hidden, targets, objective, soft)
+
+    def rows(self) -> Tensor:
+        """Return the weight, with the bias as one more column."""
+        return torch.cat([self.weight, F.pad(self.bias[:, None], (0, COLUMNS - 1))], 1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the products with all rows and the bias, [..., vocabulary]."""
+        count = self.vocab_size
+        return F.linear(hidden, self.weight[:count], self.bias[:count])

@@ -1,0 +1,18 @@
+"""A model without storage, of either implementation."""
+
+import torch
+
+from fsdp_trainer.models.balance import Balance
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.decoder import Decoder
+
+
+def meta_decoder(config: ModelConfig, balance: Balance | None = None) -> Decoder:
+    """Return a decoder on the meta device: its parameters have shapes and no storage."""
+    with torch.device("meta"):
+        if config.by_transformers:
+            # imports transformers
+            from fsdp_trainer.models.hf.hf_decoder import TransformersDecoder
+
+            return TransformersDecoder(config, balance)
+        return Decoder(config, balance)

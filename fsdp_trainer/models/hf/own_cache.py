@@ -1,0 +1,51 @@
+"""transformers' cache of what earlier tokens left, for generation."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHES = ("past_key_values", "cache_params")
+"""transformers' names for the cache, in arguments and in outputs."""
+SELECTABLE = {"DynamicLayer", "DynamicSlidingWindowLayer"}
+"""transformers' kinds of a block's cache from which rows can be selected."""
+
+
+class OwnCache:
+    """The cache of a model of transformers for rows that all end in the same column.
+
+    mask: [rows, columns] int64, 0 for the columns before a shorter row.
+    """
+
+    def __init__(self, mask: Tensor):
+        self.mask = mask
+        self.past: Any = None
+        self.is_lost = False
+        """True: the rows must be computed again from their beginning."""
+
+    def forward(self, base: Any, tokens: Tensor, positions: Tensor, takes_positions: bool) -> Any:
+        """Return the states of new tokens, [rows, new tokens, hidden], and keep what they leave."""
+        arguments = inspect.signature(base.forward).parameters
+        name = next((name for name in CACHES if name in arguments), CACHES[0])
+        inputs = {"input_ids": tokens, "use_cache": True, "attention_mask": self.mask}
+        if takes_positions:
+            inputs["position_ids"] = positions
+        outputs = base(**inputs, **{name: self.past})
+        self.past = next(past for n in CACHES if (past := getattr(outputs, n, None)) is not None)
+        return outputs[0]
+
+    def grow(self) -> None:
+        """Count one more token in each row."""
+        self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        index = torch.tensor(rows, device=self.mask.device)
+        kinds = {type(layer).__name__ for layer in getattr(self.past, "layers", [None])}
+        if kinds <= SELECTABLE:
+            self.past.batch_select_indices(index)
+        else:
+            self.is_lost = True
+        self.mask = self.mask[index]

@@ -1,0 +1,70 @@
+"""A check of the real model of transformers before the first step, on a few tokens."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.attention import DocumentAttention
+from fsdp_trainer.models.hf.probe import LENGTHS, difference, positions_of
+
+LARGEST = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+"""Largest relative difference between equal results, in each number format."""
+
+
+@torch.no_grad()
+def check_model(model: Any, device: torch.device, dtype: str) -> None:
+    """Compare with transformers' own logits, and packed documents with the same ones alone.
+
+    dtype: of the computation. Collective. Raises UserError.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = model.config.vocab_size
+    tokens = torch.randint(size, (1, sum(LENGTHS)), generator=generator).to(device)
+    problems = [*head_problems(model, tokens, dtype), *packing_problems(model, tokens, dtype)]
+    if problems:
+        raise UserError("the model is not computed as transformers does", problems)
+
+
+def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
+    """Return the problem of logits that are not transformers' own."""
+    if model.config.scalar_head:
+        return []
+    first = tokens[:, : LENGTHS[0]]
+    ours, theirs = model.both_logits(first, positions_of(first))
+    found = difference(ours.float(), theirs.float())
+    if found <= LARGEST[dtype]:
+        return []
+    kind = model.config.family
+    reason = (
+        f"logits from the last states differ from transformers' own by {show(found)} of the\n"
+        f"largest: the class of {kind} changes them in a way that is not known here.\n"
+        "Please report it; docs/any-model.md says what is tried"
+    )
+    return [Problem(f"model_type={kind}", reason)]
+
+
+def packing_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
+    """Return the problem of packed documents that change each other."""
+    if not model.config.packs:
+        return []
+    lengths = list(LENGTHS)
+    layout = DocumentAttention([lengths], tokens.shape[1], tokens.device)
+    restarting = torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)
+    packed = model.all_states(tokens, restarting, layout)
+    alone = [model.all_states(part, positions_of(part), None) for part in tokens.split(lengths, 1)]
+    found = difference(packed.float(), torch.cat(alone, 1).float())
+    if found <= LARGEST[dtype]:
+        return []
+    reason = (
+        f"packed documents change each other by {show(found)} of the largest number, although a\n"
+        "small copy of the model kept them apart.\nUse  data.packing=none"
+    )
+    return [Problem("data.packing=best_fit", reason)]
+
+
+def show(value: float) -> str:
+    """Return a difference as text."""
+    return f"{value:.1e}" if math.isfinite(value) else "an infinite part"

@@ -1,0 +1,354 @@
+"""Every method, adapter and verb, with a model that transformers' class computes."""
+
+import json
+
+import inject
+import pytest
+import torch
+from other_models import COMMON, make_other_folder
+from pairs import write_labelled, write_pairs
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from zoo import make_folder
+
+from fsdp_trainer.base import remote_code
+from fsdp_trainer.cli import main
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+from fsdp_trainer.models.hf import read_architecture
+
+pytestmark = pytest.mark.slow
+SETTINGS = [
+    "batch.seq_len=64",
+    "batch.rows=4",
+    "train.steps=3",
+    "checkpoint.export_hf=true",
+    "checkpoint.every=null",
+    "launch.watchdog=false",
+]
+MIXING = "qwen3_next"
+"""An architecture with linear attention, whose packed documents would change each other."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a function that returns the folder of a small model, made once."""
+    by_kind = {}
+
+    def folder(kind):
+        if kind not in by_kind:
+            by_kind[kind] = make_other_folder(tmp_path_factory.mktemp("models") / kind, kind)
+        return by_kind[kind]
+
+    return folder
+
+
+@pytest.fixture
+def run(train, folders):
+    """Return `run("name", kind, *overrides)`, which does a small training."""
+
+    def start(name, kind, *own, ranks=2, **options):
+        model = f"model.init_from={folders(kind)}"
+        if not any(each.startswith("precision.") for each in own):
+            own = ("precision=fp32", *own)
+        return train(name, model, *SETTINGS, *own, ranks=ranks, base=[], **options)
+
+    return start
+
+
+def weights(run):
+    """Return the exported weights of a run."""
+    return load_file(run.folder / "hf" / "model.safetensors")
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "granitemoe", MIXING, "mamba"])
+def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run, kind):
+    steady = ["schedule=constant", "train.steps=4"]
+    whole = weights(run("whole", kind, *steady))
+    run("parts", kind, *steady, "train.steps=2")
+    resumed = weights(run("parts", kind, *steady))
+    other = run("other", kind, *steady, "train.steps=2")
+    assert other.checkpoints
+    on_more = weights(run("other", kind, *steady, ranks=4))
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+        assert torch.allclose(value, on_more[name], atol=1e-5), name
+
+
+WAYS = (
+    ["activation_checkpoint=full"],
+    ["activation_checkpoint=selective"],
+    ["sharding=ddp"],
+    ["sharding=hsdp", "sharding.replicas=2"],
+    ["sharding.blocks_per_unit=2"],
+    ["sharding.accumulate=unsharded", "batch.micro_rows=1"],
+    ["batch.micro_rows=2"],
+    ["sharding.cpu_offload=true"],
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", MIXING])
+def test_ways_to_compute_change_nothing(run, kind):
+    plain = run("plain", kind)
+    for number, own in enumerate(WAYS):
+        other = run(f"other{number}", kind, *own)
+        assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-5), own
+        assert plain.column("grad_norm") == pytest.approx(other.column("grad_norm"), rel=1e-3), own
+
+
+def test_compiled_blocks_compute_the_same(run, compiled):
+    plain = run("plain", "granite")
+    other = run("other", "granite", *compiled, seam=inject.no_kernels())
+    assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-4)
+
+
+def test_sixteen_bits_train(run):
+    assert run("half", "granite", "precision.param_dtype=bfloat16").column("loss")[
+        0
+    ] == pytest.approx(run("full", "granite").column("loss")[0], abs=0.1)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "phi"])
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
+    from peft import PeftModel
+
+    own = [f"adapter={adapter}", "adapter.rank=4", "optim.lr=1e-2", "checkpoint.merge=true"]
+    trained = run("adapted", kind, *own)
+    base = load(
+        json.loads((trained.folder / "adapter/adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ]
+    )
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        before = base(tokens).logits
+        theirs = PeftModel.from_pretrained(base, trained.folder / "adapter").eval()(tokens).logits
+        merged = load(trained.folder / "hf")(tokens).logits
+    assert (before - theirs).abs().max() > 1e-3
+    assert torch.allclose(theirs, merged, atol=1e-4)
+
+
+def test_a_base_in_four_bits_is_trained_through_an_adapter(run):
+    trained = run("four", "gpt2", "adapter=qlora", "adapter.rank=4", "optim.lr=1e-2")
+    assert "4 bits" in trained.out
+    assert trained.column("loss")[-1] < trained.column("loss")[0]
+
+
+@pytest.mark.parametrize("kind", ["granitemoe", "glm4_moe", MIXING])
+def test_experts_are_kept_evenly_loaded_on_any_ranks(run, kind):
+    own = ["loss.load_balancing=0.1", "loss.router_z_loss=0.01", "optim.lr=1e-2", "train.steps=4"]
+    one, two = run("one", kind, *own, ranks=1), run("two", kind, *own)
+    for name in ("load_balancing_loss", "router_z_loss", "loss"):
+        assert one.column(name) == pytest.approx(two.column(name), abs=1e-5), name
+
+
+def test_frozen_parts_stay(run, folders):
+    after = weights(run("frozen", "gpt2", "train.freeze=['transformer.w*']"))
+    before = load(folders("gpt2")).state_dict()
+    assert torch.equal(after["transformer.wte.weight"], before["transformer.wte.weight"])
+    assert not torch.equal(
+        after["transformer.h.0.mlp.c_fc.weight"], before["transformer.h.0.mlp.c_fc.weight"]
+    )
+
+
+@pytest.mark.parametrize("optim", ["muon", "adamw_8bit", "lion"])
+def test_every_optimizer_updates_its_weights(run, folders, optim):
+    trained = run("optim", "granitemoe", f"optim={optim}")
+    before = load_file(folders("granitemoe") / "model.safetensors")
+    moved = {
+        name for name, value in weights(trained).items() if not torch.equal(value, before[name])
+    }
+    assert moved == set(before)
+
+
+@pytest.mark.parametrize(
+    "kind, method",
+    [("gpt2", "dpo"), ("gpt2", "orpo"), ("gpt2", "reward"), (MIXING, "dpo"), (MIXING, "reward")],
+)
+def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    trained = run(
+        "pairs", kind, f"objective={method}", f"data.path={pairs}", "data.validation=null"
+    )
+    assert len(trained.metrics) == 3
+
+
+def test_unpaired_answers_are_learned(run, tmp_path):
+    answers = write_labelled(tmp_path / "labelled.jsonl")
+    assert len(run("kto", "granite", "objective=kto", f"data.path={answers}").metrics) == 3
+
+
+def test_a_teacher_is_learned_from(run, folders):
+    own = ["objective=distil", f"objective.teacher={folders('granite')}"]
+    assert len(run("distil", "granite", *own).metrics) == 3
+
+
+@pytest.mark.parametrize("kind", ["gpt2", MIXING])
+def test_answers_are_generated_and_rewarded(run, tmp_path, kind):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"{i}+1?", "answer": f"{i + 1}"}) + "\n" for i in range(12))
+    )
+    own = [
+        "objective=grpo",
+        f"data.path={prompts}",
+        "objective.rewards=[exact]",
+        "objective.samples=2",
+        "objective.max_new_tokens=6",
+    ]
+    assert len(run("grpo", kind, *own).metrics) == 3
+
+
+def test_a_reward_model_that_transformers_could_not_read_is_refused(run, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    refused = run("pairs", "granite", "objective=reward", f"data.path={pairs}", code=2)
+    assert "GraniteForSequenceClassification" in refused.err
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "granite", "falcon_h1", "mamba", MIXING])
+def test_answers_are_those_of_transformers(folders, kind, tmp_path, capsys):
+    folder = folders(kind)
+    model = load(folder)
+    prompts = ["Hello you", "a", "what is the", "one two three four five"]
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(prompts))
+    own = [f"prompts={file}", "raw=true", "max_tokens=9", "format=json", "rows=4"]
+    assert main(["generate", f"source={folder}", *own]) == 0
+    answers = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    tokenizer = load_tokenizer(folder)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = torch.tensor([tokenizer.encode(prompt)])
+        own = {"eos_token_id": list(tokenizer.stop_ids), "pad_token_id": 0}
+        expected = model.generate(tokens, max_new_tokens=9, do_sample=False, **own)
+        assert answer == tokenizer.decode(expected[0, tokens.shape[1] :].tolist())
+
+
+def test_a_checkpoint_is_verified_against_its_export(run, capsys):
+    trained = run("verified", "granitemoe")
+    capsys.readouterr()
+    assert main(["verify", f"source={trained.folder}", f"hf={trained.folder / 'hf'}"]) == 0
+    assert "logits equal" in capsys.readouterr().out
+
+
+def test_a_plan_counts_the_model_of_transformers(folders, capsys):
+    own = ["plan.gpu=h100", "plan.world_size=2", "plan.format=json", "data.path=demo:backwards"]
+    assert main(["plan", f"model.init_from={folders('granitemoe')}", *own]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    numbers = sum(p.numel() for p in load(folders("granitemoe")).parameters())
+    assert str(numbers) in json.dumps(plan) or plan
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ("sharding.tensor=2", "sharding.tensor=1"),
+        ("sharding.context=2", "sharding.context=1"),
+        ("sharding.pipeline=2", "sharding.pipeline=1"),
+        ("sharding.expert=2", "sharding.expert=1"),
+        ("model.hidden_size=96", "drop it"),
+        ("model.implementation=native", "is not computed here"),
+    ],
+)
+def test_what_is_not_possible_is_refused_with_what_to_type(folders, own, words, capsys):
+    data = ["data.path=demo:backwards", "train.steps=1"]
+    assert main(["train", f"model.init_from={folders('granite')}", *data, own]) == 2
+    assert words in capsys.readouterr().err
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+"""
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_own import OwnConfig
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path):
+    """Return the folder of a model whose classes are Python files in it."""
+    folder = make_folder(tmp_path / "own", "llama")
+    (folder / "configuration_own.py").write_text(CONFIGURATION)
+    (folder / "modeling_own.py").write_text(MODELING)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "own_llama",
+        "architectures": ["OwnForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "configuration_own.OwnConfig",
+            "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_code_of_a_folder_runs_only_if_it_is_trusted(train, with_code, monkeypatch):
+    monkeypatch.setattr(remote_code, "_ALLOWED", set())
+    own = [f"model.init_from={with_code}", "precision=fp32", *SETTINGS]
+    refused = train("refused", *own, base=[], code=2)
+    assert "model.trust_remote_code=true" in refused.err
+    trusted = train("trusted", *own, "model.trust_remote_code=true", ranks=2, base=[])
+    assert "with Python code of" in trusted.out
+    plain = train("plain", *own[1:], f"model.init_from={make_folder(with_code, 'llama')}", base=[])
+    assert trusted.column("loss") == pytest.approx(plain.column("loss"), abs=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(trusted.folder / "hf", trust_remote_code=True)
+    assert type(exported).__name__ == "OwnForCausalLM"
+
+
+def test_without_the_extra_one_message_says_what_to_install(folders, monkeypatch, capsys):
+    monkeypatch.setattr(read_architecture, "find_spec", lambda name: None)
+    data = ["data.path=demo:backwards", "train.steps=1"]
+    assert main(["train", f"model.init_from={folders('granite')}", *data]) == 2
+    assert "pip install 'fsdp_trainer[hf]'" in capsys.readouterr().err
+
+
+def test_a_preview_has_one_document_in_a_row_where_they_would_mix(folders, capsys):
+    for kind, packs in (("granite", True), ("mamba", False)):
+        own = ["data.path=demo:backwards", "preview.format=json", "preview.rows=4"]
+        assert main(["preview", f"model.init_from={folders(kind)}", *own]) == 0
+        rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert any(len(row["documents"]) > 1 for row in rows) == packs
+
+
+def test_rows_for_new_tokens_begin_as_the_mean_of_the_others(run, folders):
+    grown = run("grown", "phi", "model.vocab_size=300", "train.steps=1", "optim.lr=1e-12")
+    before, after = load_file(folders("phi") / "model.safetensors"), weights(grown)
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"):
+        assert len(after[name]) == 300
+        assert torch.allclose(after[name][:264], before[name], atol=1e-6), name
+        assert torch.allclose(after[name][264:], before[name].mean(0), atol=1e-6), name
+
+
+def test_rows_longer_than_learned_positions_are_refused(run):
+    refused = run("long", "gpt2", "batch.seq_len=256", code=2)
+    assert "longer than the model's context (128 positions)" in refused.err
+
+
+def test_the_start_says_what_computes_the_model_and_its_rows(run):
+    said = run("said", "mamba").out
+    assert "computed by transformers' class MambaForCausalLM" in said
+    assert "rows hold one document each, padded: packed ones change each other by" in said
+    assert "resid_pdrop=0.1" in run("dropout", "gpt2").out
+
+
+def test_a_model_that_is_computed_differently_is_refused_with_the_difference(run):
+    seam = inject.setting("logit_factors", ())
+    refused = run("refused", "cohere", seam=seam, code=2)
+    assert "logits from the last states differ from transformers' own by" in refused.err
+
+
+def test_a_language_model_inside_a_model_for_images_is_trained(train, tmp_path):
+    text = COMMON | {"model_type": "persimmon"}
+    folder = make_other_folder(tmp_path / "fuyu", "fuyu", text_config=text, vocab_size=264)
+    run = train("fuyu", f"model.init_from={folder}", "precision=fp32", *SETTINGS, ranks=2, base=[])
+    assert len(run.metrics) == 3
+    assert weights(run).keys() == load_file(folder / "model.safetensors").keys()

@@ -50,7 +50,8 @@ from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import Batch, Sharding
 from fsdp_trainer.models.attention import DocumentAttention
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Decoder, meta_decoder
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.tensor import shard_tensors
 

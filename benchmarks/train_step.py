@@ -152,8 +152,11 @@ def command(folder: Path, way: str) -> list[str]:
     ]
 
 
-def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
-    """Train with this trainer and return the figures, read from the run's records."""
+def ours(folder: Path, way: str, ranks: int, *own: str) -> dict[str, Any]:
+    """Train with this trainer and return the figures, read from the run's records.
+
+    own: further overrides.
+    """
     run = folder / "runs" / f"{way}-{time.monotonic_ns()}"
     shape = [
         f"launch.nproc_per_node={ranks}",
@@ -168,7 +171,7 @@ def ours(folder: Path, way: str, ranks: int) -> dict[str, Any]:
         f"run.root={run.parent}",
         f"run.name={run.name}",
     ]
-    start([sys.executable, "-m", "fsdp_trainer", *command(folder, way), *shape, *how], ranks)
+    start([sys.executable, "-m", "fsdp_trainer", *command(folder, way), *shape, *how, *own], ranks)
     return our_figures(run, way)
 
 

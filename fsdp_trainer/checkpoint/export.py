@@ -23,7 +23,7 @@ from fsdp_trainer.checkpoint.formats.huggingface import (
     tensor_parts,
     tensor_shapes,
 )
-from fsdp_trainer.checkpoint.formats.placed_tensors import in_transformers_orientation
+from fsdp_trainer.checkpoint.formats.placed_tensors import as_exported
 from fsdp_trainer.checkpoint.formats.safetensors_file import ExportPiece, export_piece, write_header
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     TensorOnDisk,
@@ -147,7 +147,7 @@ def export_checkpoint(
         for name, shape in tensor_shapes(model, parts).items()
     }
     require_unchanged(config, source)
-    sources = dict(in_transformers_orientation(model, weights_on_disk(config, source, merge_into)))
+    sources = as_exported(model, weights_on_disk(config, source, merge_into))
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with complete_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)

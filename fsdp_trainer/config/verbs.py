@@ -9,6 +9,8 @@ from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
 
+TRUSTED = "run Python code that comes with the model's folder: only if you trust it"
+
 
 @dataclass
 class Preview:
@@ -193,9 +195,7 @@ class ExportConfig:
     """Writes a complete Hugging Face folder from a run or a checkpoint, or an adapter as PEFT's."""
 
     source: str | None = key(None, "a run or a checkpoint; a PEFT folder, to merge it")
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model's folder: only if you trust it"
-    )
+    trust_remote_code: bool = key(False, TRUSTED)
     out: str | None = key(None, "the folder to write; must not exist or be empty")
     dtype: str | None = key(
         None,
@@ -228,9 +228,7 @@ class VerifyConfig:
     """Checks that a checkpoint is complete; with hf, that both give the same logits."""
 
     source: str | None = key(None, "a run, a checkpoint or a PEFT folder")
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model's folder: only if you trust it"
-    )
+    trust_remote_code: bool = key(False, TRUSTED)
     hf: str | None = key(
         None, "a Hugging Face folder, or an adapter of PEFT's, to compare logits with"
     )
@@ -245,9 +243,7 @@ class GenerateConfig:
     """Answers a prompt or many at once, or chats at the terminal."""
 
     source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model's folder: only if you trust it"
-    )
+    trust_remote_code: bool = key(False, TRUSTED)
     prompt: str | list[str] | None = key(
         None,
         'what the user says, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at'
@@ -284,9 +280,7 @@ class ChatConfig:
     source: str | None = key(
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
-    trust_remote_code: bool = key(
-        False, "run Python code that comes with the model's folder: only if you trust it"
-    )
+    trust_remote_code: bool = key(False, TRUSTED)
     host: str = key(
         "127.0.0.1", "address to listen at; other machines reach 0.0.0.0, which needs token"
     )

@@ -126,10 +126,6 @@ class Generation:
                 chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
 
-    def together(self, answers: list[Continuation]) -> list[list[Continuation]]:
-        """Return the answers in groups, in order, of which any may be generated together."""
-        return [answers]
-
     def record_log_probabilities(
         self, rows: list[Continuation], logits: Tensor, chosen: Tensor
     ) -> None:
@@ -199,12 +195,6 @@ class TransformersGeneration(Generation):
     """Generation with transformers' own cache: rows are padded on the left to one length."""
 
     cache: Any
-
-    def together(self, answers: list[Continuation]) -> list[list[Continuation]]:
-        """See Generation. Padding would change states that do not come from attention alone."""
-        if self.model.config.packs:
-            return [answers]
-        return [list(group) for _, group in groupby(answers, lambda answer: answer.length)]
 
     def start(self, rows: list[Continuation]) -> Tensor:
         """See Generation."""
@@ -314,13 +304,22 @@ def continue_all(
     """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
     # sorted, so that the answers of a batch have about the same length
     waiting = sorted((a for a in answers if not a.is_done), key=lambda answer: -answer.length)
-    batches = [batch for same in generation.together(waiting) for batch in cut(same, rows)]
+    alike = groupby(waiting, lambda answer: length_to_match(generation.model, answer.length))
+    batches = [batch for _, group in alike for batch in cut(list(group), rows)]
     for number in range(ranks.most(len(batches))):
         check()
         is_idle = number >= len(batches)
         batch = [Continuation(IDLE_PROMPT, generation.sampling, 1)] if is_idle else batches[number]
         for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
+
+
+def length_to_match(model: Decoder, length: int) -> int:
+    """Return the length that all texts generated with one of this length must have; 0: any.
+
+    Padding would change states of a model that do not come from attention alone.
+    """
+    return 0 if model.config.packs else length
 
 
 def cut(answers: list[Continuation], rows: int) -> Iterator[list[Continuation]]:

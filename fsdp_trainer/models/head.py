@@ -112,6 +112,7 @@ class Head(nn.Module):
         """
         if targets is None:
             return self.logits(hidden)
+        hidden = self.inputs(hidden)
         if self.temperature != 1:
             hidden = hidden / self.temperature
         if objective is None:
@@ -145,9 +146,20 @@ class Head(nn.Module):
         """Return the rows of the weight that this process computes with."""
         return self.weight
 
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Return the states that are multiplied with `rows` for scores, [tokens, columns]."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Return all logits, [..., vocabulary]."""
-        logits = F.linear(hidden, self.weight[: self.vocab_size])
+        return self.capped(self.product(hidden))
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return all logits before the soft cap, [..., vocabulary]."""
+        return F.linear(hidden, self.weight[: self.vocab_size])
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Return logits with the soft cap, if there is one."""
         return logits if self.softcap is None else cap_logits(logits, self.softcap)
 
     def score_logits(

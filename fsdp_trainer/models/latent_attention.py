@@ -6,14 +6,13 @@ Keys and values of all heads are projected from one latent vector of each token.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import rotate, yarn_temperature
-from fsdp_trainer.models.sdpa import Scoring
+from fsdp_trainer.models.sdpa import Scoring, same_width
 
 CosSin = tuple[Tensor, Tensor]
 NORM_EPS = 1e-6
@@ -70,7 +69,7 @@ class LatentAttention(nn.Module):
         q = torch.cat((q_plain, q_rotated), -1)
         k = torch.cat((k_plain, k_rotated.expand(-1, -1, k_plain.shape[-2], -1)), -1)
         # no kernel for packed documents accepts values of another width than the keys
-        q, k, v = self.padded(q, k, v)
+        q, k, v = same_width(q, k, v)
         mixed = layout.attend(q, k, v, self.scoring)[..., : self.value_dim]
         return self.o_proj(mixed.flatten(-2))
 
@@ -87,11 +86,6 @@ class LatentAttention(nn.Module):
         if not self.interleaved:
             return x
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-
-    def padded(self, *parts: Tensor) -> list[Tensor]:
-        """Return queries, keys and values padded with zero channels to the same width."""
-        width = max(self.width, self.value_dim)
-        return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in parts]
 
 
 def temperature(scaling: dict[str, Any]) -> float:

@@ -29,6 +29,12 @@ class Scoring(NamedTuple):
 PLAIN = Scoring()
 
 
+def same_width(*parts: Tensor) -> list[Tensor]:
+    """Return queries, keys and values padded with zero channels to the same width."""
+    width = max(x.shape[-1] for x in parts)
+    return [F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in parts]
+
+
 def sdpa(
     q: Tensor,
     k: Tensor,

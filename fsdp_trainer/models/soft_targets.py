@@ -69,7 +69,8 @@ class TeacherLogits:
         self, head: Any, log_student: Tensor, targets: Tensor, tokens: slice
     ) -> tuple[Tensor, Tensor]:
         weight = self.teacher.rows()[: log_student.shape[1]]
-        logits = capped(F.linear(self.hidden[tokens], weight).float(), self.teacher.softcap)
+        hidden = self.teacher.inputs(self.hidden[tokens])
+        logits = capped(F.linear(hidden, weight).float(), self.teacher.softcap)
         own, is_own = local_columns(head, targets, logits.shape[1])
         at_target = at_columns(logits, own, is_own)
         normalizer = joint_logsumexp(head, logits)

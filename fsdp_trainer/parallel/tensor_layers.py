@@ -18,7 +18,7 @@ from fsdp_trainer.models.adapters.adapters import row_squares
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.decoder import Attention, Auxiliary, Decoder
 from fsdp_trainer.models.four_bit import DecodedProduct, Linear4
-from fsdp_trainer.models.head import Head, Scores, cap_logits, write_logits
+from fsdp_trainer.models.head import Head, Scores, write_logits
 from fsdp_trainer.models.moe import Gate, Router
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.soft_targets import local_columns
@@ -271,8 +271,7 @@ class TensorHead(TensorModule, Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See Head. Used for inference, has no gradient. Collective."""
-        logits = F.linear(hidden, local(self.weight))
-        logits = logits if self.softcap is None else cap_logits(logits, self.softcap)
+        logits = self.capped(F.linear(hidden, local(self.weight)))
         return all_gather(logits, -1, self.tensor_ranks.group)[..., : self.vocab_size]
 
     def score_logits(

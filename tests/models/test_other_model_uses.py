@@ -182,9 +182,12 @@ def test_unpaired_answers_are_learned(run, tmp_path):
     assert len(run("kto", "granite", "objective=kto", f"data.path={answers}").metrics) == 3
 
 
-def test_a_teacher_is_learned_from(run, folders):
-    own = ["objective=distil", f"objective.teacher={folders('granite')}"]
-    assert len(run("distil", "granite", *own).metrics) == 3
+@pytest.mark.parametrize("kind", ["granite", "phi"])
+def test_a_teacher_is_learned_from(run, folders, kind):
+    own = ["objective=distil", f"objective.teacher={folders(kind)}", "objective.share=1"]
+    trained = run("distil", kind, *own)
+    assert len(trained.metrics) == 3
+    assert trained.column("objective")[0] == pytest.approx(0, abs=1e-5), "it begins as the teacher"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])

@@ -19,6 +19,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.generation.continuations import (
     Continuation,
     generation_of,
+    length_to_match,
     room_after,
 )
 from fsdp_trainer.generation.prompt_ranks import OneRank
@@ -200,14 +201,13 @@ class Engine:
         self._waiting = [job for job in self._waiting if not job.is_cancelled]
         used = sum(len(active.answers) for active in self._active)
         groups: dict[tuple[float, float, int], list[ChatJob]] = {}
-        pads = self.speaker.model.config.packs
         while self._waiting:
             job = self._waiting[0]
             if used and used + job.sampling.samples > self.rows:
                 break
             used += job.sampling.samples
             self._waiting.pop(0)
-            length = 0 if pads else len(job.prompt)
+            length = length_to_match(self.speaker.model, len(job.prompt))
             key = job.sampling.temperature, job.sampling.top_p, length
             groups.setdefault(key, []).append(job)
         self._active += [self._generation(jobs) for jobs in groups.values()]

@@ -46,8 +46,6 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 MAX_SHOWN_PROBLEMS = 40
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
 
 SCORE = "score.weight"
 """The head of a reward model. It is random in a run that begins with a language model."""

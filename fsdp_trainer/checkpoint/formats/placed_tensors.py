@@ -4,13 +4,13 @@ A model here is a TransformersDecoder, whose `places` says which rows of which t
 of a weight.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fsdp_trainer.base.matrix_rows import matrix_rows
 from fsdp_trainer.checkpoint.formats.derived import transposed
 from fsdp_trainer.checkpoint.formats.tensor_files import DTYPES, Chunk, TensorOnDisk, dtype_name
 from fsdp_trainer.errors import Problem, UserError
@@ -45,18 +45,13 @@ def check_places(
     misfits = {p.tensor: misfit(stored[p.tensor], expected[p.parameter]) for p in places}
     problems = [Problem(name, text) for name, text in misfits.items() if text]
     for name, shape in expected.items():
-        if name != optional and rows[name] != rows_of(shape):
+        if name != optional and rows[name] != matrix_rows(shape):
             held = f"has {rows[name]:,} rows" if rows[name] else "is missing"
             problems.append(Problem(name, f"{held}; the model has it with shape {list(shape)}"))
     for name in unused:
         file = stored[name].chunks[0].file.name
         problems.append(Problem(name, f"in {file} is not part of this model"))
     return problems
-
-
-def rows_of(shape: Shape) -> int:
-    """Return the number of rows of a weight, of stacked matrices those of all of them."""
-    return math.prod(shape[: max(1, len(shape) - 1)])
 
 
 def misfit(tensor: Any, shape: Shape) -> str:
@@ -92,7 +87,7 @@ def some_rows(tensor: TensorOnDisk, place: Any) -> TensorOnDisk:
         (chunk,) = tensor.chunks
         one = Chunk(chunk.file, chunk.offset, (slice(0, 1),))
         return TensorOnDisk(tensor.dtype, (1,), [one])
-    is_whole = place.rows == rows_of(tensor.shape)
+    is_whole = place.rows == matrix_rows(tensor.shape)
     return tensor if is_whole else tensor.whole_rows(place.tensor_row, place.rows)
 
 
@@ -128,10 +123,7 @@ def one_dtype(name: str, tensors: list[TensorOnDisk]) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def in_transformers_orientation(
-    model: Any, sources: Mapping[str, TensorOnDisk]
-) -> Iterator[tuple[str, TensorOnDisk]]:
-    """Yield each weight by name as an export holds it."""
+def as_exported(model: Any, sources: Mapping[str, TensorOnDisk]) -> dict[str, TensorOnDisk]:
+    """Return each weight by name as an export holds it."""
     turned = getattr(model, "transposed_weights", ())
-    for name, source in sources.items():
-        yield name, transposed(source) if name in turned else source
+    return {n: transposed(source) if n in turned else source for n, source in sources.items()}

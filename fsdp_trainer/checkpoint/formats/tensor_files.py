@@ -16,6 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.matrix_rows import matrix_rows
+
 # read at once: a few pieces fit a processor's cache, and a disk reaches its full speed
 PIECE_BYTES = 2**22
 THREADS = 4
@@ -71,9 +73,9 @@ class TensorOnDisk:
         """Return stacked matrices as one matrix of all their rows, any other tensor unchanged."""
         if len(self.shape) < 3:
             return self
-        count, rows, *columns = self.shape
+        _, rows, *columns = self.shape
         chunks = [part for chunk in self.chunks for part in _by_matrix(chunk, self.dtype, rows)]
-        return replace(self, shape=(count * rows, *columns), chunks=chunks)
+        return replace(self, shape=(matrix_rows(self.shape), *columns), chunks=chunks)
 
     def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
         """Read rows `first` to `last` into `buffer`, uint8; return them, [last - first, …].

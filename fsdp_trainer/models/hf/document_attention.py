@@ -6,12 +6,11 @@ argument of the model's forward, so that no mask of row × row is made.
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from fsdp_trainer.models.attention import PackedAttention
-from fsdp_trainer.models.sdpa import Scoring
+from fsdp_trainer.models.sdpa import Scoring, same_width
 
 NAME = "fsdp_trainer_documents"
 """The name of our function. transformers makes no mask for a name that it has no mask for."""
@@ -63,7 +62,7 @@ def attend_documents(
     width = v.shape[-1]
     if width > q.shape[-1]:
         raise NotComputed(f"{type(module).__name__} has values wider than queries")
-    v = F.pad(v, (0, q.shape[-1] - width))
+    q, k, v = same_width(q, k, v)
     scoring = Scoring(scaling, softcap, s_aux)
     mixed = documents.layouts[sliding_window].attend(q, k, v, scoring)
     return mixed[..., :width], None

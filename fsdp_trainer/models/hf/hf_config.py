@@ -132,19 +132,14 @@ def first_number(text: Any, names: Sequence[str]) -> int:
 
 
 def build_hf_model(config: ModelConfig) -> PreTrainedModel:
-    """Return transformers' model in float32, see `model_of`. Raises UserError."""
-    hf_config = config_object(config.source, config.folder)
-    return model_of(hf_config, config.vocab_size, config.family)
-
-
-def model_of(hf_config: Any, rows: int, kind: str) -> PreTrainedModel:
-    """Return the model of a configuration object of transformers. rows: of its vocabulary.
+    """Return transformers' model in float32.
 
     Its parameters are on the meta device, its buffers on the CPU. Raises UserError if transformers
     has no causal language model for it.
     """
+    hf_config = config_object(config.source, config.folder)
     text = hf_config.get_text_config(decoder=True)
-    text.update({"vocab_size": rows or text.vocab_size})
+    text.update({"vocab_size": config.vocab_size or text.vocab_size})
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(QUIET)
     try:
@@ -154,7 +149,7 @@ def model_of(hf_config: Any, rows: int, kind: str) -> PreTrainedModel:
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        problem = Problem(f"model_type={kind}", lines[0][:300])
+        problem = Problem(f"model_type={config.family}", lines[0][:300])
         title = "transformers cannot build a causal language model from this configuration"
         raise UserError(title, [problem]) from None
     finally:

@@ -6,6 +6,7 @@ that they have there. Only the output head is replaced, and matrices that are st
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from fsdp_trainer.models.head import Head, ScoreHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
-from fsdp_trainer.models.hf.own_cache import OwnCache
+from fsdp_trainer.models.hf.own_cache import CACHES, OwnCache
 from fsdp_trainer.models.hf.routers import RouterWatch, routers
 from fsdp_trainer.models.hf.stored_names import Place, may_be_unused, places, stored_shapes
 from fsdp_trainer.models.hf.unpack import OneDocumentRows
@@ -72,6 +73,7 @@ class TransformersDecoder(Decoder):
         self.train(False)
         arguments = inspect.signature(self.base.forward).parameters
         self.takes_positions = "position_ids" in arguments
+        self.cache_name = next((name for name in CACHES if name in arguments), CACHES[0])
         self.plain_attention = hf.config._attn_implementation
 
     @property
@@ -156,14 +158,17 @@ class TransformersDecoder(Decoder):
         layout: None: attention by transformers, with documents where positions restart. ours:
         whether `models.attention` computes it; None: as the architecture allows.
         """
-        inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": None, "use_cache": False}
-        if self.takes_positions:
-            inputs["position_ids"] = positions
+        inputs: dict[str, Any] = self.inputs(tokens, positions)
         ours = self.config.documents_attention if ours is None else ours
         self.use_attention(NAME if ours and layout else self.plain_attention)
         if ours and layout:
             inputs["documents"] = Documents(layout, set(self.config.windows))
-        return self.base(**inputs)[0]
+        return self.base(**inputs, attention_mask=None, use_cache=False)[0]
+
+    def inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Return the arguments for tokens, by transformers' names."""
+        positioned = {"position_ids": positions} if self.takes_positions else {}
+        return {"input_ids": tokens, **positioned}
 
     def transformers_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights as transformers has them, by name.
@@ -199,11 +204,8 @@ class TransformersDecoder(Decoder):
     def own_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, [rows, length, vocabulary]."""
         self.use_attention(self.plain_attention)
-        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if self.takes_positions:
-            inputs["position_ids"] = positions
         with torch.no_grad():
-            return self.hf(**inputs).logits
+            return self.hf(**self.inputs(tokens, positions), use_cache=False).logits
 
     def logits_of(self, states: Tensor) -> Tensor:
         """Return the logits for states after the last norm, [..., vocabulary]."""
@@ -244,14 +246,15 @@ class TransformersDecoder(Decoder):
         """
         if isinstance(caches, OwnCache):
             self.use_attention(self.plain_attention)
-            hidden = caches.forward(self.base, tokens, positions, self.takes_positions)
+            hidden = caches.forward(self.base, self.inputs(tokens, positions), self.cache_name)
         else:
             hidden, _ = self.hidden(tokens, positions, layout)
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
 
 
-def new_head(config: ModelConfig, before: nn.Module) -> Head:
-    """Return the head in place of transformers' output layer."""
+def new_head(config: ModelConfig, before: Any) -> Head:
+    """Return the head in place of transformers' output layer, as wide as that."""
+    config = replace(config, hidden_size=before.weight.shape[1])
     if config.scalar_head:
         return ScoreHead(config)
     return TransformersHead(config) if before.bias is None else BiasedHead(config)

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.head import Head, Objective, Scores, cap_logits
-from fsdp_trainer.models.soft_targets import SoftTargets
+from fsdp_trainer.models.head import Head
 
 COLUMNS = 8
 """The bias is a column of the matrix for scores; the others are zero, since matrix products are
@@ -20,12 +19,8 @@ class TransformersHead(Head):
     """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the products with all rows, [..., vocabulary], without a soft cap."""
-        return F.linear(hidden, self.weight[: self.vocab_size])
-
-    def capped(self, logits: Tensor) -> Tensor:
-        """Return logits with the soft cap, if there is one."""
-        return logits if self.softcap is None else cap_logits(logits, self.softcap)
+        """Return all logits before the soft cap, [..., vocabulary]."""
+        return self.product(hidden)
 
 
 class BiasedHead(TransformersHead):
@@ -35,25 +30,17 @@ class BiasedHead(TransformersHead):
         super().__init__(config)
         self.bias = nn.Parameter(torch.empty(config.embedding_rows))
 
-    def forward(
-        self,
-        hidden: Tensor,
-        targets: Tensor | None = None,
-        objective: Objective | None = None,
-        soft: SoftTargets | None = None,
-    ) -> Tensor | tuple[Tensor | None, Scores]:
-        """See Head."""
-        if targets is not None:
-            ones = hidden.new_zeros(len(hidden), COLUMNS)
-            ones[:, 0] = 1
-            hidden = torch.cat([hidden, ones], 1)
-        return super().forward(hidden, targets, objective, soft)
+    def inputs(self, hidden: Tensor) -> Tensor:
+        """Return the states, with a 1 as one more column."""
+        ones = hidden.new_zeros(len(hidden), COLUMNS)
+        ones[:, 0] = 1
+        return torch.cat([hidden, ones], 1)
 
     def rows(self) -> Tensor:
         """Return the weight, with the bias as one more column."""
         return torch.cat([self.weight, F.pad(self.bias[:, None], (0, COLUMNS - 1))], 1)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return the products with all rows and the bias, [..., vocabulary]."""
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return all logits before the soft cap, [..., vocabulary]."""
         count = self.vocab_size
         return F.linear(hidden, self.weight[:count], self.bias[:count])

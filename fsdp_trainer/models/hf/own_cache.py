@@ -1,6 +1,5 @@
 """transformers' cache of what earlier tokens left, for generation."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,14 +24,13 @@ class OwnCache:
         self.is_lost = False
         """True: the rows must be computed again from their beginning."""
 
-    def forward(self, base: Any, tokens: Tensor, positions: Tensor, takes_positions: bool) -> Any:
-        """Return the states of new tokens, [rows, new tokens, hidden], and keep what they leave."""
-        arguments = inspect.signature(base.forward).parameters
-        name = next((name for name in CACHES if name in arguments), CACHES[0])
-        inputs = {"input_ids": tokens, "use_cache": True, "attention_mask": self.mask}
-        if takes_positions:
-            inputs["position_ids"] = positions
-        outputs = base(**inputs, **{name: self.past})
+    def forward(self, base: Any, inputs: dict[str, Tensor], name: str) -> Tensor:
+        """Return the states of new tokens, [rows, new tokens, hidden], and keep what they leave.
+
+        name: one of CACHES, by which the base model takes its cache.
+        """
+        inputs = {**inputs, "attention_mask": self.mask, name: self.past}
+        outputs = base(**inputs, use_cache=True)
         self.past = next(past for n in CACHES if (past := getattr(outputs, n, None)) is not None)
         return outputs[0]
 

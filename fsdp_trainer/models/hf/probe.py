@@ -6,6 +6,7 @@ from the same configuration, with random weights, and its results are compared.
 
 import copy
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -20,9 +21,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.hf_config import (
     ALL_EXPERTS,
     CHOSEN_EXPERTS,
-    build_hf_model,
     config_object,
-    describe,
     first_number,
     setting,
     sizes_of,
@@ -97,18 +96,35 @@ def probed(model: TransformersDecoder) -> Probed:
     """Return what a model on the CPU does."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCABULARY, (1, sum(LENGTHS)), generator=generator)
-    alone = [model.states(t, positions_of(t), None) for t in tokens.split(LENGTHS, 1)]
-    expected = torch.cat(alone, 1)
-    restarting = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-    theirs = difference(model.states(tokens, restarting, None), expected)
-    layout = DocumentAttention([list(LENGTHS)], sum(LENGTHS), tokens.device)
+    trial = Trial(tokens)
+    expected = trial.alone(model.states)
+    theirs = difference(model.states(tokens, trial.positions, None), expected)
     try:
-        ours = difference(model.states(tokens, restarting, layout, ours=True), expected)
+        packed = model.states(tokens, trial.positions, trial.layout, ours=True)
+        ours = difference(packed, expected)
     except Exception:  # NotComputed, or whatever a class raises for an argument that it lacks
         ours = math.inf
-    factor = factor_of(model, alone[0], tokens[:, : LENGTHS[0]])
+    first = LENGTHS[0]
+    factor = factor_of(model, expected[:, :first], tokens[:, :first])
     best = min(ours, theirs)
     return Probed(ours <= APART, 0.0 if best <= APART else best, factor)
+
+
+class Trial:
+    """Two documents in one row of `tokens`: where they are, and their states alone."""
+
+    def __init__(self, tokens: Tensor):
+        self.tokens = tokens
+        self.positions = torch.cat([torch.arange(n) for n in LENGTHS])[None].to(tokens.device)
+        self.layout = DocumentAttention([list(LENGTHS)], sum(LENGTHS), tokens.device)
+
+    def alone(self, states: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
+        """Return the states of both documents, each computed by itself, one after the other.
+
+        states: a function of tokens, positions, and no layout.
+        """
+        documents = self.tokens.split(LENGTHS, 1)
+        return torch.cat([states(each, positions_of(each), None) for each in documents], 1)
 
 
 def positions_of(tokens: Tensor) -> Tensor:
@@ -168,8 +184,7 @@ def small_copy(config: ModelConfig, narrow: bool) -> ModelConfig:
     hf_config = shrunk(config_object(config.source, config.folder), narrow)
     small = {**hf_config.to_dict(), "model_type": config.source.get("model_type")}
     sizes = sizes_of(config_object(small, config.folder)) | {"vocab_size": VOCABULARY}
-    copied = replace(config, source=small, **sizes)
-    return replace(copied, hidden_size=describe(build_hf_model(copied)).hidden_size)
+    return replace(config, source=small, **sizes)
 
 
 def shrunk(hf_config: Any, narrow: bool) -> Any:

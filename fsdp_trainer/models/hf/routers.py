@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fsdp_trainer.models.balance import Balance, auxiliary_values
+from fsdp_trainer.models.decoder import combine_auxiliary
 
 RECORDED = "router_logits"
 """transformers' name for what it records of routers."""
@@ -58,16 +59,14 @@ class RouterWatch:
             self.is_watching = False
 
     def auxiliary(self, balance: Balance, token_share: Tensor) -> dict[str, Tensor]:
-        """Return the values of all blocks: losses summed, loads stacked. See auxiliary_values."""
+        """Return the values of all blocks, combined. See auxiliary_values."""
         of_blocks = []
         for number, (experts, logits) in sorted(self.values.items()):
             given = balance.of_block(number, token_share)
             assert given is not None
             of_blocks.append(auxiliary_values(experts, logits, probabilities, given))
         self.values = {}
-        names = of_blocks[0]
-        stacks = {name: torch.stack([each[name] for each in of_blocks]) for name in names}
-        return {name: stack if stack.ndim > 1 else stack.sum() for name, stack in stacks.items()}
+        return combine_auxiliary(of_blocks)
 
 
 def probabilities(logits: Tensor) -> Tensor:

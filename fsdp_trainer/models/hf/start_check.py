@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.attention import DocumentAttention
-from fsdp_trainer.models.hf.probe import LENGTHS, difference, positions_of
+from fsdp_trainer.models.hf.probe import LENGTHS, Trial, difference, positions_of
 
 LARGEST = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest relative difference between equal results, in each number format."""
@@ -50,12 +49,9 @@ def packing_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
     """Return the problem of packed documents that change each other."""
     if not model.config.packs:
         return []
-    lengths = list(LENGTHS)
-    layout = DocumentAttention([lengths], tokens.shape[1], tokens.device)
-    restarting = torch.cat([torch.arange(n) for n in lengths])[None].to(tokens.device)
-    packed = model.all_states(tokens, restarting, layout)
-    alone = [model.all_states(part, positions_of(part), None) for part in tokens.split(lengths, 1)]
-    found = difference(packed.float(), torch.cat(alone, 1).float())
+    trial = Trial(tokens)
+    packed = model.all_states(tokens, trial.positions, trial.layout)
+    found = difference(packed.float(), trial.alone(model.all_states).float())
     if found <= LARGEST[dtype]:
         return []
     reason = (

@@ -23,6 +23,8 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from fsdp_trainer.base.matrix_rows import matrix_rows
+
 Shape = tuple[int, ...]
 
 
@@ -77,7 +79,7 @@ def places(
             joined[name][pattern].append(tensor)
         elif tensor in known or name in known:
             name = tensor if tensor in known else name
-            found.append(Place(name, 0, tensor, 0, rows_of(stored[tensor])))
+            found.append(Place(name, 0, tensor, 0, matrix_rows(stored[tensor])))
         else:
             unused.append(tensor)
     for name, sources in joined.items():
@@ -120,7 +122,7 @@ def merged_list(name: str, groups: list[list[str]], stored: Mapping[str, Shape])
 
     groups: for each matrix of an expert the names of all experts' tensors.
     """
-    heights = [rows_of(stored[group[0]]) for group in groups]
+    heights = [matrix_rows(stored[group[0]]) for group in groups]
     found = []
     for i, (group, height) in enumerate(zip(groups, heights, strict=True)):
         for number, tensor in enumerate(group):
@@ -133,8 +135,8 @@ def concatenated(name: str, tensors: list[str], stored: Mapping[str, Shape]) -> 
     """Return the places of tensors one below the other."""
     found, first = [], 0
     for tensor in tensors:
-        found.append(Place(name, first, tensor, 0, rows_of(stored[tensor])))
-        first += rows_of(stored[tensor])
+        found.append(Place(name, first, tensor, 0, matrix_rows(stored[tensor])))
+        first += matrix_rows(stored[tensor])
     return found
 
 
@@ -143,16 +145,11 @@ def divided(name: str, targets: list[str], tensor: str, stored: Mapping[str, Sha
 
     name: of the first parameter; targets: patterns of all.
     """
-    rows = rows_of(stored[tensor]) // len(targets)
+    rows = matrix_rows(stored[tensor]) // len(targets)
     return [
         Place(name.replace(targets[0], target), 0, tensor, i * rows, rows)
         for i, target in enumerate(targets)
     ]
-
-
-def rows_of(shape: Shape) -> int:
-    """Return the number of rows of a tensor, of a stack those of all its matrices."""
-    return shape[0] * (shape[1] if len(shape) > 2 else 1) if shape else 1
 
 
 def may_be_unused(hf: PreTrainedModel, name: str) -> bool:

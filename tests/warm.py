@@ -7,9 +7,13 @@ import gc
 
 import torch
 import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed.pipelining
 
 import fsdp_trainer.apps.preview.preview
 import fsdp_trainer.cli
+import fsdp_trainer.models.hf.hf_decoder
+import fsdp_trainer.models.hf.hf_folder
 import fsdp_trainer.run.run  # noqa: F401
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.launch.facts import versions

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
@@ -28,6 +29,19 @@ class TorchAdamW(TrainerOptimizer, AdamW):
         self.skips_on_device = implementation == "fused"
         kernel: dict[str, Any] = {implementation: True}
         super().__init__(groups, **kernel, **defaults)
+
+    def _init_group(self, group: Any, *lists: list[Tensor]) -> bool:
+        """Fill the lists that the kernel updates, with this rank's parts of them.
+
+        Each number is updated by itself. With DTensors, torch would decide for each of them again
+        where the result lies, which takes longer than the update of small ones.
+        """
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [
+                each.to_local() if isinstance(each, DTensor) else each for each in tensors
+            ]
+        return has_complex
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return zero moments and a step count, which the fused kernel needs on the device."""

@@ -42,6 +42,7 @@ class Texts(Lengths):
     """
 
     tokens = kinds = None
+    samples_with_images = 0
 
     def __init__(self, lengths):
         self.lengths, self.fingerprint, self.source_names = np.array(lengths), "f", [""]

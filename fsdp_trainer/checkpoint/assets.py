@@ -9,6 +9,9 @@ from fsdp_trainer.checkpoint.atomic_files import write_json
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.models.config import ModelConfig
 
+OF_IMAGES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a model's processor of images."""
+
 
 def write_hf_assets(
     folder: Path,
@@ -18,7 +21,7 @@ def write_hf_assets(
     dtype: str,
     source: Path | None,
 ) -> None:
-    """Write config.json, generation_config.json, the tokenizer's files and the chat template.
+    """Write config.json, generation_config.json, files of tokenizer and images, and the template.
 
     chat_template: texts by name, in place of the tokenizer's own.
     source: the folder that the model came from, whose generation_config.json is kept.
@@ -27,8 +30,10 @@ def write_hf_assets(
     stop_ids = sorted(tokenizer.stop_ids, key=lambda i: (i != tokenizer.eos_id, i))
     hf_config = config.to_hf(dtype, tokenizer.bos_id, stop_ids or None)
     write_json(folder / "config.json", hf_config)
-    for code in Path(config.folder).glob("*.py") if config.folder else ():
-        shutil.copyfile(code, folder / code.name)
+    copied = [*Path(config.folder).glob("*.py")] if config.folder else []
+    copied += [source / name for name in OF_IMAGES] if source and config.reads_images else []
+    for file in filter(Path.is_file, copied):
+        shutil.copyfile(file, folder / file.name)
     generation: dict[str, Any] = {
         "bos_token_id": tokenizer.bos_id,
         "pad_token_id": tokenizer.pad_id,

@@ -70,7 +70,8 @@ class Train:
     freeze: list[str] = key(
         [],
         "patterns of parameter names that are not trained, as `model.layers.[0-3].*`: "
-        "they have no gradient, no optimizer state and no place in checkpoints",
+        "they have no gradient, no optimizer state and no place in checkpoints; of a model that"
+        " reads images also its parts: vision, projector, language",
     )
     validate_every: int | None = key(
         None,
@@ -517,8 +518,8 @@ class Data:
     )
     workers: int | None = key(
         None,
-        "processes that tokenize, of each rank with data.streaming; null: one for each core"
-        " that may be used; 1: none besides this one",
+        "processes that tokenize, of each rank with data.streaming, and that load images, of each"
+        " rank; null: one for each core that may be used; 1: none besides this one",
         minimum=1,
     )
     prefetch: int | None = key(
@@ -569,7 +570,8 @@ class Adapter:
     targets: str | list[str] = key(
         "all",
         "adapted linear layers: `all` of the blocks, or names as [q_proj,v_proj], or patterns"
-        " as ['model.layers.[0-3].*']; [all,experts]: also the experts' matrices",
+        " as ['model.layers.[0-3].*']; [all,experts]: also the experts' matrices; [all,vision,"
+        "projector]: also those of a model's tower for images",
     )
     also: list[str] = key(
         [],

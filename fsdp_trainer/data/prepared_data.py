@@ -6,9 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_trainer.config.hub import fetch
-from fsdp_trainer.config.paths import tokenizer_folder
-from fsdp_trainer.config.schema import Batch, Data, Run, Tokenizer, TrainConfig
+from fsdp_trainer.config.paths import model_folder, tokenizer_folder
+from fsdp_trainer.config.schema import Batch, Data, Model, Run, Tokenizer, TrainConfig
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records import preference_records
 from fsdp_trainer.data.store.cache_folders import removed_if_refused
 from fsdp_trainer.data.store.data_statistics import left_out, lost_share
@@ -17,6 +19,7 @@ from fsdp_trainer.data.stream.row_stream import stream_data
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.config import reads_images
 
 
 def tokenizer_path(choice: Tokenizer, init_from: str | None) -> str:
@@ -101,6 +104,19 @@ def cache_root(data: Data, run: Run) -> Path:
     return Path(data.cache or Path(run.root) / ".data").expanduser()
 
 
+def image_reader(model: Model, cache: Path) -> ImageReader | None:
+    """Return what reads the images of a model's data; None if the model reads only text.
+
+    cache: folder of data.cache.
+    """
+    if model.init_from is None:
+        return None
+    folder = model_folder(fetch(model.init_from, weights=False))
+    if not reads_images(folder, model.implementation):
+        return None
+    return ImageReader(ImageProcessor(str(folder)), cache)
+
+
 def build_data(
     cfg: TrainConfig,
     reporter: Reporter | None = None,
@@ -138,7 +154,8 @@ def _build_data(
         batch = cfg.batch
         if kind == preference_records.PROMPTS:
             batch = prompt_batch(batch, cfg.objective.max_new_tokens)
-        prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind)
+        images = None if kind == preference_records.PROMPTS else image_reader(cfg.model, root)
+        prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind, images)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)
     report, validation = streamed.report, None

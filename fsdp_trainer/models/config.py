@@ -274,6 +274,11 @@ class ModelConfig:
     """The config.json that was read; the export keeps its other keys."""
 
     @property
+    def reads_images(self) -> bool:
+        """True if the model has a tower for images."""
+        return self.by_transformers and has_tower(self.source)
+
+    @property
     def family_spec(self) -> Family:
         """Properties common to all models of the family."""
         return OTHER if self.by_transformers else FAMILIES[self.family]
@@ -677,6 +682,17 @@ def needs_transformers(raw: Json, implementation: str) -> bool:
     kind = _text_part(raw).get("model_type")
     is_unknown = isinstance(kind, str) and kind not in FAMILIES
     return implementation == TRANSFORMERS or (implementation == AUTO and is_unknown)
+
+
+def reads_images(folder: str | Path, implementation: str) -> bool:
+    """Return True if the model of a folder reads images. implementation: model.implementation."""
+    raw = read_config_file(Path(folder) / "config.json")
+    return has_tower(raw) and needs_transformers(raw, implementation)
+
+
+def has_tower(raw: Json) -> bool:
+    """Return True if a configuration has a tower for images."""
+    return isinstance(raw.get("vision_config"), dict)
 
 
 def _text_part(raw: Json) -> Json:

@@ -42,6 +42,21 @@ NORMS: dict[str, tuple[str | None, ...]] = {
 
 
 @dataclass
+class ImageInputs:
+    """The images of a micro-batch.
+
+    arrays: what the model's tower takes, by transformers' names, of all images in the order of
+    their tokens, or of a black one if there are none. tokens: number of tokens that stand for
+    images. positions: [axes, rows, length] int64; None for a model whose images have the positions
+    of their tokens.
+    """
+
+    arrays: dict[str, Tensor]
+    tokens: int
+    positions: Tensor | None = None
+
+
+@dataclass
 class MicroBatch:
     """The tokens of one forward pass and their supervision.
 
@@ -61,6 +76,7 @@ class MicroBatch:
     None: all are answers.
     columns: further values for each target by name, [supervised, ...].
     soft: a teacher's probabilities for the targets; None without a teacher.
+    images: None for data without images.
     """
 
     tokens: Tensor
@@ -77,6 +93,7 @@ class MicroBatch:
     kinds: Tensor | None = None
     columns: dict[str, Tensor] = field(default_factory=dict)
     soft: SoftTargets | None = None
+    images: ImageInputs | None = None
 
 
 class DecoderOutput(NamedTuple):
@@ -271,6 +288,17 @@ class Decoder(nn.Module):
         tied = [self.embedding] if self.config.tie_word_embeddings else []
         return [*tied, self.final_norm, self.lm_head]
 
+    image_positions: Any = None
+    """Returns the positions of a document with images; None if they are as of text."""
+
+    def part_of(self, name: str) -> str | None:
+        """Return the part of a model for images that a weight or module belongs to, else None."""
+        return None
+
+    def image_parts(self) -> list[nn.Module]:
+        """Return the modules for images that are sharded one by one, inner ones first."""
+        return []
+
     def fill_buffers(self) -> None:
         """Compute the buffers that no file holds. Must be called after to_empty."""
 
@@ -327,8 +355,9 @@ class Decoder(nn.Module):
 
         Norm and head are computed for these positions only. token_share: as in MicroBatch.
         """
+        images: Any = {} if batch.images is None else {"images": batch.images}
         hidden, auxiliary = self.hidden(
-            batch.tokens, batch.positions, batch.layout, token_share=token_share
+            batch.tokens, batch.positions, batch.layout, token_share=token_share, **images
         )
         return hidden.flatten(0, 1).index_select(0, batch.index), auxiliary
 

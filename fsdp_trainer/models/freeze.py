@@ -34,13 +34,15 @@ def choose_trained(
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Switch off the gradient of every parameter whose name matches one of the patterns (fnmatch).
 
+    A part of a model that reads images is a pattern, too: vision, projector or language.
     A tied head is the embedding: a pattern that matches either name freezes both.
     Raises UserError for a pattern without a match, and if no parameter remains to be trained.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    part_of = model.part_of if isinstance(model, Decoder) else lambda name: None
     unmatched = []
     for pattern in patterns:
-        matched = [name for name in parameters if fnmatchcase(name, pattern)]
+        matched = [n for n in parameters if pattern == part_of(n) or fnmatchcase(n, pattern)]
         for name in matched:
             parameters[name].requires_grad_(False)
         if not matched:

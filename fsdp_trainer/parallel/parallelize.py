@@ -205,13 +205,15 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
 class ShardedPart(NamedTuple):
     """A model, or a stage of it, that becomes one FSDP root.
 
-    embedding: the embedding if it is a separate unit. ends: modules of the unit that stays gathered
-    after forward. is_frozen_before: True if nothing before the blocks is trained.
-    inference: names of the methods for inference, which must also gather parameters.
+    embedding: the embedding if it is a separate unit. images: see Decoder.image_parts. ends:
+    modules of the unit that stays gathered after forward. is_frozen_before: True if nothing before
+    the blocks is trained. inference: names of the methods for inference, which must also gather
+    parameters.
     """
 
     root: nn.Module
     embedding: nn.Module | None
+    images: list[nn.Module]
     blocks: list[nn.Module]
     ends: list[nn.Module]
     is_frozen_before: bool
@@ -222,12 +224,18 @@ def parts_of(model: Decoder) -> list[ShardedPart]:
     """Return this rank's stages, or the complete model. Tied weights are in one unit."""
     whole = model.whole
     tied = model.config.tie_word_embeddings
-    is_frozen = not whole.embedding.weight.requires_grad
+    is_frozen = not whole.embedding.weight.requires_grad and not trains_images(model)
     if stages := stages_of(model):
         return [part_of_stage(stage, is_frozen) for stage in stages]
     embedding: nn.Module | None = None if tied else model.embedding
     blocks, ends = list(model.blocks().values()), model.ends()
-    return [ShardedPart(model, embedding, blocks, ends, is_frozen, model.inference_methods)]
+    images, methods = model.image_parts(), model.inference_methods
+    return [ShardedPart(model, embedding, images, blocks, ends, is_frozen, methods)]
+
+
+def trains_images(model: Decoder) -> bool:
+    """Return True if something of a model's tower for images, or of its projector, is trained."""
+    return any(p.requires_grad for part in model.image_parts() for p in part.parameters())
 
 
 def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
@@ -235,7 +243,7 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
     ends: list[nn.Module] = [] if stage.ends is None else [stage.ends]
     blocks = list(stage.layers.values())
     is_frozen_before = is_frozen and stage.is_first
-    return ShardedPart(stage, stage.embed_tokens, blocks, ends, is_frozen_before, ("advance",))
+    return ShardedPart(stage, stage.embed_tokens, [], blocks, ends, is_frozen_before, ("advance",))
 
 
 def shard_part(
@@ -250,6 +258,9 @@ def shard_part(
         embedding: Any = fully_shard(part.embedding, reshard_after_forward=reshard, **options)
         # its backward needs only the tokens and the output's gradient: no second all-gather
         embedding.set_unshard_in_backward(False)
+    for module in part.images:  # pixels come in float32
+        policy = replace(options["mp_policy"], cast_forward_inputs=True)
+        fully_shard(module, reshard_after_forward=reshard, **options | {"mp_policy": policy})
     if part.ends:
         fully_shard(part.ends, reshard_after_forward=False, **options)
     units = grouped_blocks(part.blocks, cfg)

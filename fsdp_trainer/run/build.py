@@ -16,8 +16,9 @@ from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.paths import compile_cache, step_of
+from fsdp_trainer.config.paths import compile_cache, model_folder, step_of
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.tokenize_workers import cores
@@ -50,6 +51,7 @@ from fsdp_trainer.training.batches import BatchOptions
 from fsdp_trainer.training.data_source import DataSource, Order, SourceContext, StoredRows
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.guard import EmbeddingGradProbe, Guard
+from fsdp_trainer.training.image_loader import ImageLoader
 from fsdp_trainer.training.loss_scale import LossScale, new_loss_scale
 from fsdp_trainer.training.metrics import step_metrics
 from fsdp_trainer.training.progress import Progress
@@ -65,6 +67,10 @@ SOURCES: dict[type, Callable[[Any, Progress, SourceContext], DataSource]] = {
     StreamedData: StreamedRows.build,
 }
 """What makes a data source, by the class of its order of rows."""
+
+
+WORTH_WORKERS = 2000
+"""With fewer images, starting processes takes longer than it saves."""
 
 
 @dataclass
@@ -117,7 +123,7 @@ def build(
     method = build_method(setup, rows, start.checkpoint)
     model = build_model(setup, method.head_temperature)
     attention, context = attention_of(setup, order, method.architectures)
-    reading = source_context(setup, attention, context)
+    reading = source_context(setup, attention, context, model)
     if world.main:  # only rank 0 prints them, and describing the data reads all samples
         unread = make_source(order, progress, reading)
         lines = describe(setup, model.whole, unread, progress, attention, context, method.about())
@@ -254,11 +260,29 @@ def attention_of(
     return attention, context
 
 
+def image_loader(setup: RunSetup, model: Decoder, workers: int) -> ImageLoader | None:
+    """Return what loads the images of the rows; None for data without images.
+
+    workers: number of processes if data.workers is null.
+    """
+    data, folder = setup.inputs.data, setup.inputs.init_from
+    stores = [*data.train, *([data.validation] if data.validation else [])]
+    images = sum(store.samples_with_images for store in stores)
+    if not images or folder is None:
+        return None
+    if images < WORTH_WORKERS and setup.cfg.data.workers is None:
+        workers = 0
+    workers = setup.cfg.data.workers or workers
+    processor = ImageProcessor(str(model_folder(folder)))
+    return ImageLoader(processor, model.image_positions, workers if workers > 1 else 0)
+
+
 def source_context(
-    setup: RunSetup, attention: AttentionChoice, context: ContextChoice
+    setup: RunSetup, attention: AttentionChoice, context: ContextChoice, model: Decoder
 ) -> SourceContext:
     """Return what a data source needs besides its rows."""
     cfg, config, dims, world = setup.cfg, setup.config, setup.dims, setup.world
+    workers = min(8, cores() * world.nodes // world.size)
     options = BatchOptions(
         micro_rows=cfg.batch.micro_rows,
         rank=dims.batch_rank,
@@ -272,8 +296,8 @@ def source_context(
         attention=attention.layout,
         last_tokens=cfg.objective.method.scores,
         number_documents=cfg.objective.method.compares_answers,
+        images=image_loader(setup, model, workers),
     )
-    workers = min(8, cores() * world.nodes // world.size)
     cost = config.attention_cost
     return SourceContext(cfg, options, dims, workers, cost, setup.signals, setup.observer)
 

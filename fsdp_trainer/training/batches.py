@@ -18,6 +18,7 @@ from fsdp_trainer.models.attention import LAYOUTS, PackedAttention
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.models.document_calls import Lengths
 from fsdp_trainer.parallel.context import ContextRanks
+from fsdp_trainer.training.image_loader import Arrays, ImageLoader
 
 INDEX_STEP = 128
 """Supervised positions are padded to a multiple of this, so that few different shapes occur."""
@@ -70,6 +71,7 @@ class BatchOptions:
     attention: a key of `LAYOUTS`. number_documents: True for an objective that is not a sum over
     single tokens, see MicroBatch.documents. last_tokens: True for a model that scores documents:
     only the last token of each document has a target. mark_tokens: see MicroBatch.token_share.
+    images: loads the images of rows; None for data without any.
     """
 
     micro_rows: int
@@ -84,6 +86,7 @@ class BatchOptions:
     same_rows: int = 1
     stages: int = 1
     context: ContextRanks | None = None
+    images: ImageLoader | None = None
 
 
 class Assembler(BatchOptions):
@@ -123,10 +126,11 @@ class Assembler(BatchOptions):
         """Return a micro-batch without tokens."""
         return self.assemble(Rows.empty(0, self.seq_len))
 
-    def assemble(self, rows: Rows) -> MicroBatch:
+    def assemble(self, rows: Rows, images: Sequence[Arrays] | None = None) -> MicroBatch:
         """Return a micro-batch of [micro_rows, length] tensors on the device.
 
-        Missing rows are filled with padding. If rows are divided among ranks, the shape is
+        images: the arrays of the rows' images, in order; None: they are loaded here. Missing rows
+        are filled with padding. If rows are divided among ranks, the shape is
         [micro_rows, length / ranks]: rows are cut here, where every token already has its label.
         """
         if len(rows.documents) < self.micro_rows:
@@ -179,6 +183,7 @@ class Assembler(BatchOptions):
             reference,
             kinds,
             {name: supervised(values) for name, values in rows.columns.items()},
+            images=self.images.inputs(rows, images, length, self.device) if self.images else None,
         )
 
     def layout(self, documents: Lengths, length: int) -> PackedAttention:
@@ -223,10 +228,24 @@ class RowBatches(Assembler):
         super().__init__(order.seq_len, len(order.source_names), *args, **options)
         self.order = order
 
+    def read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
+        """Yield each plan, followed by this rank's micro-batches of that step."""
+        items = self._plans_and_rows(plans)
+        if self.images is None:
+            yield from (self.assemble(one) if isinstance(one, Rows) else one for one in items)
+            return
+        for item, images in self.images.ahead(items):
+            yield self.assemble(item, images) if isinstance(item, Rows) else item
+
+    def _plans_and_rows(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | Rows]:
+        for plan in plans:
+            yield plan
+            for rows in self.assign_rows_to_ranks(plan)[:, self.rank]:
+                yield self.order.read_rows(rows[rows >= 0])
+
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of a step."""
-        for rows in self.assign_rows_to_ranks(plan)[:, self.rank]:
-            yield self.assemble(self.order.read_rows(rows[rows >= 0]))
+        return (item for item in self.read(iter([plan])) if isinstance(item, MicroBatch))
 
     def assign_rows_to_ranks(self, plan: StepPlan) -> np.ndarray:
         """Return [micro-batches, ranks, micro_rows] int64, the row in each slot; -1: none.

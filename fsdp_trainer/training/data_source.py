@@ -14,7 +14,6 @@ from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.stream.row_stream import StreamedData
-from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.step_log import StepReport
 from fsdp_trainer.parallel.dims import Dims
@@ -160,13 +159,7 @@ class StoredRows:
 
     def _feed(self, plans: Iterator[StepPlan]) -> Feed:
         what = f"prepared in {self.order.folder}"
-        return Feed(self.batches, what, self._read(plans), self.prefetch, self.signals)
-
-    def _read(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | MicroBatch]:
-        """Yield each plan, followed by this rank's micro-batches of that step."""
-        for plan in plans:
-            yield plan
-            yield from self.batches.micro_batches(plan)
+        return Feed(self.batches, what, self.batches.read(plans), self.prefetch, self.signals)
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the mixtures that rows were read from so far, the last one up to this progress."""

@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from browser import browser_page, settle
+from image_models import make_image_folder, write_pictures
 from rich.console import Console
 from texts import SHARED, make_tokenizer
 from tokenizers import pre_tokenizers
@@ -549,3 +550,18 @@ def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(
         page.set_viewport_size({"width": 390, "height": 800})
         settle(lambda: page.evaluate("document.documentElement.clientWidth") <= 390, page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_images_are_marked_in_the_text_and_shown_on_the_page(world, tmp_path):
+    folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
+    [name] = write_pictures(tmp_path / "pictures", 1)
+    question = [{"type": "image", "image": f"pictures/{name}"}, {"type": "text", "text": "what?"}]
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
+    keys = [f"model.init_from={folder}", f"data.path={tmp_path}/a.jsonl", "batch.seq_len=64"]
+    page = tmp_path / "page.html"
+    (shown,) = world.command("preview", *keys, f"preview.html={page}", f"run.root={tmp_path}")
+    assert "⟦0.png 24 × 20: 6 tokens⟧" in shown.out
+    assert "<|image_pad|>" not in shown.out
+    assert '<img src="data:image/jpeg;base64,' in page.read_text()
+    assert "img-src data:" in page.read_text()

@@ -29,6 +29,7 @@ class Numbered:
     folder = Path("numbered")
     group_starts = None
     kinds = None
+    samples_with_images = 0
 
     def __init__(self, samples, first=1, sources=1):
         """samples: (source, weights of its tokens), of which the first token's is 0."""

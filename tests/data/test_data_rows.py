@@ -159,7 +159,7 @@ def test_preview_shows_pairs_under_any_names(world, tmp_path):
         ({"messages": CHAT, "images": ["a.png"]}, r"pictures \('images'\)"),
         ({"question": "q", "answer": "a", "audio": {"path": "x"}}, r"sound \('audio'\)"),
         ({"messages": CHAT, "pic": {"bytes": b"x", "path": None}}, r"\('pic'\)"),
-        ({"messages": [ASK | {"images": ["x"]}, REPLY]}, "a turn holds pictures"),
+        ({"messages": [ASK | {"images": ["x"]}, REPLY]}, "a turn holds an image"),
         ({"role": "user", "text": "q", "parent": 1}, "each row is one turn"),
         ({"chat_log": CHAT, "talk": CHAT}, "{messages: chat_log}"),
         ({"title": "x", "n": 1}, "{text: title}"),

@@ -555,15 +555,11 @@ def test_turns_as_json_text_are_read():
     assert read({"messages": json.dumps(CHAT["messages"])}).messages == QUESTION_ANSWER
 
 
-def test_a_part_that_is_no_text_is_refused_by_its_type():
-    with pytest.raises(RecordError, match="'image_url'"):
-        read(
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-                ]
-            }
-        )
+@pytest.mark.parametrize("type", ["input_audio", "image_url"])
+def test_a_part_that_is_no_text_is_refused(type):
+    part = {"type": type, type: {"url": "x"}}
+    with pytest.raises(RecordError, match=r"'input_audio'|a turn holds an image"):
+        read({"messages": [{"role": "user", "content": [part]}]})
 
 
 def test_every_path_of_a_list_that_cannot_be_read_is_told(world, tmp_path):

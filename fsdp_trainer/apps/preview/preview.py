@@ -3,15 +3,18 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from pathlib import Path
 
 import numpy as np
 
 from fsdp_trainer.apps.preview import preview_html
+from fsdp_trainer.apps.preview.preview_images import ShownImages
 from fsdp_trainer.apps.preview.preview_page import Page, ShownDocument, ShownRow, TextPiece
 from fsdp_trainer.config.paths import is_hub_id
 from fsdp_trainer.config.verbs import PreviewConfig
+from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.mixture import OFTEN, REPEATED, Mixture, OrderMaker
 from fsdp_trainer.data.order.row_order import RowData
 from fsdp_trainer.data.prepared_data import build_data
@@ -118,7 +121,8 @@ def build_page(
         *all_findings(prepared, order.seq_len),
         *repeat_findings(cfg, order),
     ]
-    has_prompts = store.question_sizes is not None
+    shown_images = ShownImages.of(cfg.model.init_from, prepared.train)
+    has_prompts = store.questions is not None
     has_context = amounts(prepared.train)[2] < lengths.sum() - len(lengths)
     if "generation %}" not in template.source and has_context and not has_prompts:
         known.append(Finding(*NO_MARKERS, is_warning=False))
@@ -134,7 +138,9 @@ def build_page(
                 [title_of(store, sample) for store, sample in order.samples_of(index)],
                 order.source_names,
                 order.seq_len,
-                pieces,
+                pieces.marking(
+                    shown_images, [store.images(one) for store, one in order.samples_of(index)]
+                ),
                 [reference_of(store, sample) for store, sample in order.samples_of(index)],
             )
             for index in rows
@@ -142,7 +148,7 @@ def build_page(
         ShownDocument(
             title_of(store, 0),
             store.source_names[store.sources[0]],
-            pieces.of(*store.read(0, 0, order.seq_len)),
+            pieces.marking(shown_images, [store.images(0)]).of(*store.read(0, 0, order.seq_len)),
         ),
         figures(cfg, prepared, order),
         [(name, int(np.percentile(lengths, share))) for name, share in QUANTILES],
@@ -164,7 +170,7 @@ def title_of(store: TokenStore, sample: int) -> str:
 
 def reference_of(store: TokenStore, sample: int) -> str | None:
     """Return the reference answer to a prompt, control characters made visible; None without."""
-    answer = None if store.question_sizes is None else store.question(sample)["reference"]
+    answer = None if store.questions is None else store.question(sample)["reference"]
     return None if answer is None else CONTROL.sub(_visible, str(answer))
 
 
@@ -379,10 +385,21 @@ class TokenTexts:
         self.anchor = tokenizer.encode("a")[-1:]
         self.before = len(tokenizer.decode(self.anchor, skip_special=False))
         self.known: dict[tuple[int, ...], str] = {}
+        self.mark: Callable[[list[TextPiece]], list[TextPiece]] = list
+
+    def marking(
+        self, shown: ShownImages | None, of_documents: list[list[SampleImage]]
+    ) -> "TokenTexts":
+        """Return the same texts for documents, in this order, with their images marked."""
+        if shown is None:
+            return self
+        texts, waiting = copy(self), iter(of_documents)
+        texts.mark = lambda pieces: shown.marked(pieces, next(waiting))
+        return texts
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
         """Return tokens as pieces of text. tokens, weights: [length]."""
-        return list(self._cut(tokens.tolist(), weights.tolist()))
+        return self.mark([*self._cut(tokens.tolist(), weights.tolist())])
 
     def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[TextPiece]:
         start = 0

@@ -17,6 +17,8 @@ class TextPiece:
     weight: float
     """Loss weight as a target; 0 if it is context only."""
     special: bool
+    picture: str = ""
+    """A small picture as a data URL, if the tokens stand for an image."""
 
     def visible(self) -> str:
         """Return the text; line ends are marked if it is supervised or special."""

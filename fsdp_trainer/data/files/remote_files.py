@@ -175,6 +175,27 @@ def fetch(
     return copies
 
 
+def fetch_file(url: str, key: str, cache: Path) -> Path:
+    """Return the local copy of one file of any type, fetched if it is missing. Raises UserError."""
+    with _as_user_errors(url, key, cache):
+        system, path = _system_of(url)
+        about = system.info(path)
+        file = RemoteFile(url, about.get("size"), _version(url, about))
+        copy = file.copy_in(cache)
+        if not copy.exists():
+            _copy(file, copy, _StopDownloads())
+        return copy
+
+
+def origin_of(copy: str, cache: Path) -> str | None:
+    """Return the URL of the folder that a copy in the cache was fetched from; None for others."""
+    try:
+        scheme, *folders, _, _ = Path(copy).relative_to(cache / "remote").parts
+    except ValueError:
+        return None
+    return f"{scheme}://{'/'.join(folders)}"
+
+
 def _last_copies(file: Path) -> dict[str, str]:
     """Return the copies of the last listing if all exist; {} otherwise."""
     try:

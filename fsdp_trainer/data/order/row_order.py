@@ -7,13 +7,15 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, Arrays, MappedArrays
@@ -61,6 +63,8 @@ class Rows:
     """Σ log-probability of each document under the reference model; None if there is none."""
     kinds: list[list[int]] | None = None
     """The kind of each document, as in samples.py; None if all are answers."""
+    images: list[list[SampleImage]] | None = None
+    """The images of each row's documents, in order; None for data without images."""
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     """Additional values of each position, [rows, seq_len, ...] of any dtype, by name."""
 
@@ -84,7 +88,7 @@ class Rows:
         for name, column in rows.columns.items():
             empty = np.zeros((*self.weights.shape, *column.shape[2:]), column.dtype)
             self.columns.setdefault(name, empty)[places] = column
-        for name in ("reference", "kinds"):
+        for name in ("reference", "kinds", "images"):
             given = getattr(rows, name)
             if given is not None:
                 own = getattr(self, name) or [[] for _ in self.documents]
@@ -252,6 +256,11 @@ class RowOrder:
             rows.reference = by_row(self.columns.reference[samples])
         if self.store.kinds is not None:
             rows.kinds = by_row(self.store.kinds[samples])
+        if self.store.samples_with_images:
+            images = [self.store.images(sample) for sample in samples.tolist()]
+            firsts_of_rows = [*first_documents.tolist(), len(images)]
+            by_rows = [[*chain(*images[a:b])] for a, b in pairwise(firsts_of_rows)]
+            rows = replace(rows, images=by_rows)
         if self.columns.of_tokens is not None:
             is_supervised = target_weights > 0
             numbers = self._supervised_numbers(is_supervised, documents)

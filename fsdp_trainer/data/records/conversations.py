@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from fsdp_trainer.data.files.sources import Record, RecordError
+from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.messages import (
     Message,
     read_turns,
@@ -27,6 +28,7 @@ from fsdp_trainer.data.records.preference_records import (
 from fsdp_trainer.data.records.record_formats import (
     FIELDS,
     FORMATS,
+    IMAGES,
     REQUIRED,
     column_value,
     field_hints,
@@ -90,6 +92,17 @@ class Segments:
 Readable = Conversation | Document | Pretokenized | Segments | Preference | LabelledAnswer
 
 
+def turns_of(readable: Readable) -> list[Message]:
+    """Return all turns of a row, of both answers if there are two."""
+    if isinstance(readable, Conversation):
+        return readable.messages
+    if isinstance(readable, Preference):
+        return [*readable.prompt, *readable.chosen, *readable.rejected]
+    if isinstance(readable, LabelledAnswer):
+        return [*readable.prompt, *readable.answer]
+    return []
+
+
 @dataclass
 class Reader:
     """Reads the rows of one file, whose format and columns are known."""
@@ -101,6 +114,8 @@ class Reader:
     """The columns of the first row."""
     text_only: bool = True
     """True if pictures and sound in unused columns are ignored instead of refused."""
+    with_images: bool = False
+    """True if the model reads images; otherwise a row with one is refused."""
     form: str = ""
     """A note for people on how its rows are read; may be empty."""
     unused: dict[str, None] = field(default_factory=dict)
@@ -125,6 +140,7 @@ class Reader:
             if len(self._by_columns) >= FORMS_REMEMBERED:
                 self._by_columns.clear()
             used = later_columns(self.format, row.columns, self.columns, self.first)
+            used = used if self.with_images else without_images(used)
             self._by_columns[key] = used
             self.unused |= dict.fromkeys(unused_columns(row.columns, used.values()))
         return self._by_columns[key]
@@ -154,7 +170,10 @@ class Reader:
     def read(self, row: Record) -> Readable:
         """Return the row's content. RecordError if a column is missing or has the wrong type."""
         values = self.values(row)
-        return READERS[self.format](Values(values, self.columns_of(row), row.where))
+        readable = READERS[self.format](Values(values, self.columns_of(row), row.where))
+        if not self.with_images and any(images_in(turns_of(readable))):
+            raise RecordError(ONLY_TEXT)
+        return readable
 
     def _text_alone(self) -> str:
         fields = ", ".join(f"{key}: {self.columns.get(key, key)}" for key in REQUIRED[self.format])
@@ -164,6 +183,9 @@ class Reader:
         )
 
 
+ONLY_TEXT = """a turn holds an image, and what is asked for reads only text. Images are read by a
+model with a tower for them, with  model.implementation=transformers  and  data.streaming=false ,
+and not by objective=grpo. Leave such rows out with  data.on_error=skip"""
 PREFERENCE = """holds preference pairs (%s, %s), and what is asked for learns from single answers.
 To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
 
@@ -196,10 +218,12 @@ def make_reader(
     fields: dict[str, str] | None,
     file: str,
     kind: str | None = None,
+    with_images: bool = False,
 ) -> Reader:
     """Return the reader for a file, from the columns of its first row.
 
     kind: expected kind of data: SINGLE, PAIRS or UNPAIRED (which accepts pairs too); None for any.
+    with_images: whether the model reads images.
     Raises UserError if the format cannot be detected or is of another kind.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
@@ -217,9 +241,15 @@ def make_reader(
         _require_fields_of(str(format), fields)
         matched = match(str(format), columns, fields, by_value=False)
     _require_kind(str(format), matched, file, kind)
+    matched = matched if with_images else without_images(matched)
     text_only = not automatic or format == "text"
     form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
-    return Reader(str(format), matched, frozenset(columns), text_only, form)
+    return Reader(str(format), matched, frozenset(columns), text_only, with_images, form)
+
+
+def without_images(matched: dict[str, str]) -> dict[str, str]:
+    """Return the columns of all meanings but images."""
+    return {meaning: column for meaning, column in matched.items() if meaning != IMAGES}
 
 
 def _require_kind(format: str, matched: dict[str, str], file: str, kind: str | None) -> None:
@@ -299,8 +329,9 @@ def _unknown_format(columns: dict[str, Any], file: str) -> UserError:
 
 
 def _conversation(values: Values, messages: list[Message]) -> Conversation:
-    """Return the turns as a conversation with the row's system text and tools."""
-    return Conversation(values.with_system(messages), values.tools(), values.where)
+    """Return the turns as a conversation with the row's system text, images and tools."""
+    turns = values.with_images(values.with_system(messages))
+    return Conversation(turns, values.tools(), values.where)
 
 
 def _read_chat(values: Values, meaning: str) -> Conversation:

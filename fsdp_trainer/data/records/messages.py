@@ -2,9 +2,10 @@
 
 import json
 from itertools import cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.images import IMAGE_PARTS, MARK, Image, image_of, images_of
 from fsdp_trainer.data.records.record_formats import (
     ROLE_KEYS,
     ROLES,
@@ -31,8 +32,9 @@ PARTS = {
     "thinking": "reasoning", "reasoning": "reasoning", "reasoning_content": "reasoning",
     "tool_call": "tool_call", "tool_calls": "tool_call", "function_call": "tool_call",
     "tool_use": "tool_call",
+    **dict.fromkeys(IMAGE_PARTS, "image"),
 }  # fmt: skip
-"""Types of content parts and their meanings; any other (an image, for example) is refused."""
+"""Types of content parts and their meanings; any other (sound, for example) is refused."""
 
 
 def read_turns(value: Any, column: str = "messages") -> list[Message]:
@@ -106,11 +108,15 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
         raise RecordError(f"role {role!r} is not known; known are {' '.join(ROLES)}")
     role = role.strip().lower()
     others = _others(turn)
-    media = media_of(others)
-    if media:
-        raise RecordError(f"a turn holds {media}: only text, reasoning and tool calls are read")
-    text, reasoning, calls = content_of(content, turn)
+    beside = _images_beside(others)
+    if media := media_of(others):
+        raise RecordError(f"a turn holds {media}, which no model here reads")
+    read = content_of(content, turn)
+    text = MARK * len(beside) + read.text
     message: Message = {"role": ROLES[role], "content": text, **others}
+    if images := [*beside, *read.images]:
+        message["images"] = images
+    reasoning, calls = read.reasoning, read.calls
     if turn.get("train_detail"):
         message["context_parts"] = text, _context_parts(turn["train_detail"], len(text))
     if reasoning:
@@ -123,6 +129,12 @@ def _message(turn: dict, role: Any, content: Any) -> Message:
         message |= {"content": "", "tool_calls": written, "text": text} if written else {}
     weight = _turn_weight(turn)
     return message if weight is None else message | {"weight": weight}
+
+
+def _images_beside(others: Message) -> list[Image]:
+    """Take the images out of the other keys of a turn, and return them."""
+    pictures = [name for name in ("images", "image") if others.get(name)]
+    return [image for name in pictures for image in images_of(others.pop(name))]
 
 
 def _others(turn: dict) -> Message:
@@ -171,22 +183,33 @@ def _turn_weight(turn: dict) -> float | None:
     return 0.0 if any(turn[name] == FLAGS[name] for name in flags) else None
 
 
-def content_of(
-    content: Any, turn: dict, what: str = "the content of a turn"
-) -> tuple[str, str, list]:
-    """Return (text, reasoning, tool calls) of a turn; its content is text or a list of parts."""
+class TurnContent(NamedTuple):
+    """What a turn holds. The text has a MARK in the place of each image."""
+
+    text: str
+    reasoning: str
+    calls: list
+    images: list[Image]
+
+
+def content_of(content: Any, turn: dict, what: str = "the content of a turn") -> TurnContent:
+    """Return what a turn holds; its content is text or a list of parts."""
     parts: dict[str, list] = {"text": [], "reasoning": [], "tool_call": []}
     parts["reasoning"] = [turn[name] for name in REASONING if turn.get(name)][:1]
+    images: list[Image] = []
     if content is None and (
         turn.get("tool_calls") or turn.get("function_call") or parts["reasoning"]
     ):
         content = ""
     for part in content if isinstance(content, list) else [content]:
         kind, value = ("text", part) if isinstance(part, str) else _part(part, what)
+        if kind == "image":
+            images.append(image_of(value))
+            kind, value = "text", MARK
         parts[kind].append(value)
     text = _joined(parts["text"], what)
     reasoning = _joined(parts["reasoning"], "the reasoning of a turn")
-    return text, reasoning, parts["tool_call"]
+    return TurnContent(text, reasoning, parts["tool_call"], images)
 
 
 def _joined(texts: list, what: str) -> str:
@@ -204,8 +227,10 @@ def _part(part: Any, what: str) -> tuple[str, Any]:
     type = part.get("type", "text")
     if not isinstance(type, str) or type not in PARTS:
         raise RecordError(
-            f"{what} has a part of type {type!r}: only text, reasoning and tool calls are read"
+            f"{what} has a part of type {type!r}: text, images, reasoning and tool calls are read"
         )
+    if PARTS[type] == "image":
+        return "image", part
     value = next(
         (part[name] for name in (type, "text", "value", "content") if part.get(name) is not None),
         None,

@@ -63,7 +63,8 @@ def read_labelled(values: Values) -> LabelledAnswer:
     if values["input"]:
         prompt[-1]["content"] += f"\n{values['input']}"
     tools = values.tools()
-    return LabelledAnswer(values.with_system(prompt), answer, bool(label), tools, values.where)
+    prompt = values.with_images(values.with_system(prompt))
+    return LabelledAnswer(prompt, answer, bool(label), tools, values.where)
 
 
 def read_preference(values: Values) -> Preference:
@@ -88,7 +89,7 @@ def read_preference(values: Values) -> Preference:
     for name, side in (("chosen", chosen[common:]), ("rejected", rejected[common:])):
         _require_answer(name, side)
     return Preference(
-        values.with_system(before),
+        values.with_images(values.with_system(before)),
         chosen[common:],
         rejected[common:],
         values.tools(),

@@ -100,7 +100,7 @@ class PromptReader(QuestionReader):
         values = Values(
             dict.fromkeys(FORMATS["prompt_completion"]) | given, self.columns, row.where
         )
-        turns = values.with_system(turns_or_text(value, "user", column))
+        turns = values.with_images(values.with_system(turns_or_text(value, "user", column)))
         return Conversation(turns, values.tools(), row.where)
 
 
@@ -122,5 +122,5 @@ def make_prompt_reader(
     if reader.format not in HOLD_PROMPTS:
         raise UserError("the data cannot be used", [Problem(file, NO_PROMPT % reader.format)])
     return QuestionReader(
-        reader.format, reader.columns, reader.first, reader.text_only, reader.form
+        reader.format, reader.columns, reader.first, reader.text_only, form=reader.form
     )

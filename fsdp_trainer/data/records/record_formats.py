@@ -226,6 +226,9 @@ HISTORY = Meaning(("history",), is_list)
 CONTEXT = Meaning(("input", "context", "article", "passage"), is_text_or_texts)
 TURNS = Meaning(CHATS, is_turns, required=True, certain=("messages", "conversations"))
 ANSWER = Meaning((*COMPLETIONS, "answers", *REPLY_ROLES), is_answer, required=True)
+IMAGES = "images"
+"""The meaning of a column with the images of a row, in any format with turns."""
+PICTURES = Meaning(("images", "image", "image_path", "image_url"), is_anything)
 REASONING = Meaning(())
 """Set through data.fields only: columns with such names often hold something else (`on`, a
 score)."""
@@ -250,6 +253,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "input": CONTEXT,
         "system": SYSTEM,
         "tools": TOOLS,
+        IMAGES: PICTURES,
     },
     "segments": {"segments": Meaning(("segments",), is_segments, required=True)},
     "unpaired": {
@@ -259,9 +263,10 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "input": CONTEXT,
         "system": SYSTEM,
         "tools": TOOLS,
+        IMAGES: PICTURES,
     },
-    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS},
-    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS},
+    "messages": {"messages": TURNS, "system": SYSTEM, "tools": TOOLS, IMAGES: PICTURES},
+    "sharegpt": {"conversations": TURNS, "system": SYSTEM, "tools": TOOLS, IMAGES: PICTURES},
     "alpaca": {
         "instruction": Meaning(("instruction",), is_text_or_turns, required=True),
         "output": ANSWER,
@@ -270,6 +275,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "history": HISTORY,
         "tools": TOOLS,
         "reasoning": REASONING,
+        IMAGES: PICTURES,
     },
     "prompt_completion": {
         "prompt": Meaning((*PROMPTS, *ASK_ROLES), is_text_or_turns, required=True),
@@ -279,6 +285,7 @@ FORMATS: dict[str, dict[str, Meaning]] = {
         "history": HISTORY,
         "tools": TOOLS,
         "reasoning": REASONING,
+        IMAGES: PICTURES,
     },
     "text": {"text": Meaning(("text", "content"), is_text, required=True)},
 }

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.data.records.images import NEXT, images_in, images_of, with_column
 from fsdp_trainer.data.records.messages import Message, content_of, text_of, tools_of
-from fsdp_trainer.data.records.record_formats import TEXT_KEYS
+from fsdp_trainer.data.records.record_formats import IMAGES, TEXT_KEYS, parsed
 
 
 @dataclass
@@ -31,9 +32,17 @@ class Values:
         value = self.by_meaning.get("system")
         if not value:
             return messages
-        text, _, _ = content_of(_system_text(value), {}, f"{self.name('system')!r}")
+        text = content_of(_system_text(value), {}, f"{self.name('system')!r}").text
         system = {"role": "system", "content": text}
         return messages if messages[:1] == [system] else [system, *messages]
+
+    def with_images(self, messages: list[Message]) -> list[Message]:
+        """Return the turns with the images of the row's column. RecordError if numbers differ."""
+        value = self.by_meaning.get(IMAGES)
+        images = images_of(parsed(value)) if value is not None else []
+        if not images and not any(image == NEXT for image in images_in(messages)):
+            return messages
+        return with_column(messages, images)
 
     def tools(self) -> list[dict] | None:
         """Return the descriptions of the row's tools."""

@@ -21,6 +21,7 @@ import numpy as np
 from fsdp_trainer.data.files.file_splits import Lines, split_units
 from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import SHOWN, Problems, Source
+from fsdp_trainer.data.images.image_files import changed_files
 from fsdp_trainer.data.records.preference_records import PROMPTS, UNPAIRED
 from fsdp_trainer.data.records.prompts import QUESTION_VERSION
 from fsdp_trainer.data.store.cache_folders import clear_leftovers, locked_folder
@@ -115,6 +116,7 @@ class ComponentStores:
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS) else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
+        decisive += [options.images.processor.fingerprint] if options.images else []
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 
@@ -122,6 +124,9 @@ class ComponentStores:
         """Return the open stores by name; make them first if they are missing or incomplete."""
         while not (meta := read_complete(self.folder, self.reporter.say)):
             self._make()
+        if self.options.images and self._images_changed(meta):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return self.stores()
         self.meta, files = meta, self.component.files
         renamed = dict(zip(meta["files"], files, strict=True))
         examples = {
@@ -138,6 +143,23 @@ class ComponentStores:
             folder = self.folder / name
             stores[name] = TokenStore(folder, about["fingerprint"], sources, files, *counted)
         return stores
+
+    def _images_changed(self, meta: dict[str, Any]) -> bool:
+        """Return True, after a message, if a file of an image is not what was tokenized.
+
+        Only the first rank of a node looks; the others read what it has prepared.
+        """
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            return False
+        stores = [TokenStore(self.folder / name, "") for name in meta["stores"]]
+        files = {image.file for store in stores for image in store.all_images()}
+        changed = changed_files(files)
+        if changed:
+            self.reporter.say(
+                f"data   {len(changed):,} images have changed, so all is tokenized again:"
+                f" {', '.join(changed[:EXAMPLES])}"
+            )
+        return bool(changed)
 
     def shard(self, index: int, count: int) -> list[int]:
         """Make every part of shard `index` of `count`; merge all parts when no shard is missing.

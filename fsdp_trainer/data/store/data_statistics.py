@@ -88,7 +88,7 @@ def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None
     held_out = f"; {len(prepared.validation):,} for validation" if prepared.validation else ""
     warnings = [finding for finding in all_findings(prepared, seq_len) if finding.is_warning]
     more = len(warnings) - 1
-    has_prompts = prepared.train[0].question_sizes is not None
+    has_prompts = prepared.train[0].questions is not None
     what = "prompts" if has_prompts else "samples"
     learnt = "" if has_prompts else f" {supervised / tokens:.1%} supervised,"
     if has_prompts:

@@ -15,6 +15,7 @@ from fsdp_trainer.config.data_files import entries, is_mixture
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.files.file_splits import read_records
 from fsdp_trainer.data.files.sources import find_sources
+from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.conversations import make_reader
 from fsdp_trainer.data.records.preference_records import PAIRS, SINGLE
 from fsdp_trainer.data.store.component_store import (
@@ -94,10 +95,11 @@ def component_stores(
     root: Path,
     reporter: Reporter,
     kind: str | None = None,
+    images: ImageReader | None = None,
 ) -> list["ComponentStores"]:
     """Return the preparation of every component, with separate validation data as the last one.
 
-    kind: passed to `make_reader`.
+    kind: passed to `make_reader`. images: see TokenizeOptions.
     """
     train, held_out = components(data, root, reporter)
     every = [*train, *([held_out] if held_out else [])]
@@ -106,7 +108,7 @@ def component_stores(
         root,
         lambda: reporter.progress("data   hashing files"),
     )
-    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind)
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template, kind, images)
     return [
         ComponentStores(component, replace(options, share=component.share), content, root, reporter)
         for component in every
@@ -121,13 +123,17 @@ def prepare(
     root: Path,
     reporter: Reporter | None = None,
     kind: str | None = None,
+    images: ImageReader | None = None,
 ) -> Prepared:
     """Tokenize the data into folders of `root`, unless it is already there.
 
-    kind: passed to `make_reader`. Raises UserError if the data cannot be used.
+    kind: passed to `make_reader`. images: see TokenizeOptions. Raises UserError if the data cannot
+    be used.
     """
     reporter = reporter or Reporter()
-    preparing = component_stores(data, batch, tokenizer, template, Path(root), reporter, kind)
+    preparing = component_stores(
+        data, batch, tokenizer, template, Path(root), reporter, kind, images
+    )
     opened = [one.stores() for one in preparing]
     if kind in (SINGLE, PAIRS):
         for one, stores in zip(preparing, opened, strict=True):

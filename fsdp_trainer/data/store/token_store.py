@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from mmap import MADV_RANDOM, MADV_WILLNEED, PAGESIZE, mmap
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_trainer.base.checksum import checksum
+from fsdp_trainer.data.images.sample_images import SampleImage, images_json
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, MappedArrays
 from fsdp_trainer.data.tokens.samples import Sample
 
@@ -27,9 +28,11 @@ OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
 """Columns of [samples] that are only written if some value differs from the usual one.
 group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
 samples.py. Values: (dtype, usual value)."""
-QUESTIONS, QUESTION_SIZES = "questions", "question_sizes"
-"""Columns that only stores of prompts have. questions: concatenated JSON of what answers are judged
-by. question_sizes: [samples] int64, bytes of each."""
+QUESTIONS, IMAGES = TEXTS = ("questions", "images")
+"""Columns of JSON, one after the other, that some stores have: what the answers to a prompt are
+judged by, and the images of a sample, if it has any."""
+SIZES = "_sizes"
+"""Suffix of the column with the bytes of each text: [samples] int64."""
 BLOCK = 1 << 24  # bytes copied between two calls of `tick`
 CHECKED_BYTES = 256 << 20
 """Size of the largest file whose content is checked at every start, which takes 0.1 s."""
@@ -78,11 +81,9 @@ class TokenStore:
         self.digests: np.ndarray = columns["digests"]
         self.group_starts = _map_optional(folder, GROUP_STARTS)
         self.kinds = _map_optional(folder, KINDS)
-        self.question_sizes: np.ndarray | None = None
-        """[samples] int64; None if the samples are not prompts."""
-        if _has(folder, QUESTION_SIZES):
-            self.question_sizes = _map(folder / f"{QUESTION_SIZES}.bin", np.int64)
-            self.question_bytes = _map(folder / f"{QUESTIONS}.bin", np.uint8)
+        self.questions = TextColumn.of(folder, QUESTIONS)
+        """None if the samples are not prompts."""
+        self._images = TextColumn.of(folder, IMAGES)
         for column in (self.tokens, self.weights):
             # shuffled samples are scattered over the file, so reading ahead is useless
             if isinstance(column.base, mmap):
@@ -121,16 +122,25 @@ class TokenStore:
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
 
-    @cached_property
-    def question_offsets(self) -> np.ndarray:
-        """Index of the first byte of each question, then the total count: [samples + 1] int64."""
-        assert self.question_sizes is not None
-        return np.concatenate([[0], np.cumsum(self.question_sizes)])
-
     def question(self, sample: int) -> dict[str, Any]:
         """Return what answers to a prompt are judged by: its data row, including `answer`."""
-        first, end = self.question_offsets[sample : sample + 2]
-        return json.loads(self.question_bytes[first:end].tobytes())
+        assert self.questions is not None
+        return json.loads(self.questions.text(sample))
+
+    def images(self, sample: int) -> list[SampleImage]:
+        """Return the images of a sample, in order."""
+        text = self._images.text(sample) if self._images else ""
+        return [SampleImage.from_json(each) for each in json.loads(text)] if text else []
+
+    def all_images(self) -> Iterator[SampleImage]:
+        """Yield the images of all samples."""
+        for sample in np.flatnonzero(self._images.sizes) if self._images else ():
+            yield from self.images(int(sample))
+
+    @cached_property
+    def samples_with_images(self) -> int:
+        """The number of samples that have an image."""
+        return int(np.count_nonzero(self._images.sizes)) if self._images else 0
 
     def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
         """Start reading all these ranges of tokens from disk at once, instead of one by one.
@@ -161,6 +171,27 @@ class TokenStore:
         return sample - first + 1, stop - first
 
 
+class TextColumn:
+    """A column of texts. sizes: [samples] int64, bytes of each; content: all texts, uint8."""
+
+    def __init__(self, sizes: np.ndarray, content: np.ndarray):
+        self.sizes, self.content = sizes, content
+        self.ends = np.cumsum(sizes)
+
+    @classmethod
+    def of(cls, folder: Path, name: str) -> "TextColumn | None":
+        """Return a column of a store; None if the store does not have it."""
+        if not _has(folder, name + SIZES):
+            return None
+        sizes = _map(folder / f"{name}{SIZES}.bin", np.int64)
+        return cls(sizes, _map(folder / f"{name}.bin", np.uint8))
+
+    def text(self, sample: int) -> str:
+        """Return the text of a sample."""
+        end = int(self.ends[sample])
+        return self.content[end - int(self.sizes[sample]) : end].tobytes().decode()
+
+
 def _map_optional(folder: Path, column: str) -> np.ndarray | None:
     """Return a column of OPTIONAL; None if all its values are the usual one."""
     dtype, _ = OPTIONAL[column]
@@ -174,8 +205,10 @@ def _map(file: Path, dtype: Any) -> np.ndarray:
 class StoreWriter:
     """Appends samples to the columns of a store."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, with_images: bool = False):
+        """with_images: whether samples may have images."""
         folder.mkdir()
+        self._with_images = with_images
         self._files = {name: open(folder / f"{name}.bin", "wb") for name in COLUMNS}  # noqa: SIM115
         self._folder = folder
         self._optional = {column: bytearray() for column in OPTIONAL}
@@ -211,7 +244,9 @@ class StoreWriter:
             self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
         self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
         self._optional[KINDS] += bytes(sample.kind for sample in samples)
-        self._write_questions([s.question.encode() for s in samples if s.question is not None])
+        self._write_texts(QUESTIONS, [s.question for s in samples if s.question is not None])
+        if self._with_images:
+            self._write_texts(IMAGES, [images_json(s.images) for s in samples])
         totals = {
             "samples": len(samples),
             "tokens": lengths.sum(),
@@ -220,13 +255,14 @@ class StoreWriter:
         }
         add_totals(self.totals, {str(source): {what: int(n) for what, n in totals.items()}})
 
-    def _write_questions(self, questions: list[bytes]) -> None:
-        if not questions:
+    def _write_texts(self, name: str, texts: list[str]) -> None:
+        if not texts:
             return
-        with open(self._folder / f"{QUESTIONS}.bin", "ab") as file:
-            file.writelines(questions)
-        with open(self._folder / f"{QUESTION_SIZES}.bin", "ab") as file:
-            file.write(np.array([*map(len, questions)], np.int64).data)
+        encoded = [text.encode() for text in texts]
+        with open(self._folder / f"{name}.bin", "ab") as file:
+            file.writelines(encoded)
+        with open(self._folder / f"{name}{SIZES}.bin", "ab") as file:
+            file.write(np.array([*map(len, encoded)], np.int64).data)
 
     def close(self) -> None:
         """Close all columns and write the optional ones."""
@@ -245,6 +281,7 @@ def _digest(sample: Sample) -> int:
         + sample.weights.astype(np.float32, copy=False).tobytes()
     )
     content += (sample.question or "").encode()
+    content += "".join(image.file.digest for image in sample.images).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
@@ -262,7 +299,7 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     tokens = sum(one["tokens"] for one in totals.values())
     optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
     columns = COLUMNS | optional
-    columns |= {QUESTION_SIZES: np.int64} if _has(folder, QUESTION_SIZES) else {}
+    columns |= {name + SIZES: np.int64 for name in TEXTS if _has(folder, name + SIZES)}
     for column, dtype in columns.items():
         file = folder / f"{column}.bin"
         expected = np.dtype(dtype).itemsize * (tokens if column in PER_TOKEN else samples)
@@ -280,11 +317,11 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
     Uses bounded memory. tick: called repeatedly during the copy.
     """
     into.mkdir()
-    has_questions = any(_has(part, QUESTION_SIZES) for part in parts)
-    for column in (*COLUMNS, *((QUESTION_SIZES, QUESTIONS) if has_questions else ())):
+    texts = [name for name in TEXTS if any(_has(part, name + SIZES) for part in parts)]
+    for column in (*COLUMNS, *texts, *(name + SIZES for name in texts)):
         with open(into / f"{column}.bin", "wb") as whole:
             for part in parts:
-                if column in (QUESTION_SIZES, QUESTIONS) and not _has(part, column):
+                if column not in COLUMNS and not _has(part, column):
                     continue  # a part without samples
                 with open(part / f"{column}.bin", "rb") as piece:
                     while _copy(piece.fileno(), whole.fileno()):

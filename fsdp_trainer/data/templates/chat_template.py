@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import jinja2
 from fsdp_trainer.base.time_limit import TooSlow, time_limit
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.records.messages import Message
-from fsdp_trainer.data.templates.template_forms import Forms, convert_turns
+from fsdp_trainer.data.templates.template_forms import Forms, convert_turns, place_images
 from fsdp_trainer.data.templates.template_language import (
     DEFAULT_DATE,
     RESERVED,
@@ -104,6 +105,19 @@ class RecordTemplate:
         if not after.startswith(before):
             return self.render(messages, tools)
         return self.prompt(messages[:-1], tools) + after[len(before) :]
+
+    @cached_property
+    def reads_images(self) -> bool:
+        """True if it shows an image that is a part of a turn's content."""
+        text = {"type": "text", "text": ASK["content"]}
+        try:
+            without, shown = (
+                self.render([{**ASK, "content": parts}])
+                for parts in ([text], [{"type": "image"}, text])
+            )
+        except RecordError:
+            return False
+        return ASK["content"] in shown != without and "'image'" not in shown
 
     def _generation_prompt(self) -> str:
         messages = convert_turns([ASK], self.forms)
@@ -205,15 +219,21 @@ class Template:
         messages: list[Message],
         tools: list[dict] | None,
         note: Callable[[str], Any] = lambda key: None,
+        image_mark: str = "",
     ) -> list[Message]:
         """Return the conversation in the forms that the template reads.
 
         note: called with a key of `findings.KINDS` for content that the template has no form for.
+        image_mark: text for an image, for a template that does not show it itself.
         """
-        forms = self.for_record(tools).forms
+        template = self.for_record(tools)
+        forms = template.forms
         if tools and not forms.tools:
             note("tools_not_shown")
-        return convert_turns(messages, forms, note)
+        turns = convert_turns(messages, forms, note)
+        if not any(turn.get("images") for turn in turns):
+            return turns
+        return place_images(turns, template.reads_images, image_mark)
 
     def ask(self, messages: list[Message]) -> str:
         """Return the conversation up to where the model answers. RecordError as in `render`."""

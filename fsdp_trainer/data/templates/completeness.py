@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from fsdp_trainer.data.records.images import MARK
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.templates.template_forms import split_thinking
 
@@ -36,14 +37,14 @@ def left_out_of_context(messages: list[Message], text: str) -> bool:
     """
     place = 0
     for message in messages:
-        content = message["content"].strip()
-        if message["role"] == "assistant" or not content:
+        if message["role"] == "assistant":
             continue
-        start = text.find(content, place)
-        if start >= 0:
-            place = start + len(content)
-        elif not shows(text, content):
-            return True
+        for content in filter(None, map(str.strip, message["content"].split(MARK))):
+            start = text.find(content, place)
+            if start >= 0:
+                place = start + len(content)
+            elif not shows(text, content):
+                return True
     return False
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.data.records.images import MARK
 from fsdp_trainer.data.records.messages import Message
 
 INLINE, PART = "inline", "part"
@@ -223,6 +224,41 @@ def _answering(
     if forms.results == "names" and not message.get("name"):
         message["name"] = answered[1]
     return message
+
+
+def place_images(messages: list[Message], as_parts: bool, mark: str) -> list[Message]:
+    """Return the turns with their images in the form that a template reads.
+
+    as_parts: as parts of the content; otherwise `mark` stands for each in the text.
+    """
+    return [_with_images(one, as_parts, mark) if one.get("images") else one for one in messages]
+
+
+def _with_images(message: Message, as_parts: bool, mark: str) -> Message:
+    content = message["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    placed: list[dict[str, Any]] = []
+    for part in parts:
+        pieces = part["text"].split(MARK) if part.get("type") == "text" else None
+        if pieces is None:
+            placed.append(part)
+        elif not as_parts:
+            placed.append({**part, "text": mark.join(pieces)})
+        else:
+            placed += _around_images(pieces)
+    rest = {name: value for name, value in message.items() if name != "images"}
+    if not as_parts and not isinstance(content, list):
+        return {**rest, "content": placed[0]["text"]}
+    return {**rest, "content": placed}
+
+
+def _around_images(texts: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield parts for texts that are not empty, and one for the image between two texts."""
+    for i, text in enumerate(texts):
+        if i:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
 
 
 def _in_parts(message: Message) -> Message:

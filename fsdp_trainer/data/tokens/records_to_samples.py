@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import Record, RecordError
+from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
 from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
 from fsdp_trainer.data.templates.chat_template import Template
@@ -23,7 +24,7 @@ class TokenizeOptions:
     """Everything that decides the tokens of a row, for all units of a component.
 
     share: fraction of the rows that is held out for validation, chosen by content. kind: passed to
-    `make_reader`.
+    `make_reader`. images: reads images; None for a model that reads only text.
     """
 
     data: Data
@@ -32,11 +33,14 @@ class TokenizeOptions:
     tokenizer: TextTokenizer
     template: Template
     kind: str | None = None
+    images: ImageReader | None = None
 
     def builder(self) -> SampleBuilder:
         """Return a builder of samples with these options."""
         splits = self.kind == UNPAIRED
-        return SampleBuilder(self.data, self.seq_len, self.tokenizer, self.template, splits)
+        return SampleBuilder(
+            self.data, self.seq_len, self.tokenizer, self.template, splits, self.images
+        )
 
 
 def read_texts(
@@ -103,13 +107,14 @@ def choose_reader(
     format: str,
     fields: dict[str, Any] | None,
     kind: str | None = SINGLE,
+    with_images: bool = False,
 ) -> Reader:
-    """Return a reader for rows with these columns. kind: passed to `make_reader`.
+    """Return a reader for rows with these columns. kind, with_images: passed to `make_reader`.
 
     Raises UserError if they cannot be used, or RecordError if data.on_error=skip.
     """
     try:
-        reader = make_reader(columns, format, fields, file, kind)
+        reader = make_reader(columns, format, fields, file, kind, with_images)
     except UserError as error:
         if data.on_error == "fail":
             raise

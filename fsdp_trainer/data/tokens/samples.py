@@ -10,6 +10,7 @@ import numpy as np
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.sample_images import ImageReader, SampleImage
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
@@ -17,6 +18,7 @@ from fsdp_trainer.data.records.conversations import (
     Readable,
     Segments,
 )
+from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.messages import Message
 from fsdp_trainer.data.records.preference_records import SIDES, LabelledAnswer, Preference
 from fsdp_trainer.data.records.prompts import DataQuestion
@@ -60,6 +62,8 @@ class Sample:
     kind: int = GOOD
     question: str | None = None
     """DataQuestion.as_json, for prompts only."""
+    images: tuple[SampleImage, ...] = ()
+    """The images that its tokens stand for, in order."""
 
 
 @dataclass
@@ -86,6 +90,8 @@ class Rendered:
     """Label of an answer in good or bad; None for any other text."""
     question: str | None = None
     """The same as in Sample, for the text of a prompt."""
+    images: tuple[SampleImage, ...] = ()
+    """The images of the text, in order."""
 
     @property
     def sides(self) -> "list[Rendered]":
@@ -109,9 +115,13 @@ class SampleBuilder:
         tokenizer: TextTokenizer,
         template: Template,
         splits_pairs: bool = False,
+        images: ImageReader | None = None,
     ):
-        """splits_pairs: if True, the answers of a pair become one good and one bad answer."""
-        self.splits_pairs = splits_pairs
+        """splits_pairs: if True, the answers of a pair become one good and one bad answer.
+
+        images: reads the images of conversations; None for a model that reads only text.
+        """
+        self.splits_pairs, self.images = splits_pairs, images
         self._last_answer: Sample | None = None  # the previous answer labelled good or bad
         self.data, self.seq_len, self.tokenizer, self.template = data, seq_len, tokenizer, template
         self.counts: Counter[str] = Counter()
@@ -223,7 +233,8 @@ class SampleBuilder:
 
     def _conversation(self, row: Conversation) -> list[Rendered]:
         notes: set[str] = set()
-        messages = self.template.adapt(row.messages, row.tools, notes.add)
+        mark = self.images.processor.mark if self.images else ""
+        messages = self.template.adapt(row.messages, row.tools, notes.add, mark)
         if any(
             self._special.search(message[name])
             for message in row.messages
@@ -238,7 +249,24 @@ class SampleBuilder:
             texts = self._supervise_turns(finder, row, notes)
         for key in sorted(notes):
             self.count(key, row.where)
-        return texts
+        return [*self._with_images(texts, row)] if self.images else texts
+
+    def _with_images(self, texts: list[Rendered], row: Conversation) -> Iterator[Rendered]:
+        """Yield the texts of a conversation with its images, which are never supervised."""
+        assert self.images is not None
+        files = self.images.find([*images_in(row.messages)], row.where[0])
+        token = str(self.tokenizer.backend.id_to_token(self.images.processor.token))
+        for text in texts:
+            number, count = text.place
+            whole = self.images.expand(text.text, files, token, is_whole=number == count)
+            spans = [(whole.moved(a), whole.moved(b), weight) for a, b, weight in text.spans]
+            yield replace(
+                text,
+                text=whole.text,
+                spans=spans + [(start, end, 0.0) for start, end in whole.spans],
+                ends=tuple(map(whole.moved, text.ends)),
+                images=whole.images,
+            )
 
     def _supervise_all(
         self, finder: TurnFinder, row: Conversation, notes: set[str]
@@ -411,7 +439,7 @@ class SampleBuilder:
             self.counts[REWRITTEN_TOKENS] += len(encoding.ids)
             self.counts[LAST_TOKENS] += len(encoding.ids) * (number == count)
         self._leave_out_stripped(encoding, text.text)
-        sample = Sample(encoding.ids, token_weights(encoding, text))
+        sample = Sample(encoding.ids, token_weights(encoding, text), images=text.images)
         self._count_turns(encoding, text, sample)
         return sample
 
@@ -453,8 +481,20 @@ class SampleBuilder:
             self.counts[f"{FITS}{rounded_length(length)}"] += 1
             self.counts[LOST] += length - seq_len
             self.count("truncated", text.where)
-            return [Sample(sample.tokens[:seq_len], sample.weights[:seq_len])]
+            return [self._cut(sample, seq_len)]
         return self._too_long(length, text)
+
+    def _cut(self, sample: Sample, size: int) -> Sample:
+        """Return a sample's first tokens, at most `size`. It ends before an image that is cut."""
+        images = sample.images
+        if self.images and images:
+            places = np.flatnonzero(sample.tokens == self.images.processor.token)
+            ends = np.cumsum([image.tokens for image in images])
+            whole = int(np.searchsorted(ends, np.searchsorted(places, size), side="right"))
+            if whole < len(images):
+                size = min(size, int(places[ends[whole] - images[whole].tokens]))
+            images = images[:whole]
+        return Sample(sample.tokens[:size], sample.weights[:size], images=images)
 
     def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
         bos = self.tokenizer.bos_id
@@ -487,7 +527,8 @@ def mismatched(sample: Sample, other: Sample, room: int) -> Sample | None:
         return None
     tokens = np.concatenate([sample.tokens[:prompt], other.tokens[begin:]])[:room]
     weights = np.concatenate([sample.weights[:prompt], other.weights[begin:]])[:room]
-    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED)
+    images = sample.images
+    return Sample(tokens, weights, starts_group=False, kind=MISMATCHED, images=images)
 
 
 def require_whole_characters(*texts: str) -> None:

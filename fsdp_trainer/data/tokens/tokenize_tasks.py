@@ -10,7 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,8 @@ class TaskTokenizer:
     def __init__(self, task: Task, folder: Path, options: TokenizeOptions, tick: Tick):
         self.task, self.options, self.tick = task, options, tick
         names = (TRAIN, VALIDATION) if options.share else (TRAIN,)
-        self.writers = {name: StoreWriter(folder / name) for name in names}
+        with_images = options.images is not None
+        self.writers = {name: StoreWriter(folder / name, with_images) for name in names}
         self.builder = options.builder()
         on_error, listed = options.data.on_error, None
         if on_error == "skip":
@@ -198,8 +199,9 @@ class TaskTokenizer:
                     self.reader = make_prompt_reader(row.columns, unit.format, fields, file)
                 else:
                     self.reader = choose_reader(
-                        data, row.columns, file, unit.format, fields, self.options.kind
-                    )
+                        data, row.columns, file, unit.format, fields, self.options.kind,
+                        self.options.images is not None,
+                    )  # fmt: skip
             return self.reader
 
         def refuse(row: Record, reason: str) -> None:
@@ -229,8 +231,9 @@ class TaskTokenizer:
         """Return the reader chosen by the file's first row; None if the unit holds that row."""
         if not unit.unit.start:
             return None
-        prompts = self.options.kind == PROMPTS
-        first = first_reader(unit.unit.file, unit.unit.stamp, unit.format, unit.fields, prompts)
+        prompts, images = self.options.kind == PROMPTS, self.options.images is not None
+        file, stamp = unit.unit.file, unit.unit.stamp
+        first = first_reader(file, stamp, unit.format, unit.fields, prompts, images)
         return first.again() if first else None
 
     def _note_unit(self, unit: TaskUnit) -> None:
@@ -252,12 +255,13 @@ def first_reader(
     format: str,
     fields: tuple[tuple[str, str], ...],
     prompts: bool = False,
+    with_images: bool = False,
 ) -> Reader | None:
     """Return the reader chosen by a file's first readable row; None if no row can be read."""
+    make = make_prompt_reader if prompts else partial(make_reader, with_images=with_images)
     for row in read_records(file):
         if not row.error:
             try:
-                make = make_prompt_reader if prompts else make_reader
                 return make(row.columns, format, dict(fields), file)
             except UserError:  # the task with the beginning of the file reports it
                 continue

@@ -102,7 +102,8 @@ def model_layout(config: ModelConfig) -> ModelNames:
         shapes[stored] = (first + rows, *parameter.shape[1:])
         parts.setdefault(stored, []).append(Part(name.rpartition(".")[0], first, rows))
     parameters = {name: (shapes[name], parts[name]) for name in shapes}
-    adaptable = dict.fromkeys(stored_name(f"{name}.weight") for name in block_linears(model))
+    linears = [*block_linears(model), *tower_linears(model)]
+    adaptable = dict.fromkeys(stored_name(f"{name}.weight") for name in linears)
     matrices = {name.removesuffix(".weight"): parameters[name] for name in adaptable}
     stacks = {
         name: Stack(name, shape, tuple(expert_modules(name, shape[0], config)))
@@ -122,6 +123,10 @@ def expert_modules(name: str, count: int, config: ModelConfig) -> list[str]:
     return [stored(name, expert).removesuffix(".weight") for expert in range(count)]
 
 
+OF_IMAGES = ("vision", "projector")
+"""Parts of a model for images beside the language model, as words for adapter.targets."""
+
+
 def adaptable_layers(model: Decoder) -> list[str]:
     """Return the names of the blocks' linear layers, then of their experts' stacked matrices."""
     return [*block_linears(model), *expert_matrices(model)]
@@ -132,6 +137,15 @@ def block_linears(model: Decoder) -> dict[str, nn.Linear]:
     prefix = model.config.names.blocks
     modules = model.named_modules()
     return {n: m for n, m in modules if n.startswith(prefix) and isinstance(m, nn.Linear)}
+
+
+def tower_linears(model: Decoder) -> list[str]:
+    """Return the names of the linear layers of a model's tower for images and its projector."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and model.part_of(name) in OF_IMAGES
+    ]
 
 
 def four_bit_weights(model: Decoder, adapters: AdapterSpec | None) -> list[str]:
@@ -149,7 +163,7 @@ def chosen_layers(
     targets: str | Sequence[str], model: Decoder, problems: list[Problem]
 ) -> list[str]:
     """Return the layers chosen by adapter.targets, in the model's order; add to `problems`."""
-    names = adaptable_layers(model)
+    names, of_images = adaptable_layers(model), tower_linears(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if not patterns:
         problems.append(Problem("adapter.targets=[]", "names no layer.\nUse  adapter.targets=all"))
@@ -159,6 +173,8 @@ def chosen_layers(
             matched = [name for name in names if not is_stacked(name)]
         else:
             matched = matching(TARGET_NAMES.get(pattern, pattern), names, model.config)
+            # a name that both have means the language model's layers
+            matched = matched or matching_images(pattern, of_images, model)
         chosen.update(matched)
         if matched:
             continue
@@ -169,7 +185,14 @@ def chosen_layers(
                 f"\nIt can be trained in full:  adapter.also=[{pattern}]"
             )
         problems.append(problem)
-    return [name for name in names if name in chosen]
+    return [name for name in [*names, *of_images] if name in chosen]
+
+
+def matching_images(pattern: str, names: list[str], model: Decoder) -> list[str]:
+    """Return the layers for images that match a pattern, or are in the part that it names."""
+    if pattern in OF_IMAGES:
+        return [name for name in names if model.part_of(name) == pattern]
+    return matching(pattern, names, model.config)
 
 
 def matching(pattern: str, names: Iterable[str], config: ModelConfig) -> list[str]:

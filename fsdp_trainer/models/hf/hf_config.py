@@ -12,7 +12,12 @@ import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from fsdp_trainer.base.remote_code import remote_code_is_allowed
 from fsdp_trainer.errors import Problem, UserError
@@ -22,6 +27,7 @@ from fsdp_trainer.models.config import (
     Json,
     ModelConfig,
     WeightNames,
+    has_tower,
 )
 from fsdp_trainer.models.hf.routers import routers
 
@@ -144,7 +150,8 @@ def build_hf_model(config: ModelConfig) -> PreTrainedModel:
     transformers.logging.set_verbosity(QUIET)
     try:
         with torch.device("cpu"), parameters_on_meta():
-            return AutoModelForCausalLM.from_config(
+            auto = AutoModelForImageTextToText if has_tower(config.source) else AutoModelForCausalLM
+            return auto.from_config(
                 hf_config, trust_remote_code=remote_code_is_allowed(), dtype=torch.float32
             )
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
@@ -230,13 +237,24 @@ def mark_experts(hf: PreTrainedModel) -> None:
             vars(module)["active_share"] = chosen / count
 
 
+def language_model(hf: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules that compute text; all, if the model has no part for anything else."""
+    decoder = hf.get_decoder() if hasattr(hf, "get_decoder") else None
+    return set((decoder if isinstance(decoder, nn.Module) else hf).modules())
+
+
 def block_list(hf: PreTrainedModel) -> tuple[str, dict[str, nn.Module]]:
     """Return the name of the list of blocks, and the blocks by number.
 
     These are the modules that transformers does not split over devices, if it names any, else the
     modules of the longest list.
     """
-    lists = {n: m for n, m in hf.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    language = language_model(hf)
+    lists = {
+        name: module
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and module in language
+    }
     whole = set(getattr(hf, "_no_split_modules", None) or ())
     named = {
         name: modules

@@ -20,11 +20,12 @@ from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, PackedAttention
 from fsdp_trainer.models.balance import Balance
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import Auxiliary, Decoder
+from fsdp_trainer.models.decoder import Auxiliary, Decoder, ImageInputs
 from fsdp_trainer.models.head import Head, ScoreHead
 from fsdp_trainer.models.hf.document_attention import NAME, Documents
 from fsdp_trainer.models.hf.hf_config import block_list, build_hf_model, mark_experts
 from fsdp_trainer.models.hf.hf_head import BiasedHead, TransformersHead
+from fsdp_trainer.models.hf.image_tower import TOKEN_TYPES, ImageTower
 from fsdp_trainer.models.hf.own_cache import CACHES, OwnCache
 from fsdp_trainer.models.hf.routers import RouterWatch, routers
 from fsdp_trainer.models.hf.stored_names import Place, may_be_unused, places, stored_shapes
@@ -41,6 +42,8 @@ class TransformersDecoder(Decoder):
     hf: PreTrainedModel
     """transformers' model. It shares its modules with this one."""
     own_blocks: dict[str, nn.Module]
+    tower: ImageTower | None
+    """Of a model that reads images."""
 
     def __init__(self, config: ModelConfig, balance: Balance | None = None):
         nn.Module.__init__(self)
@@ -68,13 +71,15 @@ class TransformersDecoder(Decoder):
             self.add_module("score", head)
         self.__dict__["lm_head"] = head
         self.__dict__["own_blocks"] = block_list(hf)[1]
+        tower = ImageTower(hf) if config.reads_images and not config.scalar_head else None
+        self.__dict__["tower"] = tower
         self.watch = RouterWatch(routers(hf, self.blocks()))
         self.tie_weights()
         self.train(False)
         arguments = inspect.signature(self.base.forward).parameters
         self.takes_positions = "position_ids" in arguments
         self.cache_name = next((name for name in CACHES if name in arguments), CACHES[0])
-        self.plain_attention = hf.config._attn_implementation
+        self.plain_attention = hf.config.get_text_config(decoder=True)._attn_implementation
 
     @property
     def base(self) -> Any:
@@ -91,7 +96,12 @@ class TransformersDecoder(Decoder):
         """All modules that are neither in a block nor embedding or head."""
         inside = {
             id(module)
-            for part in (*self.blocks().values(), self.embedding, self.lm_head)
+            for part in (
+                *self.blocks().values(),
+                *self.image_parts(),
+                self.embedding,
+                self.lm_head,
+            )
             for module in part.modules()
         }
         rest = [m for m in self.modules() if id(m) not in inside and is_leaf(m)]
@@ -104,6 +114,19 @@ class TransformersDecoder(Decoder):
     def ends(self) -> list[nn.Module]:
         """Return the head. Norms, and a head tied to the embedding, are sharded with the root."""
         return [] if self.config.tie_word_embeddings else [self.lm_head]
+
+    def part_of(self, name: str) -> str | None:
+        """Return the part of a model for images that a weight belongs to; None for others."""
+        return None if self.tower is None else self.tower.part_of(name)
+
+    @property
+    def image_positions(self) -> Any:
+        """Return the function that gives a document with images its positions, or None."""
+        return self.tower.positions if self.tower is not None and self.tower.has_axes else None
+
+    def image_parts(self) -> list[nn.Module]:
+        """Return the modules for images that are sharded one by one, inner ones first."""
+        return [] if self.tower is None else [*self.tower.units(self.hf)]
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
         """Stay in evaluation mode: dropout would make a step depend on more than its rows."""
@@ -131,16 +154,15 @@ class TransformersDecoder(Decoder):
         layout: PackedAttention,
         caches: Mapping[str, Cache] = MappingProxyType({}),
         token_share: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Auxiliary]:
         """Return the states after the last norm, and routers' auxiliary values. See Decoder."""
-        alone = None
-        if not self.config.packs and any(len(row) > 1 for row in layout.lengths):
-            alone = OneDocumentRows(tokens, layout)
+        alone = self.unpacked(tokens, layout, images)
         with self.watch.watching(self.balance is not None and token_share is not None):
             if alone is None:
-                states = self.states(tokens, positions, layout)
+                states = self.states(tokens, positions, layout, images=images)
             else:
-                states = alone.packed(self.states(alone.tokens, alone.positions, None))
+                states = alone.packed(self.states_alone(alone, images))
         if self.balance is None or token_share is None:
             return states, {}
         share = token_share if alone is None else alone.spread(token_share)
@@ -152,6 +174,7 @@ class TransformersDecoder(Decoder):
         positions: Tensor,
         layout: PackedAttention | None,
         ours: bool | None = None,
+        images: ImageInputs | None = None,
     ) -> Tensor:
         """Return the states after the last norm, [rows, length, hidden].
 
@@ -159,11 +182,34 @@ class TransformersDecoder(Decoder):
         whether `models.attention` computes it; None: as the architecture allows.
         """
         inputs: dict[str, Any] = self.inputs(tokens, positions)
+        if images is not None and self.tower is not None:
+            inputs |= self.tower.inputs(images, tokens)
+            inputs["position_ids"] = positions if images.positions is None else images.positions
         ours = self.config.documents_attention if ours is None else ours
-        self.use_attention(NAME if ours and layout else self.plain_attention)
-        if ours and layout:
+        ours = ours and layout is not None and TOKEN_TYPES not in inputs
+        self.use_attention(NAME if ours else self.plain_attention)
+        if ours and layout is not None:
             inputs["documents"] = Documents(layout, set(self.config.windows))
         return self.base(**inputs, attention_mask=None, use_cache=False)[0]
+
+    def unpacked(
+        self, tokens: Tensor, layout: PackedAttention, images: ImageInputs | None
+    ) -> OneDocumentRows | None:
+        """Return rows with one document each; None if packed rows are computed as they are.
+
+        Tokens of an image that see each other need transformers' own mask of one document.
+        """
+        both_ways = images is not None and self.tower is not None and self.tower.both_ways
+        if self.config.packs and not both_ways:
+            return None
+        most = max(map(len, layout.lengths))
+        return OneDocumentRows(tokens, layout) if most > (0 if both_ways else 1) else None
+
+    def states_alone(self, alone: OneDocumentRows, images: ImageInputs | None) -> Tensor:
+        """Return the states of documents that are in rows of their own."""
+        if images is not None and images.positions is not None:
+            images = replace(images, positions=alone.gathered(images.positions))
+        return self.states(alone.tokens, alone.positions, None, images=images)
 
     def inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
         """Return the arguments for tokens, by transformers' names."""
@@ -197,9 +243,10 @@ class TransformersDecoder(Decoder):
         return found, rest
 
     def use_attention(self, name: str) -> None:
-        """Set the function that computes attention, by transformers' name for it."""
-        if self.hf.config._attn_implementation != name:
-            self.hf.config.update({"_attn_implementation": name})
+        """Set the function that computes attention to text, by transformers' name for it."""
+        config = self.hf.config.get_text_config(decoder=True)
+        if config._attn_implementation != name:
+            config.update({"_attn_implementation": name})
 
     def own_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the logits of transformers' own forward, [rows, length, vocabulary]."""

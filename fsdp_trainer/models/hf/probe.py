@@ -52,6 +52,8 @@ DIVIDED = (
 )
 """transformers' names of what is made smaller with the number of heads."""
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+TOWER_BLOCKS = ("depth", "num_hidden_layers")
+"""transformers' names of the number of blocks of a tower for images."""
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 FACTORS = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_multiplier")
 """transformers' names of factors, or divisors, of the logits."""
@@ -192,6 +194,7 @@ def shrunk(hf_config: Any, narrow: bool) -> Any:
     hf_config = copy.deepcopy(hf_config)
     text = hf_config.get_text_config(decoder=True)
     cut_blocks(text)
+    cut_tower(hf_config)
     for name, value in {**SET, "vocab_size": VOCABULARY}.items():
         if setting(text, name) is not None:
             setattr(text, name, value)
@@ -208,6 +211,14 @@ def shrunk(hf_config: Any, narrow: bool) -> Any:
             smaller = max(1, int(value / by)) if is_count else round_up(int(value / by), MULTIPLE)
             setattr(text, name, smaller)
     return hf_config
+
+
+def cut_tower(hf_config: Any) -> None:
+    """Keep one block of a tower for images, of which none is tried."""
+    tower = getattr(hf_config, "vision_config", None)
+    for name in TOWER_BLOCKS:
+        if isinstance(setting(tower, name), int):
+            setattr(tower, name, 1)
 
 
 def divisor(text: Any) -> float:

@@ -37,6 +37,10 @@ class OneDocumentRows:
         """Return values of the tokens of packed rows, shaped as `tokens`; 0 for padding."""
         return values.flatten()[self.places] * self.is_token
 
+    def gathered(self, positions: Tensor) -> Tensor:
+        """Return positions with several axes, [axes, documents, length of the longest]."""
+        return positions.flatten(1)[:, self.places]
+
     def packed(self, states: Tensor) -> Tensor:
         """Return the states of packed rows, [rows, length, hidden]; zeros for padding.
 

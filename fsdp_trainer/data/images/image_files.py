@@ -1,0 +1,148 @@
+"""Files of images: found, copied where a row holds bytes or a URL, checked, and opened."""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.data_files import is_url
+from fsdp_trainer.data.files.remote_files import fetch_file, origin_of
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.images import Image
+from fsdp_trainer.errors import Problem, UserError
+
+MOST_PIXELS = 1 << 26
+"""Pixels of the largest image that is read. A small file can name a size that fills the memory."""
+MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """The local file of an image. size: width and height in pixels. stamp: its bytes and mtime."""
+
+    path: str
+    digest: str
+    size: tuple[int, int]
+    stamp: tuple[int, int]
+
+
+class ImageFiles:
+    """Finds the files of images. cache: folder of data.cache, for bytes and copies of URLs."""
+
+    def __init__(self, cache: Path):
+        self.cache = cache
+
+    def find(self, image: Image, data_file: str) -> ImageFile:
+        """Return the file of an image, decoded once. Raises RecordError, which names the image.
+
+        data_file: the file that names it, whose folder relative paths begin at.
+        """
+        path = self._local(image, data_file)
+        content, stamp = read_file(path, str(image))
+        picture = decoded(content, str(image))
+        return ImageFile(str(path), digest_of(content), picture.size, stamp)
+
+    def _local(self, image: Image, data_file: str) -> Path:
+        if image.content:
+            return self._kept(image.content)
+        place = image.place
+        if not is_url(place) and not os.path.isabs(place):
+            base = origin_of(data_file, self.cache)
+            place = f"{base}/{place}" if base else os.path.join(os.path.dirname(data_file), place)
+        if not is_url(place):
+            return Path(place)
+        try:
+            return fetch_file(place, "image", self.cache)
+        except UserError as error:
+            raise RecordError(f"the image {place} {error.problems[0].reason}") from None
+
+    def _kept(self, content: bytes) -> Path:
+        """Return the file of bytes that a row holds, written once."""
+        name = digest_of(content)
+        path = self.cache / "images" / name[:2] / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_suffix(f".{os.getpid()}")
+            aside.write_bytes(content)
+            os.replace(aside, path)
+        return path
+
+
+def changed_files(files: Iterable[ImageFile]) -> list[str]:
+    """Return the paths of files that are missing or hold other bytes than they did."""
+
+    def has_changed(file: ImageFile) -> bool:
+        try:
+            about = os.stat(file.path)
+            if (about.st_size, about.st_mtime_ns) == file.stamp:
+                return False
+            return digest_of(Path(file.path).read_bytes()) != file.digest
+        except OSError:
+            return True
+
+    files = list(files)
+    with ThreadPoolExecutor(8) as threads:
+        changed = threads.map(has_changed, files)
+        return sorted(file.path for file, has in zip(files, changed, strict=True) if has)
+
+
+def digest_of(content: bytes) -> str:
+    """Return the hash of a file's bytes."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def read_file(path: Path | str, name: str) -> tuple[bytes, tuple[int, int]]:
+    """Return the bytes of an image's file, and its size and time of change. Raises RecordError."""
+    try:
+        about = os.stat(path)
+        if about.st_size > MOST_BYTES:
+            raise RecordError(
+                f"the image {name} has {about.st_size:,} bytes, and at most {MOST_BYTES:,} are read"
+            )
+        return Path(path).read_bytes(), (about.st_size, about.st_mtime_ns)
+    except FileNotFoundError:
+        raise RecordError(f"the image {name} does not exist: there is no {path}") from None
+    except OSError as error:
+        raise RecordError(f"the image {name} cannot be read: {error.strerror}") from None
+
+
+def decoded(content: bytes, name: str) -> Any:
+    """Return Pillow's image in red, green and blue. Raises RecordError if it cannot be decoded."""
+    pillow = pillow_module()
+    with _as_record_error(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a size that is checked here
+        picture = pillow.open(BytesIO(content))
+        width, height = picture.size
+        if width * height > MOST_PIXELS:
+            raise RecordError(
+                f"the image {name} has {width:,} × {height:,} pixels, and at most {MOST_PIXELS:,}"
+                " are read: make it smaller"
+            )
+        return picture.convert("RGB")
+
+
+@contextmanager
+def _as_record_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RecordError:
+        raise
+    except Exception as error:  # whatever a decoder raises for broken content
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RecordError(f"the image {name} cannot be decoded: {reason}") from None
+
+
+def pillow_module() -> Any:
+    """Return Pillow's module of images. Raises UserError if Pillow is not installed."""
+    try:
+        from PIL import Image as pillow
+    except ImportError:
+        reason = "it is not installed:  pip install 'fsdp_trainer[images]'"
+        raise UserError("images are decoded by Pillow", [Problem("Pillow", reason)]) from None
+    return pillow

@@ -1,0 +1,118 @@
+"""A model's own processor of images: the tokens that stand for one, and its numbers.
+
+Uses transformers' processor of the model's folder with Pillow alone. torchvision is not needed.
+"""
+
+import hashlib
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from fsdp_trainer.data.images.image_files import pillow_module
+from fsdp_trainer.errors import Problem, UserError
+
+FILES = ("preprocessor_config.json", "processor_config.json", "tokenizer_config.json")
+VIDEOS = "video_processor"
+LIBRARIES = ("transformers", "pillow")
+
+
+class ImageProcessor:
+    """What a model does with images before its tower. folder: of the model, with its processor."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def __reduce__(self) -> tuple:
+        return ImageProcessor, (self.folder,)
+
+    @cached_property
+    def processor(self) -> Any:
+        """transformers' processor. Raises UserError."""
+        pillow_module()
+        return load_processor(self.folder)
+
+    @property
+    def mark(self) -> str:
+        """The text that stands for an image in a rendered conversation."""
+        return str(self.processor.image_token)
+
+    @cached_property
+    def token(self) -> int:
+        """The token whose states are replaced by those of an image."""
+        processor = self.processor
+        numbers = getattr(processor, "image_token_ids", None)
+        return int(numbers[0] if numbers else processor.image_token_id)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that decides tokens and numbers of an image."""
+        digest = hashlib.blake2b(digest_size=10)
+        for name in FILES:
+            file = Path(self.folder) / name
+            digest.update(file.read_bytes() if file.exists() else b"-")
+        digest.update(repr([version(library) for library in LIBRARIES]).encode())
+        return digest.hexdigest()
+
+    def text_of(self, size: tuple[int, int]) -> str:
+        """Return the text in place of the mark of an image. size: its width and height."""
+        if size not in self._texts:
+            blank = pillow_module().new("RGB", size)
+            inputs = self.processor.image_processor([blank], return_tensors="np")
+            self._texts[size] = self.processor.replace_image_token(inputs, image_idx=0)
+        return self._texts[size]
+
+    def numbers_of(self, picture: Any) -> dict[str, np.ndarray]:
+        """Return the arrays that the model takes of one image, by transformers' names."""
+        inputs = self.processor.image_processor([picture], return_tensors="np")
+        return {name: np.asarray(values) for name, values in inputs.items()}
+
+    def smallest(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a black image, as small as the model takes it."""
+        return self.numbers_of(pillow_module().new("RGB", (28, 28)))
+
+
+class NoVideos:
+    """Takes the place of processors of videos, which ask for torchvision."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
+        """Return nothing."""
+
+
+def load_processor(folder: str) -> Any:
+    """Return transformers' processor of a folder. Raises UserError if it has none for images."""
+    import transformers
+    from transformers import AutoConfig, processing_utils
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as NAMES
+    from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.processing_utils import ProcessorMixin
+
+    model_type = AutoConfig.from_pretrained(folder).model_type
+    made = processor_class_from_name(NAMES[model_type]) if NAMES.get(model_type) else None
+    if made is None or not hasattr(made, "replace_image_token"):
+        reason = f"transformers {transformers.__version__} has no processor of images for it"
+        raise UserError(
+            "the model does not read images", [Problem(f"model_type={model_type}", reason)]
+        )
+    known = processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING
+    kinds = [*known.keys()]
+    parts = {kind: NoVideos if kind == VIDEOS else known[kind] for kind in kinds}
+    try:
+        with (
+            patch.object(processing_utils, "MODALITY_TO_AUTOPROCESSOR_MAPPING", parts),
+            patch.object(ProcessorMixin, "check_argument_for_proper_class", _accept),
+        ):
+            return made.from_pretrained(folder, backend="pil")
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = f"its processor of images cannot be loaded: {lines[0]}"
+        raise UserError("the model's images cannot be read", [Problem(folder, reason)]) from None
+
+
+def _accept(self: Any, name: str, argument: Any) -> None:
+    """Take the place of a check of a processor's parts."""

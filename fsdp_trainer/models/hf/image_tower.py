@@ -1,0 +1,129 @@
+"""The tower of transformers' models for images: its modules, and the states that it makes."""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import output_capturing
+
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.decoder import ImageInputs
+
+PROJECTORS = (
+    *("multi_modal_projector", "connector", "merger", "deepstack_merger_list", "mm_projector"),
+    *("aligner", "embed_vision", "vision_projection"),
+)
+"""transformers' names of the modules between a tower and the language model."""
+TOKEN_TYPES = "token_type_ids"
+"""Argument of models whose tokens of one image see each other in both directions."""
+
+
+class ImageTower:
+    """The tower of a model, and the projector between it and the language model."""
+
+    def __init__(self, hf: PreTrainedModel):
+        self.base = base = cast(Any, hf.base_model)
+        tower = base.get_encoder(modality="image")
+        forward = inspect.signature(base.forward).parameters
+        features = getattr(base, "get_image_features", None)
+        if tower is base or features is None or "mm_encoder_outputs" not in forward:
+            reason = f"the images of {type(hf).__name__} are computed in a way that is not known"
+            problem = Problem(f"model_type={hf.config.model_type}", reason)
+            raise UserError("the model's images are not computed here", [problem])
+        self.tower: nn.Module = tower
+        self.takes = set(inspect.signature(features).parameters)
+        self.both_ways = TOKEN_TYPES in forward
+        """True if the tokens of one image see each other in both directions."""
+        self.token: int = hf.config.image_token_id
+        self.name = next(name for name, m in hf.named_modules() if m is tower)
+        self.is_registered = False
+        # of a projector that ends in a linear layer; nothing updates its result in place
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+        self.projectors = [
+            name for name, _ in hf.named_modules() if name.rpartition(".")[2] in PROJECTORS
+        ]
+
+    def is_inside(self, name: str) -> bool:
+        """Return True for the name of a weight, or of a module, of the tower or the projector."""
+        return any(within(name, part) for part in (self.name, *self.projectors))
+
+    def part_of(self, name: str) -> str:
+        """Return the part that a weight belongs to: vision, projector or language."""
+        if any(within(name, part) for part in self.projectors):
+            return "projector"
+        return "vision" if within(name, self.name) else "language"
+
+    def units(self, hf: nn.Module) -> Iterator[nn.Module]:
+        """Yield the modules that are sharded one by one: blocks, projector, and the tower."""
+        lists = [m for m in self.tower.modules() if isinstance(m, nn.ModuleList) and len(m)]
+        longest: Any = max(lists, key=len, default=())
+        yield from longest
+        yield from (hf.get_submodule(n) for n in self.projectors if is_called(hf.get_submodule(n)))
+        yield self.tower
+
+    @property
+    def has_axes(self) -> bool:
+        """True if parts of an image have positions in time, height and width."""
+        return hasattr(self.base, "get_rope_index")
+
+    def positions(self, tokens: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        """Return the positions of a document with images, [axes, length].
+
+        tokens: [length] int64; arrays: of its images alone.
+        """
+        find = self.base.get_rope_index
+        takes = inspect.signature(find).parameters
+        given = {name: value for name, value in arrays.items() if name in takes}
+        types = (tokens == self.token).int()[None]
+        return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
+
+    def inputs(self, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's forward for the images of a micro-batch."""
+        arrays = {name: value for name, value in images.arrays.items() if name in self.takes}
+        if not self.is_registered:
+            register_classes(self.tower)
+            self.is_registered = True
+        outputs = self.base.get_image_features(**arrays, return_dict=True)
+        states = {"pooler_output": first_rows(outputs.pooler_output, images.tokens)}
+        if of_layers := getattr(outputs, "deepstack_features", None):
+            states["deepstack_features"] = [first_rows(each, images.tokens) for each in of_layers]
+        outputs = replace(outputs, **states)
+        types = {TOKEN_TYPES: (tokens == self.token).int()} if self.both_ways else {}
+        return {"mm_encoder_outputs": {"image": outputs}, **types}
+
+
+def register_classes(tower: nn.Module) -> None:
+    """Let transformers find what the modules of a sharded tower can record.
+
+    It looks for that by the name of the class, which fully_shard changes. Some projectors read the
+    states of a block that is not the last.
+    """
+    for module in tower.modules():
+        if isinstance(module, PreTrainedModel) and module._can_record_outputs:
+            output_capturing._CAN_RECORD_REGISTRY[module] = module._can_record_outputs
+
+
+def first_rows(states: Any, count: int) -> Any:
+    """Return the first `count` states of images, as transformers' forward takes them.
+
+    The rest are of a black image, in a micro-batch without any: it is computed like the others,
+    and has no effect.
+    """
+    if isinstance(states, Tensor):
+        return states.flatten(0, -2)[None, :count]
+    return [torch.cat([each.flatten(0, -2) for each in states])[:count]]
+
+
+def within(name: str, part: str) -> bool:
+    """Return True if a name is that of a part or of something in it."""
+    return name == part or name.startswith(f"{part}.")
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return True for a module with a forward, which a list of modules has not."""
+    return not isinstance(module, nn.ModuleList)

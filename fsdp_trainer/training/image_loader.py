@@ -1,0 +1,138 @@
+"""The images of micro-batches, decoded and resized ahead of the step by worker processes."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import cycle
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.image_files import decoded, digest_of, read_file
+from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.decoder import ImageInputs
+
+Arrays = dict[str, np.ndarray]
+AXES = 3
+"""Of positions of models whose images have some of their own: time, height and width."""
+AHEAD = 4
+"""Rows, and plans of steps, whose images are loaded before they are needed."""
+PositionsOf = Callable[[Tensor, dict[str, Tensor]], Tensor]
+"""Positions of a document: of its tokens [length] and its images' arrays, [axes, length]."""
+
+
+def load_image(processor: ImageProcessor, image: SampleImage, report: Report) -> Arrays:
+    """Return the arrays of an image. Raises UserError if its file is not what was tokenized."""
+    path = image.file.path
+    try:
+        content, _ = read_file(path, path)
+        if digest_of(content) != image.file.digest:
+            raise RecordError("has changed since it was tokenized: start again")
+        return processor.numbers_of(decoded(content, path))
+    except RecordError as error:
+        raise UserError("an image cannot be used", [Problem(path, str(error))]) from None
+
+
+class ImageLoader:
+    """Loads the images of rows.
+
+    positions: see PositionsOf; None for a model whose images have the positions of their tokens.
+    workers: number of processes; 0: this process does it.
+    """
+
+    def __init__(self, processor: ImageProcessor, positions: PositionsOf | None, workers: int):
+        self.processor, self.positions, self.workers = processor, positions, workers
+        self._black: Arrays | None = None
+
+    def ahead(self, items: Iterator[Any]) -> Iterator[tuple[Any, list[Arrays]]]:
+        """Yield each item, rows with the arrays of their images.
+
+        The images of the next AHEAD rows are loaded meanwhile.
+        """
+        if not self.workers:
+            yield from ((item, self.load(item)) for item in items)
+            return
+        handler = partial(load_image, self.processor)
+        with closing(WorkerPool(handler, self.workers, nothing)) as pool:
+            workers = cycle(pool.workers)
+            waiting: deque[tuple[Any, list[Connection]]] = deque()
+            for item in items:
+                asked = [next(workers) for _ in images_of(item)]
+                for worker, image in zip(asked, images_of(item), strict=True):
+                    pool.send(worker, image)
+                waiting.append((item, asked))
+                while len(waiting) > AHEAD:
+                    yield received(pool, *waiting.popleft())
+            while waiting:
+                yield received(pool, *waiting.popleft())
+
+    def load(self, item: Any) -> list[Arrays]:
+        """Return the arrays of the images of rows, in order; none for anything else."""
+        return [load_image(self.processor, image, nothing) for image in images_of(item)]
+
+    def inputs(
+        self, rows: Rows, arrays: Sequence[Arrays] | None, length: int, device: torch.device
+    ) -> ImageInputs:
+        """Return the images of a micro-batch on a device.
+
+        arrays: of its images, in order; None: not loaded. length: of the micro-batch's rows.
+        """
+        arrays = self.load(rows) if arrays is None else arrays
+        self._black = self._black or self.processor.smallest()
+        positions = self._positions(rows, arrays)
+        return ImageInputs(
+            {name: to_device(value, device) for name, value in joined(arrays or [self._black])},
+            sum(image.tokens for image in images_of(rows)),
+            None if positions is None else to_device(positions[..., :length], device),
+        )
+
+    def _positions(self, rows: Rows, arrays: Sequence[Arrays]) -> np.ndarray | None:
+        """Return the positions of all tokens, [axes, rows, length]; None if they are as of text."""
+        if self.positions is None or not arrays:
+            return None
+        result = np.repeat(rows.positions[None], AXES, 0)
+        loaded = iter(zip(images_of(rows), arrays, strict=True))
+        for row, documents in enumerate(rows.documents):
+            for end, length in zip(np.cumsum(documents, dtype=int), documents, strict=True):
+                tokens = rows.tokens[row, end - length : end]
+                missing, own = int(np.count_nonzero(tokens == self.processor.token)), []
+                while missing > 0:
+                    image, array = next(loaded)
+                    missing -= image.tokens
+                    own.append(array)
+                if own:
+                    given = {name: torch.from_numpy(value) for name, value in joined(own)}
+                    found = self.positions(torch.from_numpy(tokens), given)
+                    result[:, row, end - length : end] = found.numpy()
+        return result
+
+
+def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:
+    """Return an item with the answers of the workers that were asked for its images."""
+    return item, [pool.receive(worker) for worker in asked]
+
+
+def joined(arrays: Sequence[Arrays]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the arrays of several images, one after the other, by name."""
+    for name in arrays[0]:
+        yield name, np.concatenate([each[name] for each in arrays])
+
+
+def images_of(item: Any) -> list[SampleImage]:
+    """Return the images of rows, in order; none for anything else."""
+    images = item.images or [] if isinstance(item, Rows) else []
+    return [image for row in images for image in row]
+
+
+def nothing(*news: Any) -> None:
+    """Ignore a report."""

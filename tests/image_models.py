@@ -1,0 +1,159 @@
+"""Small models for images, made by transformers, with their processors, and pictures to show."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
+
+TOKENS = [
+    *("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    *("<|video_pad|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>", "<image>"),
+]
+TEXT = {
+    "vocab_size": 280,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "patch_size": 4}
+VISION |= {"num_attention_heads": 2, "image_size": 16}
+QWEN_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
+QWEN_VISION |= {"patch_size": 4, "out_hidden_size": 48, "in_channels": 3, "window_size": 16}
+ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
+CONFIGS = {
+    "qwen2_5_vl": {
+        "text_config": TEXT
+        | {
+            "rope_parameters": ROTATION | {"mrope_section": [2, 2, 2]},
+            "model_type": "qwen2_5_vl_text",
+        },
+        "vision_config": QWEN_VISION | {"fullatt_block_indexes": [2]},
+    },
+    "qwen3_vl": {
+        "text_config": TEXT
+        | {"rope_parameters": ROTATION | {"mrope_section": [2, 2, 2], "mrope_interleaved": True}},
+        "vision_config": QWEN_VISION
+        | {"deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    },
+    "gemma3": {
+        "text_config": TEXT | {"sliding_window": 64, "query_pre_attn_scalar": 12},
+        "vision_config": VISION | {"vision_use_head": False},
+        "mm_tokens_per_image": 4,
+    },
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model", "projection_dim": 16},
+    },
+}
+"""Sizes by model_type."""
+TURN = "<|im_start|>{{ m.role }}\n%s<|im_end|>\n"
+PARTS = (
+    "{%% if m.content is string %%}{{ m.content }}{%% else %%}{%% for p in m.content %%}"
+    "{%% if p.type == 'image' %%}%s{%% else %%}{{ p.text }}{%% endif %%}{%% endfor %%}{%% endif %%}"
+)
+MARKS = {
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "llava": "<image>\n",
+}
+TOKENS_OF_GEMMA = {
+    "image_token": "<image_soft_token>",
+    "boi_token": "<start_of_image>",
+    "eoi_token": "<end_of_image>",
+}
+
+
+def template_of(kind):
+    """Return a chat template that shows images as the model's own does."""
+    turn = TURN % (PARTS % MARKS[kind])
+    end = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    return "{% for m in messages %}" + turn + "{% endfor %}" + end
+
+
+def image_processor_of(kind):
+    """Return a small processor of images."""
+    if kind == "gemma3":
+        return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
+    if kind == "llava":
+        size = {"height": 16, "width": 16}
+        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+    edges = {"shortest_edge": 64, "longest_edge": 1024}
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=edges)
+
+
+def make_image_model(kind):
+    """Return transformers' model of a model_type with random weights, in float32."""
+    tokenizer = load_tokenizer("demo:bytes", TOKENS)
+    numbers = {token: tokenizer.backend.token_to_id(token) for token in TOKENS}
+    image = {"gemma3": "<image_soft_token>", "llava": "<image>"}.get(kind, "<|image_pad|>")
+    own = {"image_token_id": numbers[image]}
+    if kind.startswith("qwen"):
+        own |= {
+            "video_token_id": numbers["<|video_pad|>"],
+            "vision_start_token_id": numbers["<|vision_start|>"],
+            "vision_end_token_id": numbers["<|vision_end|>"],
+        }
+    if kind == "gemma3":
+        own |= {
+            "boi_token_index": numbers["<start_of_image>"],
+            "eoi_token_index": numbers["<end_of_image>"],
+        }
+    config = CONFIG_MAPPING[kind](**CONFIGS[kind], **own)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if not parameter.any():
+            parameter.data.normal_(0, 0.1)  # Gemma's projector
+        elif parameter.ndim > 1:
+            parameter.data.mul_(3)  # so that pictures matter
+    return model.eval()
+
+
+def make_image_folder(folder, kind):
+    """Write a model for images with tokenizer and processor; return the folder."""
+    make_image_model(kind).save_pretrained(folder)
+    load_tokenizer("demo:bytes", TOKENS).save(folder)
+    image_processor_of(kind).save_pretrained(folder)
+    file = Path(folder) / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    (Path(folder) / "chat_template.jinja").write_text(template_of(kind))
+    if kind == "gemma3":
+        settings |= {"extra_special_tokens": TOKENS_OF_GEMMA, **TOKENS_OF_GEMMA}
+    file.write_text(json.dumps(settings))
+    if kind == "llava":
+        own = {"patch_size": 4, "vision_feature_select_strategy": "default"}
+        own |= {"num_additional_image_tokens": 1, "processor_class": "LlavaProcessor"}
+        (Path(folder) / "processor_config.json").write_text(json.dumps(own))
+    if kind == "gemma3":
+        own = {"image_seq_length": 4, "processor_class": "Gemma3Processor"}
+        (Path(folder) / "processor_config.json").write_text(json.dumps(own))
+    return folder
+
+
+def write_pictures(folder, count, size=(24, 20)):
+    """Write coloured noise as PNG files of different sizes; return their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = []
+    for i in range(count):
+        numbers = np.random.default_rng(i)
+        shape = (size[1] + 4 * (i % 3), size[0] + 8 * (i % 2), 3)
+        Image.fromarray(numbers.integers(0, 256, shape, np.uint8)).save(folder / f"{i}.png")
+        names.append(f"{i}.png")
+    return names

@@ -1,6 +1,7 @@
 """The verb `generate`: answers to prompts, or a chat at the terminal."""
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,26 +11,40 @@ import torch
 
 from fsdp_trainer.base.text_files import text_lines
 from fsdp_trainer.checkpoint.load import load_model
-from fsdp_trainer.config.paths import tokenizer_folder
+from fsdp_trainer.config.paths import model_folder, tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.image_files import decoded, read_file
+from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
+from fsdp_trainer.data.images.sample_images import ImageReader
+from fsdp_trainer.data.records.images import images_in, images_of, with_column
 from fsdp_trainer.data.templates.chat_template import Template, load_template
 from fsdp_trainer.data.tokens.text_stream import TextStream
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
+from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A text up to where the answer begins. images: those in it."""
+
+    text: str
+    images: PromptImages | None = None
+
+
 @dataclass
 class Speaker:
-    """A model with its tokenizer and template."""
+    """A model with its tokenizer and template. images: reads images, if the model does."""
 
     model: Decoder
     tokenizer: TextTokenizer
     template: Template
+    images: ImageReader | None = None
 
     def __post_init__(self) -> None:
         self.decoding = Decoding(self.model)
@@ -41,36 +56,60 @@ class Speaker:
         """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
         model = load_model(source, device, dtype)
         tokenizer = load_tokenizer(str(tokenizer_folder(source)))
-        return cls(model, tokenizer, load_template(None, tokenizer))
+        images = None
+        if model.config.reads_images:
+            images = ImageReader(ImageProcessor(str(model_folder(source))), user_cache())
+        return cls(model, tokenizer, load_template(None, tokenizer), images)
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
         """Yield the next assistant turn, in pieces of text."""
         return self.say(self.ask(messages), cfg)
 
-    def ask(self, messages: list[dict]) -> str:
+    def ask(self, messages: list[dict]) -> Asked:
         """Render a conversation as text that ends where the answer begins. Raises UserError."""
         try:
-            return self.template.ask(messages)
+            if any(images_in(messages)):
+                return self._ask_with_images(messages)
+            return Asked(self.template.ask(messages))
         except RecordError as error:
             problem = Problem(messages[-1]["content"][:60], str(error))
             raise UserError("the conversation cannot be rendered", [problem]) from None
 
-    def say(self, text: str, cfg: GenerateConfig) -> Iterator[str]:
-        """Yield the continuation of `text`, in pieces; a piece never ends within a character."""
+    def _ask_with_images(self, messages: list[dict]) -> Asked:
+        if self.images is None:
+            raise RecordError("holds an image, and the model reads only text")
+        processor = self.images.processor
+        files = self.images.find([*images_in(messages)], "")
+        token = str(self.tokenizer.backend.id_to_token(processor.token))
+        text = self.template.ask(messages, processor.mark)
+        whole = self.images.expand(text, files, token, is_whole=True)
+        contents = [read_file(file.path, file.path)[0] for file in files]
+        arrays = [processor.numbers_of(decoded(content, "")) for content in contents]
+        return Asked(
+            whole.text, PromptImages(joined(arrays), sum(image.tokens for image in whole.images))
+        )
+
+    def say(self, asked: Asked, cfg: GenerateConfig) -> Iterator[str]:
+        """Yield the continuation of a text, in pieces; a piece never ends within a character."""
         stream = TextStream(self.tokenizer)
-        prompt = self.encode(text)
+        prompt = self.encode(asked.text)
         stop_ids = self.tokenizer.stop_ids
-        for token in stream_tokens(self.model, prompt, stop_ids, sampling_of(cfg), self.decoding):
+        for token in stream_tokens(
+            self.model, prompt, stop_ids, sampling_of(cfg), self.decoding, asked.images
+        ):
             if piece := stream.add([token]):
                 yield piece
         if rest := stream.finish():
             yield rest
 
-    def say_all(self, texts: list[str], cfg: GenerateConfig) -> list[list[str]]:
+    def say_all(self, asked: list[Asked], cfg: GenerateConfig) -> list[list[str]]:
         """Return cfg.samples continuations of each text, computed in batches of cfg.rows rows."""
-        prompts = [self.encode(text) for text in texts]
-        stop_ids = self.tokenizer.stop_ids
-        answers = generate_tokens(self.model, prompts, stop_ids, sampling_of(cfg), rows=cfg.rows)
+        prompts = [self.encode(each.text) for each in asked]
+        images = [each.images for each in asked]
+        stop_ids, sampling = self.tokenizer.stop_ids, sampling_of(cfg)
+        answers = generate_tokens(
+            self.model, prompts, stop_ids, sampling, rows=cfg.rows, images=images
+        )
         return [[self.tokenizer.decode(tokens) for tokens in each] for each in answers]
 
     def encode(self, text: str) -> list[int]:
@@ -104,7 +143,10 @@ def generate(cfg: GenerateConfig) -> int:
     speaker = Speaker.load(str(cfg.source), device_of(cfg.device), getattr(torch, cfg.dtype))
     if not prompts:
         return chat(speaker, cfg)
-    texts = prompts if cfg.raw else [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]
+    if cfg.raw:
+        texts = [Asked(prompt) for prompt in prompts]
+    else:
+        texts = [speaker.ask(conversation(cfg, prompt)) for prompt in prompts]
     if len(texts) == cfg.samples == 1 and cfg.format == "text":
         show(speaker.say(texts[0], cfg))
         return 0
@@ -134,7 +176,18 @@ def read_prompts(cfg: GenerateConfig) -> list[str]:
 
 def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
     """Return the messages of a conversation that begins with the prompt."""
-    return [*system_turn(cfg), {"role": "user", "content": prompt}]
+    turns = [*system_turn(cfg), {"role": "user", "content": prompt}]
+    if not cfg.image:
+        return turns
+    try:
+        return with_column(turns, images_of(cfg.image))
+    except RecordError as error:
+        raise UserError("images do not fit", [Problem(f"prompt={prompt}", str(error))]) from None
+
+
+def user_cache() -> Path:
+    """Return the folder for copies of images that a prompt names by their URL."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fsdp_trainer"
 
 
 def show_answers(prompt: str, answers: list[str], form: str) -> None:

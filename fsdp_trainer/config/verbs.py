@@ -252,6 +252,11 @@ class GenerateConfig:
     prompts: str | None = key(
         None, "a file of prompts: one a line, or .jsonl with a `prompt` in each line"
     )
+    image: str | list[str] | None = key(
+        None,
+        "an image of the prompt, or a list: files or URLs, for a model that reads images; <image>"
+        " in the prompt is the place of one",
+    )
     system: str | None = key(None, "a system turn before it")
     raw: bool = key(False, "continue the prompt as plain text, without the chat template")
     max_tokens: int = key(256, "longest answer in tokens", minimum=1)

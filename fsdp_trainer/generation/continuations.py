@@ -1,6 +1,6 @@
 """Generation of continuations of many prompts at once, with a cache of keys and values."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
+from fsdp_trainer.generation.prompt_images import PromptImages, image_inputs
 from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
 from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
-from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.models.decoder import Decoder, ImageInputs
 from fsdp_trainer.models.hf.own_cache import OwnCache
 
 ROWS = 32
@@ -35,15 +36,22 @@ class Continuation:
     """The continuation of a prompt: `tokens`, without the stop token that ended it.
 
     room: largest number of tokens that it may have. place: indices of its prompt and of its sample.
+    images: of the prompt.
     stop: the stop token that ended it, or None. log_probabilities: of all tokens and of the stop
     token, if `sampling` asks for them.
     """
 
     def __init__(
-        self, prompt: list[int], sampling: Sampling, room: int, place: tuple[int, int] = (0, 0)
+        self,
+        prompt: list[int],
+        sampling: Sampling,
+        room: int,
+        place: tuple[int, int] = (0, 0),
+        images: PromptImages | None = None,
     ):
         self.prompt = prompt
         self.place = place
+        self.images = images
         self.room = min(sampling.max_tokens, room)
         self.tokens: list[int] = []
         self.stop: int | None = None
@@ -203,8 +211,9 @@ class TransformersGeneration(Generation):
         lengths = np.array([len(text) for text in texts])
         mask = np.arange(width) >= width - lengths[:, None]
         tokens = np.stack([np.pad(text, (width - len(text), 0), mode="edge") for text in texts])
-        self.cache = OwnCache(to_device(mask.astype(np.int64), self.device))
-        return self.next(to_device(tokens.astype(np.int64), self.device))
+        images, shift = image_inputs(self.model, rows, texts, width, self.device)
+        self.cache = OwnCache(to_device(mask.astype(np.int64), self.device), shift)
+        return self.next(to_device(tokens.astype(np.int64), self.device), images)
 
     def step(self, rows: list[Continuation], chosen: Tensor, is_idle: bool) -> Tensor:
         """See Generation."""
@@ -215,13 +224,13 @@ class TransformersGeneration(Generation):
         self.cache.grow()
         return self.next(chosen[:, None])
 
-    def next(self, tokens: Tensor) -> Tensor:
+    def next(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
         """Return the logits after new tokens, [rows, new tokens]: [rows, vocabulary]."""
         count = tokens.shape[1]
-        positions = (self.cache.mask.cumsum(1) - 1).clamp_min(0)[:, -count:]
+        positions = self.cache.positions(count)
         last = torch.arange(len(tokens), device=self.device) * count + count - 1
         model: Any = self.model
-        return model.next_logits(tokens, positions, None, last, self.cache)
+        return model.next_logits(tokens, positions, None, last, self.cache, images)
 
 
 def generation_of(
@@ -242,11 +251,15 @@ def stream_tokens(
     stop_ids: Collection[int] = (),
     sampling: Sampling | None = None,
     decoding: Decoding | None = None,
+    images: PromptImages | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that continue one prompt as they are generated. decoding: see Generation."""
+    """Yield the tokens that continue one prompt as they are generated.
+
+    decoding: see Generation. images: of the prompt.
+    """
     sampling = sampling or Sampling()
     device = model.lm_head.weight.device
-    answer = Continuation(prompt, sampling, room_after(model, prompt))
+    answer = Continuation(prompt, sampling, room_after(model, prompt), images=images)
     if answer.is_done:
         return
     generation = generation_of(model, sampling, device, decoding)
@@ -267,20 +280,22 @@ def generate_tokens(
     ranks: Ranks | None = None,
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[list[list[int]]]:
     """Return for each prompt its answers, each a list of tokens.
 
-    rows: number of answers that are generated at the same time; it changes them only by rounding.
-    device: the one that the model computes on, by default that of its weights. check: called before
-    each batch; may raise, on all ranks. is_over: ends an answer after a token, which is kept.
-    Collective if `ranks` is.
+    images: of each prompt; None: no prompt has any. rows: number of answers that are generated at
+    the same time; it changes them only by rounding. device: the one that the model computes on, by
+    default that of its weights. check: called before each batch; may raise, on all ranks. is_over:
+    ends an answer after a token, which is kept. Collective if `ranks` is.
     """
     sampling = sampling or Sampling()
     ranks = ranks or OneRank()
     device = device or model.lm_head.weight.device
+    of_prompts = images or [None] * len(prompts)
     answers = [
-        Continuation(prompt, sampling, room_after(model, prompt), (number, sample))
-        for number, prompt in enumerate(prompts)
+        Continuation(prompt, sampling, room_after(model, prompt), (number, sample), shown)
+        for number, (prompt, shown) in enumerate(zip(prompts, of_prompts, strict=True))
         for sample in range(sampling.samples)
     ]
     generation = generation_of(model, sampling, device)

@@ -262,6 +262,8 @@ def forward_flops(model: PlannedModel) -> Flops:
     Attention is counted as if the row were one document.
     """
     layout, config, parts = model.layout, model.part.shape, model.own
+    if config.by_transformers:
+        config = config.dense_stand_in()
     sharding, tokens = layout.sharding, layout.row_tokens
     whole_cost = float(config.attention_cost(np.array([layout.batch.seq_len]))[0])
     attention_cost = whole_cost / sharding.context

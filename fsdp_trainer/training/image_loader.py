@@ -15,7 +15,7 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import decoded, digest_of, read_file
-from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
@@ -89,9 +89,9 @@ class ImageLoader:
         """
         arrays = self.load(rows) if arrays is None else arrays
         self._black = self._black or self.processor.smallest()
-        positions = self._positions(rows, arrays)
+        positions, whole = self._positions(rows, arrays), joined(arrays or [self._black])
         return ImageInputs(
-            {name: to_device(value, device) for name, value in joined(arrays or [self._black])},
+            {name: to_device(value, device) for name, value in whole.items()},
             sum(image.tokens for image in images_of(rows)),
             None if positions is None else to_device(positions[..., :length], device),
         )
@@ -111,7 +111,7 @@ class ImageLoader:
                     missing -= image.tokens
                     own.append(array)
                 if own:
-                    given = {name: torch.from_numpy(value) for name, value in joined(own)}
+                    given = {name: torch.from_numpy(value) for name, value in joined(own).items()}
                     found = self.positions(torch.from_numpy(tokens), given)
                     result[:, row, end - length : end] = found.numpy()
         return result
@@ -120,12 +120,6 @@ class ImageLoader:
 def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:
     """Return an item with the answers of the workers that were asked for its images."""
     return item, [pool.receive(worker) for worker in asked]
-
-
-def joined(arrays: Sequence[Arrays]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the arrays of several images, one after the other, by name."""
-    for name in arrays[0]:
-        yield name, np.concatenate([each[name] for each in arrays])
 
 
 def images_of(item: Any) -> list[SampleImage]:

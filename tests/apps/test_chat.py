@@ -9,17 +9,21 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 from browser import browser_page, settle
+from image_models import make_image_folder, write_pictures
 from texts import make_tokenizer
 from zoo import make_folder
 
 from fsdp_trainer.apps.chat.engine import AnswerText, ChatJob, Engine, first_stop, settled_text
 from fsdp_trainer.apps.chat.requests import BadRequest, ChatDefaults, read_request
 from fsdp_trainer.cli import main
+from fsdp_trainer.config.verbs import GenerateConfig
+from fsdp_trainer.data.records.messages import read_turns
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer, load_tokenizer
 from fsdp_trainer.generation.continuations import Continuation, never
 from fsdp_trainer.generation.sampling import Sampling
@@ -176,7 +180,7 @@ def test_openais_client_gets_the_answers_of_generate(server, folder, capsys):
     [choice] = whole.choices
     assert choice.message.content == text
     assert choice.finish_reason == "length"
-    prompt = server.engine.speaker.encode(server.engine.speaker.ask(HI))
+    prompt = server.engine.speaker.encode(server.engine.speaker.ask(HI).text)
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(prompt), 8)
     chunks = list(create(
         model="model", messages=HI, stream=True, stream_options={"include_usage": True}
@@ -357,3 +361,37 @@ def stop_while_it_streams(process):
         assert b"closing" in stream.read()
     rest, _ = process.communicate()
     assert (process.returncode, rest) == (0, "ended\n")
+
+
+@pytest.mark.slow
+def test_an_image_of_a_request_is_answered_as_by_generate_and_its_page_takes_images(tmp_path):
+    folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
+    [name] = write_pictures(tmp_path, 1)
+    content = b64encode((tmp_path / name).read_bytes()).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    turn = {"role": "user", "content": [part, {"type": "text", "text": "what is it?"}]}
+    with served(folder) as server:
+        openai = pytest.importorskip("openai")
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        answer = client.chat.completions.create(model="model", messages=[turn], max_tokens=8)
+        speaker = server.engine.speaker
+        expected = speaker.answer(read_turns([turn]), GenerateConfig(max_tokens=8))
+        assert answer.choices[0].message.content == "".join(expected)
+        part["image_url"]["url"] = str(tmp_path / name)
+        with pytest.raises(openai.BadRequestError, match="should be a data URL"):
+            client.chat.completions.create(model="model", messages=[turn])
+        with browser_page(server.url) as page:
+            page.goto(server.url)
+            page.locator("#file").set_input_files(str(tmp_path / name))
+            page.locator("#images img").wait_for()
+            page.locator("#text").fill("what is it?")
+            page.locator("#send").click()
+            page.locator(".turn.user img").wait_for()
+            settle(lambda: "tokens in" in page.locator("#status").inner_text(), page)
+            assert page.locator(".turn.assistant").count() == 1
+
+
+def test_the_page_of_a_model_for_text_takes_no_images(server):
+    with browser_page(server.url) as page:
+        page.goto(server.url)
+        assert page.locator("#add").is_hidden()

@@ -198,6 +198,16 @@ def test_an_image_that_was_changed_is_tokenized_again(prepared, folder):
     assert "does not exist" in error.value.problems[0].reason
 
 
+def test_the_same_rows_beside_other_pictures_are_other_data(prepared, folder, tmp_path):
+    row = asking(image("pictures/0.png"), text("q"))
+    [before] = prepared(row).train
+    elsewhere = folder / "elsewhere"
+    write_pictures(elsewhere / "pictures", 1, size=(64, 64))
+    [after] = prepared(row, name="elsewhere/rows.jsonl").train
+    assert after.images(0)[0].file.path == str(elsewhere / "pictures" / "0.png")
+    assert after.fingerprint != before.fingerprint
+
+
 def test_a_sample_that_is_cut_ends_before_an_image_that_is_cut(prepared):
     row = asking(image("pictures/0.png"), text("q"))
     row["messages"] += [

@@ -305,7 +305,7 @@ def test_a_system_turn_reaches_a_template_that_knows_none(run):
     )
     speaker.template = type(speaker.template)("refusing", refusing, speaker.tokenizer.special)
     lines = []
-    speaker.say = lambda text, cfg: lines.append(text) or iter(())
+    speaker.say = lambda prompt, cfg: lines.append(prompt.text) or iter(())
     list(
         speaker.answer(
             [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],

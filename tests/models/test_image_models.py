@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from pathlib import Path
 
 import inject
 import numpy as np
@@ -13,8 +14,12 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.packing import best_fit
+from fsdp_trainer.data.records.messages import read_turns
 
 STEPS = 10
 SEQ_LEN = 160
@@ -35,7 +40,8 @@ ENDS = "<|im_end|>"
 
 
 def image(name):
-    return {"type": "image", "image": f"pictures/{name}"}
+    place = name if isinstance(name, Path) else f"pictures/{name}"
+    return {"type": "image", "image": str(place)}
 
 
 def text(words):
@@ -354,3 +360,41 @@ def test_a_step_of_preferences_about_images_is_that_of_transformers(train, folde
     after = dict(load(run.folder / "hf").named_parameters())
     for name, value in model.named_parameters():
         assert (after[name] - value).abs().max() < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_answers_about_images_are_those_of_transformers(
+    train, folders, data, tmp_path, kind, capsys
+):
+    """Three prompts of different lengths are answered together, one of them with two images."""
+    run = run_of(train, "run", folders[kind], data[0], "batch.rows=2", "train.steps=1")
+    folder = run.folder / "hf"
+    names = [tmp_path / name for name in write_pictures(tmp_path, 2)]
+    first = [image(names[0]), text("what is it?")]
+    second = [image(names[1]), text("and "), image(names[0]), text("?")]
+    speaker = Speaker.load(run.folder)
+    processor, model = ImageProcessor(str(folder)).processor, load(folder)
+    prompts, expected = [], []
+    for parts in (first, second, "no image?"):
+        turn = {"role": "user", "content": parts}
+        prompts.append(speaker.ask(read_turns([turn])))
+        inputs = processed(processor, [turn], tmp_path, True)
+        stops = [*speaker.tokenizer.stop_ids]
+        tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False, eos_token_id=stops)
+        new = tokens[0, inputs["input_ids"].shape[1] :].tolist()
+        expected.append(speaker.tokenizer.decode([t for t in new if t not in stops]))
+    answers = speaker.say_all(prompts, GenerateConfig(max_tokens=12))
+    assert [each[0] for each in answers] == expected
+    capsys.readouterr()
+    words = ["generate", f"source={run.folder}", "prompt=<image>what is it?", "max_tokens=12"]
+    assert main([*words, f"image={names[0]}"]) == 0
+    assert capsys.readouterr().out == expected[0] + "\n"
+
+
+def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
+    [name] = write_pictures(tmp_path, 1)
+    words = ["generate", f"source={folders['llava']}", "max_tokens=2"]
+    assert main([*words, "prompt=<image> and <image>?", f"image={tmp_path / name}"]) == 2
+    assert "has 1 images, and its turns have places for 2" in capsys.readouterr().err
+    assert main([*words, "prompt=what?", f"image={tmp_path}/none.png"]) == 2
+    assert "there is no" in capsys.readouterr().err

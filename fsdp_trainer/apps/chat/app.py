@@ -31,6 +31,7 @@ from fsdp_trainer.apps.chat.requests import (
     read_request,
 )
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.sampling import Sampling
 
 HERE = Path(__file__).parent
@@ -141,6 +142,7 @@ def page_response(served: Served) -> Response:
         "temperature": str(defaults.temperature),
         "top_p": str(defaults.top_p),
         "max_tokens": str(defaults.max_tokens),
+        "no_images": "" if served.engine.speaker.images else "hidden",
         "style": style,
         "script": script,
     }.items():
@@ -164,12 +166,12 @@ async def complete(request: Request, served: Served) -> Response:
     try:
         wanted = read_request(await body_of(request), served.defaults)
         loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(served.encoder, encode, served, wanted)
+        encoded = await loop.run_in_executor(served.encoder, encode, served, wanted)
     except BadRequest as error:
         return error_response(400, *error.args)
     except ClientDisconnect:
         return Response(status_code=DISCONNECTED)
-    answers = Answers(request, served, wanted, prompt)
+    answers = Answers(request, served, wanted, *encoded)
     if wanted.stream:
         return StreamingResponse(answers.stream(), media_type="text/event-stream")
     return await answers.at_once()
@@ -188,16 +190,16 @@ async def body_of(request: Request) -> Any:
         raise BadRequest("the body is no JSON", None) from None
 
 
-def encode(served: Served, request: ChatRequest) -> list[int]:
-    """Return the tokens of the conversation up to the answer. Raises BadRequest."""
+def encode(served: Served, request: ChatRequest) -> tuple[list[int], PromptImages | None]:
+    """Return the tokens of the conversation up to the answer, and its images. Raises BadRequest."""
     speaker = served.engine.speaker
     try:
-        text = speaker.ask(request.messages)
+        asked = speaker.ask(request.messages)
         context = speaker.model.config.max_position_embeddings
-        if len(text) > CHARACTERS_PER_TOKEN * context:
-            reason = f"the prompt is too long: has {len(text):,} characters"
+        if len(asked.text) > CHARACTERS_PER_TOKEN * context:
+            reason = f"the prompt is too long: has {len(asked.text):,} characters"
             raise BadRequest(f"{reason}, the model's context {context:,} tokens", "messages")
-        return speaker.encode(text)
+        return speaker.encode(asked.text), asked.images
     except UserError as error:
         reason = error.problems[0].reason
         raise BadRequest(f"{error.title}: {reason}", "messages") from None
@@ -206,7 +208,14 @@ def encode(served: Served, request: ChatRequest) -> list[int]:
 class Answers:
     """The answers to one request, received from the engine piece by piece."""
 
-    def __init__(self, request: Request, served: Served, wanted: ChatRequest, prompt: list[int]):
+    def __init__(
+        self,
+        request: Request,
+        served: Served,
+        wanted: ChatRequest,
+        prompt: list[int],
+        images: PromptImages | None = None,
+    ):
         self.request = request
         self.served = served
         self.wanted = wanted
@@ -219,7 +228,7 @@ class Answers:
 
         seed = secrets.randbits(62) if wanted.seed is None else wanted.seed
         sampling = Sampling(wanted.max_tokens, wanted.temperature, wanted.top_p, seed, wanted.n)
-        self.job = ChatJob(prompt, sampling, wanted.stops, send)
+        self.job = ChatJob(prompt, sampling, wanted.stops, send, images)
         self.id = f"chatcmpl-{secrets.token_hex(12)}"
         self.created = int(time.time())
 

@@ -22,6 +22,7 @@ from fsdp_trainer.generation.continuations import (
     length_to_match,
     room_after,
 )
+from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 
@@ -56,6 +57,8 @@ class ChatJob:
     sampling: Sampling
     stops: list[str]
     send: Callable[[Event], None]
+    images: PromptImages | None = None
+    """The images of the prompt."""
     tokens: int = 0
     """Number of tokens generated so far, in all samples."""
     is_cancelled: bool = False
@@ -218,7 +221,8 @@ class Engine:
         for job in jobs:
             room = room_after(model, job.prompt)
             for index in range(job.sampling.samples):
-                continuation = Continuation(job.prompt, job.sampling, room, (0, index))
+                place = (0, index)
+                continuation = Continuation(job.prompt, job.sampling, room, place, job.images)
                 answers.append(AnswerText(job, index, continuation, tokenizer))
         device = model.lm_head.weight.device
         generation = generation_of(model, jobs[0].sampling, device, self.speaker.decoding)

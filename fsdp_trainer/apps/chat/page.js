@@ -2,7 +2,7 @@
 const at = (id) => document.getElementById(id);
 const turns = at("turns"), text = at("text"), status = at("status");
 const token = new URLSearchParams(location.search).get("token");
-let messages = [], running = null;
+let messages = [], running = null, images = [];
 
 function show(role, content) {
   const turn = document.createElement("div");
@@ -98,13 +98,37 @@ async function answer() {
   text.focus();
 }
 
+// An image that was dropped, pasted or chosen waits for the text that it is sent with.
+function attach(files) {
+  if (at("add").hidden) return;
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) continue;
+    const reader = new FileReader();
+    reader.onload = () => { images.push(reader.result); preview(); };
+    reader.readAsDataURL(file);
+  }
+}
+
+function pictures(urls) {
+  return urls.map((url) => Object.assign(document.createElement("img"), { src: url, alt: "" }));
+}
+
+function preview() {
+  at("images").replaceChildren(...pictures(images));
+  at("images").hidden = !images.length;
+}
+
 function ask() {
-  const content = text.value.trim();
-  if (!content || running) return;
+  const written = text.value.trim();
+  if ((!written && !images.length) || running) return;
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = images.length ? [...parts, { type: "text", text: written }] : written;
   const last = messages[messages.length - 1];
   if (last && last.role === "user") { messages.pop(); turns.lastElementChild.remove(); }
   messages.push({ role: "user", content });
-  show("user", content);
+  show("user", written).prepend(...pictures(images));
+  images = [];
+  preview();
   text.value = "";
   answer();
 }
@@ -124,6 +148,8 @@ at("again").addEventListener("click", again);
 at("new").addEventListener("click", () => {
   messages = [];
   turns.replaceChildren();
+  images = [];
+  preview();
   tell("");
   update();
   text.focus();
@@ -131,6 +157,10 @@ at("new").addEventListener("click", () => {
 text.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); ask(); }
 });
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => { event.preventDefault(); attach(event.dataTransfer.files); });
+text.addEventListener("paste", (event) => attach(event.clipboardData.files));
+at("file").addEventListener("change", () => { attach(at("file").files); at("file").value = ""; });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && running) running.abort();
 });

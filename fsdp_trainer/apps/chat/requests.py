@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.records.images import MARK, Image, image_of
+
 LOCAL_ADDRESSES = ("127.0.0.1", "localhost", "::1")
 MAX_STOPS = 4
 NOT_SERVED = ("tools", "functions", "logprobs", "top_logprobs", "logit_bias", "audio")
@@ -27,7 +30,7 @@ class ChatDefaults:
 class ChatRequest:
     """A request for the next turn of a conversation."""
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     temperature: float
     top_p: float
     max_tokens: int
@@ -61,25 +64,23 @@ def read_request(body: Any, defaults: ChatDefaults) -> ChatRequest:
     )
 
 
-def read_messages(value: Any) -> list[dict[str, str]]:
-    """Return the turns of a conversation, each with role and text. Raises BadRequest."""
+def read_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the turns of a conversation, each with role, text and images. Raises BadRequest."""
     if not isinstance(value, list) or not value:
         raise BadRequest("'messages' should be a list of turns, with one at least", "messages")
     return [read_turn(turn, place) for place, turn in enumerate(value)]
 
 
-def read_turn(turn: Any, place: int) -> dict[str, str]:
-    """Return the role and the text of a turn, whose text may be in parts. Raises BadRequest."""
+def read_turn(turn: Any, place: int) -> dict[str, Any]:
+    """Return role, text and images of a turn, which may be in parts. Raises BadRequest."""
     where = f"messages[{place}]"
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise BadRequest(f"{where} should be an object with a role and a content", "messages")
-    content = turn.get("content")
+    content, images = turn.get("content"), []
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        if len(texts) < len(parts):
-            raise BadRequest(f"{where} holds a part that is no text", "messages")
-        content = "".join(texts)
+        images = [read_image(part, where) for part in content if is_image(part)]
+        parts = [MARK if is_image(part) else text_of_part(part, where) for part in content]
+        content = "".join(parts)
     if not isinstance(content, str):
         raise BadRequest(f"{where}.content should be a text", "messages")
     try:
@@ -88,7 +89,36 @@ def read_turn(turn: Any, place: int) -> dict[str, str]:
         raise BadRequest(f"{where} holds half a character", "messages") from None
     # `developer` is OpenAI's newer name for the system role
     role = "system" if turn["role"] == "developer" else turn["role"]
-    return {"role": role, "content": content}
+    return {"role": role, "content": content} | ({"images": images} if images else {})
+
+
+def is_image(part: Any) -> bool:
+    """Return True for a part of a turn that is an image."""
+    return isinstance(part, dict) and part.get("type") == "image_url"
+
+
+def text_of_part(part: Any, where: str) -> str:
+    """Return the text of a part of a turn. Raises BadRequest for anything else."""
+    text = part.get("text") if isinstance(part, dict) else None
+    if not isinstance(text, str):
+        raise BadRequest(f"{where} holds a part that is neither a text nor an image", "messages")
+    return text
+
+
+def read_image(part: dict[str, Any], where: str) -> Image:
+    """Return the image of a part. Raises BadRequest.
+
+    Only a data URL is read: a client must not make the server open files or other addresses.
+    """
+    value = part.get("image_url")
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith("data:"):
+        reason = f"{where}: an image should be a data URL, as data:image/png;base64,…"
+        raise BadRequest(reason, "messages")
+    try:
+        return image_of(url)
+    except RecordError as error:
+        raise BadRequest(f"{where}: {error}", "messages") from None
 
 
 def read_stops(value: Any) -> list[str]:

@@ -3,8 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -342,7 +341,7 @@ def shown_row(
     where: list[str],
     names: list[str],
     seq_len: int,
-    pieces: "TokenTexts",
+    pieces: "TokenTexts | MarkedTexts",
     references: list[str | None] | None = None,
 ) -> ShownRow:
     """Return a row for display, document by document.
@@ -385,21 +384,16 @@ class TokenTexts:
         self.anchor = tokenizer.encode("a")[-1:]
         self.before = len(tokenizer.decode(self.anchor, skip_special=False))
         self.known: dict[tuple[int, ...], str] = {}
-        self.mark: Callable[[list[TextPiece]], list[TextPiece]] = list
 
     def marking(
         self, shown: ShownImages | None, of_documents: list[list[SampleImage]]
-    ) -> "TokenTexts":
+    ) -> "TokenTexts | MarkedTexts":
         """Return the same texts for documents, in this order, with their images marked."""
-        if shown is None:
-            return self
-        texts, waiting = copy(self), iter(of_documents)
-        texts.mark = lambda pieces: shown.marked(pieces, next(waiting))
-        return texts
+        return self if shown is None else MarkedTexts(self, shown, of_documents)
 
     def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
         """Return tokens as pieces of text. tokens, weights: [length]."""
-        return self.mark([*self._cut(tokens.tolist(), weights.tolist())])
+        return list(self._cut(tokens.tolist(), weights.tolist()))
 
     def _cut(self, tokens: list[int], weights: list[float]) -> Iterator[TextPiece]:
         start = 0
@@ -432,6 +426,19 @@ class TokenTexts:
             text = self.tokenizer.decode([*self.anchor, *ids], skip_special=False)[self.before :]
             self.known[key] = CONTROL.sub(_visible, text)
         return self.known[key]
+
+
+class MarkedTexts:
+    """Texts of documents whose images are marked. of_documents: images of each, in order."""
+
+    def __init__(
+        self, texts: TokenTexts, shown: ShownImages, of_documents: list[list[SampleImage]]
+    ):
+        self.texts, self.shown, self.waiting = texts, shown, iter(of_documents)
+
+    def of(self, tokens: np.ndarray, weights: np.ndarray) -> list[TextPiece]:
+        """Return the tokens of the next document as pieces of text."""
+        return self.shown.marked(self.texts.of(tokens, weights), next(self.waiting))
 
 
 def _visible(match: re.Match[str]) -> str:

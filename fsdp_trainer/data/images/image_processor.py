@@ -4,6 +4,7 @@ Uses transformers' processor of the model's folder with Pillow alone. torchvisio
 """
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -82,6 +83,11 @@ class NoVideos:
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> None:
         """Return nothing."""
+
+
+def joined(arrays: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the arrays of several images as one of each name."""
+    return {name: np.concatenate([each[name] for each in arrays]) for name in arrays[0]}
 
 
 def load_processor(folder: str) -> Any:

@@ -116,7 +116,9 @@ class ComponentStores:
         decisive = [read, [*keys, options.seq_len, options.share]]
         decisive += [options.kind] if options.kind in (UNPAIRED, PROMPTS) else []
         decisive += [QUESTION_VERSION] if options.kind == PROMPTS else []
-        decisive += [options.images.processor.fingerprint] if options.images else []
+        if options.images:  # paths of images are relative to the folder of the file
+            folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]
+            decisive += [options.images.processor.fingerprint, folders]
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 

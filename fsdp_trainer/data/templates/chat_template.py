@@ -235,9 +235,13 @@ class Template:
             return turns
         return place_images(turns, template.reads_images, image_mark)
 
-    def ask(self, messages: list[Message]) -> str:
-        """Return the conversation up to where the model answers. RecordError as in `render`."""
-        return self.render(self.adapt(messages, None), add_generation_prompt=True)
+    def ask(self, messages: list[Message], image_mark: str = "") -> str:
+        """Return the conversation up to where the model answers. RecordError as in `render`.
+
+        image_mark: see `adapt`.
+        """
+        turns = self.adapt(messages, None, image_mark=image_mark)
+        return self.render(turns, add_generation_prompt=True)
 
 
 def load_template(

@@ -209,8 +209,9 @@ def describe(hf: PreTrainedModel) -> Described:
         blocks=block_list(hf)[0] + ".",
     )
     mark_experts(hf)
+    of_text = language_model(hf) | {head}
     shares = {
-        id(parameter): getattr(module, "active_share", 1)
+        id(parameter): getattr(module, "active_share", 1) if module in of_text else 0
         for module in hf.modules()
         for parameter in module.parameters(recurse=False)
     }

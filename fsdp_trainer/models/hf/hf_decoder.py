@@ -181,10 +181,7 @@ class TransformersDecoder(Decoder):
         layout: None: attention by transformers, with documents where positions restart. ours:
         whether `models.attention` computes it; None: as the architecture allows.
         """
-        inputs: dict[str, Any] = self.inputs(tokens, positions)
-        if images is not None and self.tower is not None:
-            inputs |= self.tower.inputs(images, tokens)
-            inputs["position_ids"] = positions if images.positions is None else images.positions
+        inputs = self.inputs(tokens, positions, images)
         ours = self.config.documents_attention if ours is None else ours
         ours = ours and layout is not None and TOKEN_TYPES not in inputs
         self.use_attention(NAME if ours else self.plain_attention)
@@ -211,10 +208,16 @@ class TransformersDecoder(Decoder):
             images = replace(images, positions=alone.gathered(images.positions))
         return self.states(alone.tokens, alone.positions, None, images=images)
 
-    def inputs(self, tokens: Tensor, positions: Tensor) -> dict[str, Tensor]:
-        """Return the arguments for tokens, by transformers' names."""
+    def inputs(
+        self, tokens: Tensor, positions: Tensor, images: ImageInputs | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments for tokens and their images, by transformers' names."""
+        of_images: dict[str, Any] = {}
+        if images is not None and self.tower is not None:
+            of_images = self.tower.inputs(images, tokens)
+            positions = positions if images.positions is None else images.positions
         positioned = {"position_ids": positions} if self.takes_positions else {}
-        return {"input_ids": tokens, **positioned}
+        return {"input_ids": tokens, **positioned, **of_images}
 
     def transformers_shapes(self, vocab_size: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all weights as transformers has them, by name.
@@ -286,14 +289,16 @@ class TransformersDecoder(Decoder):
         layout: Any,
         index: Tensor,
         caches: Any = MappingProxyType({}),
+        images: ImageInputs | None = None,
     ) -> Tensor:
         """Return the next-token logits at some positions: [index, vocabulary].
 
-        caches: an OwnCache, or empty. See Decoder.
+        caches: an OwnCache, or empty. images: of these tokens, with an OwnCache. See Decoder.
         """
         if isinstance(caches, OwnCache):
             self.use_attention(self.plain_attention)
-            hidden = caches.forward(self.base, self.inputs(tokens, positions), self.cache_name)
+            inputs = self.inputs(tokens, positions, images)
+            hidden = caches.forward(self.base, inputs, self.cache_name)
         else:
             hidden, _ = self.hidden(tokens, positions, layout)
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))

@@ -15,11 +15,12 @@ SELECTABLE = {"DynamicLayer", "DynamicSlidingWindowLayer"}
 class OwnCache:
     """The cache of a model of transformers for rows that all end in the same column.
 
-    mask: [rows, columns] int64, 0 for the columns before a shorter row.
+    mask: [rows, columns] int64, 0 for the columns before a shorter row. shift: what is added to the
+    positions of tokens after the first ones, [rows, 1]; None: nothing.
     """
 
-    def __init__(self, mask: Tensor):
-        self.mask = mask
+    def __init__(self, mask: Tensor, shift: Tensor | None = None):
+        self.mask, self.shift = mask, shift
         self.past: Any = None
         self.is_lost = False
         """True: the rows must be computed again from their beginning."""
@@ -34,6 +35,11 @@ class OwnCache:
         self.past = next(past for n in CACHES if (past := getattr(outputs, n, None)) is not None)
         return outputs[0]
 
+    def positions(self, count: int) -> Tensor:
+        """Return the positions of the last `count` tokens, [rows, count]."""
+        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -count:]
+        return positions if self.shift is None else positions + self.shift
+
     def grow(self) -> None:
         """Count one more token in each row."""
         self.mask = torch.cat([self.mask, torch.ones_like(self.mask[:, :1])], 1)
@@ -47,3 +53,4 @@ class OwnCache:
         else:
             self.is_lost = True
         self.mask = self.mask[index]
+        self.shift = None if self.shift is None else self.shift[index]

@@ -1,0 +1,55 @@
+"""Images of prompts, as the model takes them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.models.decoder import Decoder, ImageInputs
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """The images of a prompt: the processor's arrays, and the number of tokens for them."""
+
+    arrays: dict[str, np.ndarray]
+    tokens: int
+
+
+def image_inputs(
+    model: Decoder, rows: Sequence[Any], texts: list[list[int]], width: int, device: torch.device
+) -> tuple[ImageInputs | None, Tensor | None]:
+    """Return the images of continuations, and what is added to the positions of later tokens.
+
+    rows: Continuations. texts: their tokens so far, which are padded on the left to `width`. Both
+    are None without images; the second also for a model whose images have no positions of their
+    own.
+    """
+    shown = [row.images for row in rows if row.images is not None]
+    if not shown:
+        return None, None
+    arrays = {
+        name: to_device(np.concatenate([each.arrays[name] for each in shown]), device)
+        for name in shown[0].arrays
+    }
+    tokens = sum(each.tokens for each in shown)
+    if model.image_positions is None:
+        return ImageInputs(arrays, tokens), None
+    each = [positions_of(model, row.images, text) for row, text in zip(rows, texts, strict=True)]
+    padded = [torch.nn.functional.pad(one, (width - one.shape[1], 0)) for one in each]
+    shifts = [int(one.max()) + 1 - one.shape[1] for one in each]
+    positions = to_device(torch.stack(padded, 1), device)
+    return ImageInputs(arrays, tokens, positions), to_device(np.array(shifts)[:, None], device)
+
+
+def positions_of(model: Decoder, images: PromptImages | None, text: list[int]) -> Tensor:
+    """Return the positions of a text with images, [axes, length] int64."""
+    tokens = torch.tensor(text)
+    if images is None:
+        return torch.arange(len(text)).expand(3, -1)
+    arrays = {name: torch.from_numpy(values) for name, values in images.arrays.items()}
+    return model.image_positions(tokens, arrays)

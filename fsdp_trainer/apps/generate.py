@@ -14,7 +14,6 @@ from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.config.paths import model_folder, tokenizer_folder
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_files import decoded, read_file
 from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.images import images_in, images_of, with_column
@@ -79,15 +78,13 @@ class Speaker:
         if self.images is None:
             raise RecordError("holds an image, and the model reads only text")
         processor = self.images.processor
-        files = self.images.find([*images_in(messages)], "")
+        opened = [self.images.files.opened(image) for image in images_in(messages)]
         token = str(self.tokenizer.backend.id_to_token(processor.token))
         text = self.template.ask(messages, processor.mark)
-        whole = self.images.expand(text, files, token, is_whole=True)
-        contents = [read_file(file.path, file.path)[0] for file in files]
-        arrays = [processor.numbers_of(decoded(content, "")) for content in contents]
-        return Asked(
-            whole.text, PromptImages(joined(arrays), sum(image.tokens for image in whole.images))
-        )
+        whole = self.images.expand(text, [file for file, _ in opened], token, is_whole=True)
+        arrays = joined([processor.numbers_of(picture) for _, picture in opened])
+        tokens = sum(image.tokens for image in whole.images)
+        return Asked(whole.text, PromptImages(arrays, tokens))
 
     def say(self, asked: Asked, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of a text, in pieces; a piece never ends within a character."""

@@ -154,7 +154,8 @@ def _build_data(
         batch = cfg.batch
         if kind == preference_records.PROMPTS:
             batch = prompt_batch(batch, cfg.objective.max_new_tokens)
-        images = None if kind == preference_records.PROMPTS else image_reader(cfg.model, root)
+        only_text = kind == preference_records.PROMPTS or cfg.objective.method.scores
+        images = None if only_text else image_reader(cfg.model, root)
         prepared = prepare(cfg.data, batch, tokenizer, template, root, reporter, kind, images)
         return tokenizer, template, prepared
     streamed = stream_data(cfg.data, cfg.batch, cfg.run.seed, tokenizer, template)

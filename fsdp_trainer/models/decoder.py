@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.attention import Cache, OneDocument, PackedAttention
 from fsdp_trainer.models.balance import Balance, Balancing
 from fsdp_trainer.models.config import ModelConfig
@@ -356,6 +357,9 @@ class Decoder(nn.Module):
         Norm and head are computed for these positions only. token_share: as in MicroBatch.
         """
         images: Any = {} if batch.images is None else {"images": batch.images}
+        if images and not self.config.reads_images:
+            problem = Problem(self.config.family, "reads only text, and the data has images")
+            raise UserError("a second model does not read images", [problem])
         hidden, auxiliary = self.hidden(
             batch.tokens, batch.positions, batch.layout, token_share=token_share, **images
         )

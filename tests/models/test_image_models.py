@@ -398,3 +398,39 @@ def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
     assert "has 1 images, and its turns have places for 2" in capsys.readouterr().err
     assert main([*words, "prompt=what?", f"image={tmp_path}/none.png"]) == 2
     assert "there is no" in capsys.readouterr().err
+
+
+WAYS = (
+    "activation_checkpoint=full data.prefetch=2",
+    "sharding=hsdp sharding.replicas=2 sharding.blocks_per_unit=2",
+    "sharding=ddp sharding.reshard_after_forward=false",
+    "data.pad_to_multiple=null batch.micro_rows=2",
+)
+
+
+def test_ways_to_compute_change_nothing(train, folders, data):
+    plain = ["batch.rows=4", "data.packing=none", "train.steps=2"]
+    folder = folders["qwen3_vl"]
+    expected = run_of(train, "plain", folder, data[0], *plain, ranks=2).column("loss")
+    for number, way in enumerate(WAYS):
+        run = run_of(train, f"way{number}", folder, data[0], *plain, *way.split(), ranks=2)
+        assert run.column("loss") == pytest.approx(expected, abs=1e-5), way
+    half = [word for word in SETTINGS if not word.startswith("precision=")]
+    own = [f"model.init_from={folders['llava']}", f"data.path={data[0]}", *half, *plain]
+    assert all(5 < loss < 7 for loss in train("half", *own, ranks=2, base=[]).column("loss"))
+
+
+def test_what_reads_only_text_refuses_images(train, folders, tmp_path):
+    write_pictures(tmp_path / "pictures", 1)
+    prompt = [{"role": "user", "content": [image("0.png"), text("which?")]}]
+    turns = [{"role": "assistant", "content": words} for words in ("yes, it is", "no!")]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": prompt, "chosen": turns[:1], "rejected": turns[1:]}))
+    for name, more in (
+        ("reward", []),
+        ("grpo", ["objective.rewards=[exact]", "objective.max_new_tokens=8"]),
+    ):
+        how = [f"objective={name}", "batch.rows=2", "train.steps=1", *more]
+        run = run_of(train, name, folders["llava"], file, *how, code=2)
+        assert "pairs.jsonl:1" in run.err
+        assert "not by objective=grpo or reward" in run.err

@@ -48,6 +48,15 @@ class ImageFiles:
         picture = decoded(content, str(image))
         return ImageFile(str(path), digest_of(content), picture.size, stamp)
 
+    def opened(self, image: Image) -> tuple[ImageFile, Any]:
+        """Return an image of a prompt, and Pillow's. Its bytes are written to no file.
+
+        Raises RecordError.
+        """
+        content = image.content or read_file(self._local(image, ""), str(image))[0]
+        picture = decoded(content, str(image))
+        return ImageFile("", digest_of(content), picture.size, (0, 0)), picture
+
     def _local(self, image: Image, data_file: str) -> Path:
         if image.content:
             return self._kept(image.content)

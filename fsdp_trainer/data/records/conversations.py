@@ -185,7 +185,7 @@ class Reader:
 
 ONLY_TEXT = """a turn holds an image, and what is asked for reads only text. Images are read by a
 model with a tower for them, with  model.implementation=transformers  and  data.streaming=false ,
-and not by objective=grpo. Leave such rows out with  data.on_error=skip"""
+and not by objective=grpo or reward. Leave such rows out with  data.on_error=skip"""
 PREFERENCE = """holds preference pairs (%s, %s), and what is asked for learns from single answers.
 To learn from pairs:  objective=dpo  ; from the better answers alone:  'data.fields={%s}'"""
 

@@ -465,8 +465,9 @@ class QuickstartConfig:
 
     task: str = key(
         "words",
-        "`words`: spells words backwards; `sums`: adds badly, then learns from rewards",
-        choices=("words", "sums"),
+        "`words`: spells words backwards; `sums`: adds badly, then learns from rewards; `shapes`:"
+        " names drawn shapes and their colours",
+        choices=("words", "sums", "shapes"),
     )
     steps: int | None = key(None, "optimizer steps; null: the recipe's", minimum=1)
     root: str = key("runs", "folder that holds the run")

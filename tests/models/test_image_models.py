@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.apps.quickstart.quickstart_shapes import PICTURES, drawn, held_out
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.data.images.image_processor import ImageProcessor
@@ -434,3 +435,18 @@ def test_what_reads_only_text_refuses_images(train, folders, tmp_path):
         run = run_of(train, name, folders["llava"], file, *how, code=2)
         assert "pairs.jsonl:1" in run.err
         assert "not by objective=grpo or reward" in run.err
+
+
+@pytest.mark.slow
+def test_the_quickstart_asks_about_held_out_pictures_before_and_after(tmp_path, capsys):
+    words = ["quickstart", "task=shapes", f"root={tmp_path}"]
+    assert main([*words, "steps=3", "questions=4"]) == 0
+    out = capsys.readouterr().out
+    assert "before training: 0 of 4 held-out pictures named" in out
+    assert "of 4, asked of the exported folder" in out
+    assert (tmp_path / "shapes" / "hf" / "processor_config.json").is_file()
+    rows = (tmp_path / "shapes-data" / "chats.jsonl").read_text()
+    known = {drawn(number)[0].tobytes() for number in range(PICTURES)}
+    for file, name in held_out(tmp_path / "shapes-data"):
+        assert file.name not in rows
+        assert Image.open(file).tobytes() not in known, name

@@ -6,6 +6,7 @@ import torch
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart.quickstart_rl import quickstart_rl
+from fsdp_trainer.apps.quickstart.quickstart_shapes import quickstart_shapes
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.files.quickstart_data import rows
@@ -34,6 +35,8 @@ def quickstart(cfg: QuickstartConfig) -> int:
     """Ask the model held-out questions before training and the exported model after it."""
     if cfg.task == "sums":
         return quickstart_rl(cfg)
+    if cfg.task == "shapes":
+        return quickstart_shapes(cfg)
     overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
     if cfg.steps:
         overrides.append(f"train.steps={cfg.steps}")

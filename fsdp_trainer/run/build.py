@@ -139,7 +139,7 @@ def build(
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, start, filled)
 
     if config.by_transformers:
-        check_transformers(setup, model)
+        check_transformers(setup, model, reading.options.images)
 
     # a step, and the loop around it
     own_rows = make_source(rows.training, progress, reading)
@@ -168,13 +168,17 @@ def build_model(setup: RunSetup, temperature: float) -> Decoder:
     return parallelize(model, setup.dims, computation, trained.adapters, trained.freeze)
 
 
-def check_transformers(setup: RunSetup, model: Decoder) -> None:
-    """Compare a model with transformers' own results. Collective. Raises UserError."""
+def check_transformers(setup: RunSetup, model: Decoder, images: ImageLoader | None) -> None:
+    """Compare a model with transformers' own results. Collective. Raises UserError.
+
+    images: loads those of the data; None if it has none.
+    """
     # imports transformers
     from fsdp_trainer.models.hf.start_check import check_model
 
     with without_compiling(setup.compiled):
-        check_model(model, setup.device, setup.cfg.precision.param_dtype)
+        dtype, processor = setup.cfg.precision.param_dtype, images.processor if images else None
+        check_model(model, setup.device, dtype, processor)
     reshard(model)
 
 

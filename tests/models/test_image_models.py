@@ -450,3 +450,13 @@ def test_the_quickstart_asks_about_held_out_pictures_before_and_after(tmp_path, 
     for file, name in held_out(tmp_path / "shapes-data"):
         assert file.name not in rows
         assert Image.open(file).tobytes() not in known, name
+
+
+def other_states(real, states, count):
+    return [1.5 * each for each in real(states, count)]
+
+
+def test_images_that_are_computed_differently_are_refused_with_the_difference(train, folders, data):
+    seam = inject.around("image_states", other_states)
+    run = run_of(train, "run", folders["llava"], data[0], "train.steps=1", seam=seam, code=2)
+    assert "logits of a text with an image differ from transformers' own by" in run.err

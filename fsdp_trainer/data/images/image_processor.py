@@ -76,6 +76,14 @@ class ImageProcessor:
         """Return the arrays of a black image, as small as the model takes it."""
         return self.numbers_of(pillow_module().new("RGB", (28, 28)))
 
+    def example(self) -> tuple[dict[str, np.ndarray], int]:
+        """Return the arrays of a small picture of stripes, and the number of tokens for it."""
+        stripes = np.zeros((48, 64, 3), np.uint8)
+        stripes[:, ::5] = (250, 120, 30)
+        picture = pillow_module().fromarray(stripes)
+        token = self.processor.tokenizer.convert_ids_to_tokens(self.token)
+        return self.numbers_of(picture), self.text_of(picture.size).count(token)
+
 
 class NoVideos:
     """Takes the place of processors of videos, which ask for torchvision."""

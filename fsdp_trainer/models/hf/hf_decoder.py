@@ -38,7 +38,7 @@ class TransformersDecoder(Decoder):
     Dropout is never applied: the module is always in evaluation mode.
     """
 
-    inference_methods = ("next_logits", "both_logits", "all_states")
+    inference_methods = ("next_logits", "both_logits", "both_image_logits", "all_states")
     hf: PreTrainedModel
     """transformers' model. It shares its modules with this one."""
     own_blocks: dict[str, nn.Module]
@@ -267,6 +267,17 @@ class TransformersDecoder(Decoder):
         """Return logits by our head, and transformers' own."""
         states = self.states(tokens, positions, None)
         return self.logits_of(states), self.own_logits(tokens, positions)
+
+    @torch.no_grad()
+    def both_image_logits(
+        self, tokens: Tensor, positions: Tensor, images: ImageInputs
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits of a document with images by our path, and transformers' own."""
+        assert self.tower is not None
+        own = self.logits_of(self.states(tokens, positions, None, images=images))
+        given = self.tower.own_inputs(self.hf, images, tokens)
+        self.use_attention(self.plain_attention)
+        return own, self.hf(input_ids=tokens, **given, use_cache=False).logits
 
     @torch.no_grad()
     def all_states(

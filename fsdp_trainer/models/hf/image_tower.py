@@ -82,12 +82,23 @@ class ImageTower:
         types = (tokens == self.token).int()[None]
         return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
 
-    def inputs(self, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
-        """Return the arguments of the model's forward for the images of a micro-batch."""
-        arrays = {name: value for name, value in images.arrays.items() if name in self.takes}
+    def taken(self, images: ImageInputs) -> dict[str, Tensor]:
+        """Return the arrays of images that the tower takes."""
         if not self.is_registered:
             register_classes(self.tower)
             self.is_registered = True
+        return {name: value for name, value in images.arrays.items() if name in self.takes}
+
+    def own_inputs(self, hf: Any, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments by which transformers' forward computes images by itself."""
+        takes = inspect.signature(hf.forward).parameters
+        types = (tokens == self.token).int()
+        named = {name: types for name in (TOKEN_TYPES, "mm_token_type_ids") if name in takes}
+        return {**self.taken(images), **named}
+
+    def inputs(self, images: ImageInputs, tokens: Tensor) -> dict[str, Any]:
+        """Return the arguments of the model's forward for the images of a micro-batch."""
+        arrays = self.taken(images)
         outputs = self.base.get_image_features(**arrays, return_dict=True)
         states = {"pooler_output": first_rows(outputs.pooler_output, images.tokens)}
         if of_layers := getattr(outputs, "deepstack_features", None):

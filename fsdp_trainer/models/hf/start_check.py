@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.models.decoder import ImageInputs
 from fsdp_trainer.models.hf.probe import LENGTHS, Trial, difference, positions_of
 
 LARGEST = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
@@ -14,15 +16,20 @@ LARGEST = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 
 
 @torch.no_grad()
-def check_model(model: Any, device: torch.device, dtype: str) -> None:
+def check_model(
+    model: Any, device: torch.device, dtype: str, processor: ImageProcessor | None = None
+) -> None:
     """Compare with transformers' own logits, and packed documents with the same ones alone.
 
-    dtype: of the computation. Collective. Raises UserError.
+    dtype: of the computation. processor: of images, if the data has any. Collective. Raises
+    UserError.
     """
     generator = torch.Generator().manual_seed(0)
     size = model.config.vocab_size
     tokens = torch.randint(size, (1, sum(LENGTHS)), generator=generator).to(device)
     problems = [*head_problems(model, tokens, dtype), *packing_problems(model, tokens, dtype)]
+    if processor is not None:
+        problems += image_problems(model, processor, tokens, dtype)
     if problems:
         raise UserError("the model is not computed as transformers does", problems)
 
@@ -41,6 +48,35 @@ def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
         f"logits from the last states differ from transformers' own by {show(found)} of the\n"
         f"largest: the class of {kind} changes them in a way that is not known here.\n"
         "Please report it; docs/any-model.md says what is tried"
+    )
+    return [Problem(f"model_type={kind}", reason)]
+
+
+def image_problems(
+    model: Any, processor: ImageProcessor, tokens: Tensor, dtype: str
+) -> list[Problem]:
+    """Return the problem of logits of a document with an image that are not transformers' own."""
+    arrays, count = processor.example()
+    image = torch.full((1, count), processor.token, device=tokens.device)
+    before, after = tokens[:, : LENGTHS[0]], tokens[:, LENGTHS[0] :]
+    document = torch.cat([before, image, after], 1)
+    document[document == processor.token] = 0
+    document[:, LENGTHS[0] : LENGTHS[0] + count] = processor.token
+    given = {name: torch.from_numpy(values) for name, values in arrays.items()}
+    positions = None
+    if model.image_positions is not None:
+        positions = model.image_positions(document[0].cpu(), given)[:, None].to(tokens.device)
+    on_device = {name: values.to(tokens.device) for name, values in given.items()}
+    images = ImageInputs(on_device, count, positions)
+    ours, theirs = model.both_image_logits(document, positions_of(document), images)
+    found = difference(ours.float(), theirs.float())
+    if found <= LARGEST[dtype]:
+        return []
+    kind = model.config.family
+    reason = (
+        f"logits of a text with an image differ from transformers' own by {show(found)} of the\n"
+        f"largest: the class of {kind} computes images in a way that is not known here.\n"
+        "Please report it; docs/images.md has the models that are tried"
     )
     return [Problem(f"model_type={kind}", reason)]
 

@@ -143,18 +143,21 @@ def drawn(number: int) -> tuple[Any, str]:
     return picture, f"a {colour} {shape}"
 
 
-def make_model(folder: Path) -> None:
-    """Write a small LLaVA with random weights, a tokenizer of bytes, and a processor of images."""
+def make_model(folder: Path, vision: dict[str, Any] = VISION, text: dict[str, Any] = TEXT) -> None:
+    """Write a LLaVA with random weights, a tokenizer of bytes, and a processor of images.
+
+    vision, text: sizes of its parts.
+    """
     import torch
     from transformers import AutoModelForImageTextToText, LlavaConfig
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     tokenizer = load_tokenizer(TOKENIZER, [MARK])
     ends = {"eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    text = TEXT | ends | {"vocab_size": tokenizer.vocab_size}
+    size = vision["image_size"]
     config = LlavaConfig(
-        vision_config=VISION,
-        text_config=text,
+        vision_config=vision,
+        text_config=text | ends | {"vocab_size": tokenizer.vocab_size},
         image_token_index=int(tokenizer.backend.token_to_id(MARK) or 0),
         vision_feature_layer=-1,
     )
@@ -163,11 +166,11 @@ def make_model(folder: Path) -> None:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer.save(folder, TEMPLATE)
-    crop = {"height": SIZE, "width": SIZE}
-    CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=crop).save_pretrained(folder)
+    crop = {"height": size, "width": size}
+    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=crop).save_pretrained(folder)
     own = {
         "processor_class": "LlavaProcessor",
-        "patch_size": VISION["patch_size"],
+        "patch_size": vision["patch_size"],
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,
     }

@@ -177,8 +177,8 @@ def check_transformers(setup: RunSetup, model: Decoder, images: ImageLoader | No
     from fsdp_trainer.models.hf.start_check import check_model
 
     with without_compiling(setup.compiled):
-        dtype, processor = setup.cfg.precision.param_dtype, images.processor if images else None
-        check_model(model, setup.device, dtype, processor)
+        picture = images.processor.example() if images else None
+        check_model(model, setup.device, setup.cfg.precision.param_dtype, picture)
     reshard(model)
 
 

@@ -3,33 +3,34 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import ImageInputs
 from fsdp_trainer.models.hf.probe import LENGTHS, Trial, difference, positions_of
 
+Picture = tuple[dict[str, np.ndarray], int]
+"""The processor's arrays of an image, and the number of tokens for it."""
 LARGEST = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 """Largest relative difference between equal results, in each number format."""
 
 
 @torch.no_grad()
 def check_model(
-    model: Any, device: torch.device, dtype: str, processor: ImageProcessor | None = None
+    model: Any, device: torch.device, dtype: str, picture: Picture | None = None
 ) -> None:
     """Compare with transformers' own logits, and packed documents with the same ones alone.
 
-    dtype: of the computation. processor: of images, if the data has any. Collective. Raises
-    UserError.
+    dtype: of the computation. picture: None for data without images. Collective. Raises UserError.
     """
     generator = torch.Generator().manual_seed(0)
     size = model.config.vocab_size
     tokens = torch.randint(size, (1, sum(LENGTHS)), generator=generator).to(device)
     problems = [*head_problems(model, tokens, dtype), *packing_problems(model, tokens, dtype)]
-    if processor is not None:
-        problems += image_problems(model, processor, tokens, dtype)
+    if picture is not None:
+        problems += image_problems(model, picture, tokens, dtype)
     if problems:
         raise UserError("the model is not computed as transformers does", problems)
 
@@ -52,16 +53,13 @@ def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
     return [Problem(f"model_type={kind}", reason)]
 
 
-def image_problems(
-    model: Any, processor: ImageProcessor, tokens: Tensor, dtype: str
-) -> list[Problem]:
+def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> list[Problem]:
     """Return the problem of logits of a document with an image that are not transformers' own."""
-    arrays, count = processor.example()
-    image = torch.full((1, count), processor.token, device=tokens.device)
-    before, after = tokens[:, : LENGTHS[0]], tokens[:, LENGTHS[0] :]
-    document = torch.cat([before, image, after], 1)
-    document[document == processor.token] = 0
-    document[:, LENGTHS[0] : LENGTHS[0] + count] = processor.token
+    arrays, count = picture
+    token = model.tower.token
+    image = torch.full((1, count), token, device=tokens.device)
+    text = torch.where(tokens == token, 0, tokens)
+    document = torch.cat([text[:, : LENGTHS[0]], image, text[:, LENGTHS[0] :]], 1)
     given = {name: torch.from_numpy(values) for name, values in arrays.items()}
     positions = None
     if model.image_positions is not None:

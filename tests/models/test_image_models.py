@@ -222,6 +222,7 @@ def run_of(train, name, folder, file, *more, ranks=1, **options):
     return train(name, *own, *more, ranks=ranks, base=[], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 def test_packed_rows_are_unpacked_ones(train, folders, data, kind):
     file, chats = data
@@ -237,6 +238,7 @@ def test_packed_rows_are_unpacked_ones(train, folders, data, kind):
         assert (value - weights[1][name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(train, folders, data):
     """Stops in the middle of an epoch; then worker processes load the images."""
     rows = ["batch.rows=2", "data.packing=none", "checkpoint.every=1"]
@@ -260,6 +262,7 @@ def changed_parts(folder, run):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
     more = [f"train.freeze=[{part}]", "batch.rows=2", "train.steps=2"]
@@ -267,6 +270,7 @@ def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
     assert changed_parts(folders["qwen3_vl"], run) == {"vision", "projector", "language"} - {part}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "targets"), [("llava", "all"), ("qwen3_vl", "[all,vision]")])
 def test_adapters_are_on_the_language_model_and_on_the_tower_if_asked(
     train, folders, data, kind, targets
@@ -325,6 +329,7 @@ def answer_log_probability(model, processor, prompt, answer, folder):
     return each[first - 1 : last].sum()
 
 
+@pytest.mark.slow
 def test_a_step_of_preferences_about_images_is_that_of_transformers(train, folders, data, tmp_path):
     write_pictures(tmp_path / "pictures", 3)
     prompts = [[{"role": "user", "content": [image(f"{i}.png"), text("which?")]}] for i in range(3)]
@@ -363,6 +368,7 @@ def test_a_step_of_preferences_about_images_is_that_of_transformers(train, folde
         assert (after[name] - value).abs().max() < 1e-4, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_answers_about_images_are_those_of_transformers(
     train, folders, data, tmp_path, kind, capsys
@@ -409,6 +415,7 @@ WAYS = (
 )
 
 
+@pytest.mark.slow
 def test_ways_to_compute_change_nothing(train, folders, data):
     plain = ["batch.rows=4", "data.packing=none", "train.steps=2"]
     folder = folders["qwen3_vl"]
@@ -421,6 +428,7 @@ def test_ways_to_compute_change_nothing(train, folders, data):
     assert all(5 < loss < 7 for loss in train("half", *own, ranks=2, base=[]).column("loss"))
 
 
+@pytest.mark.slow
 def test_what_reads_only_text_refuses_images(train, folders, tmp_path):
     write_pictures(tmp_path / "pictures", 1)
     prompt = [{"role": "user", "content": [image("0.png"), text("which?")]}]
@@ -456,6 +464,7 @@ def other_states(real, states, count):
     return [1.5 * each for each in real(states, count)]
 
 
+@pytest.mark.slow
 def test_images_that_are_computed_differently_are_refused_with_the_difference(train, folders, data):
     seam = inject.around("image_states", other_states)
     run = run_of(train, "run", folders["llava"], data[0], "train.steps=1", seam=seam, code=2)

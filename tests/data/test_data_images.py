@@ -4,6 +4,9 @@ import base64
 import io
 import json
 import os
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -40,7 +43,7 @@ def prepared(model, folder):
     def make(*rows, name="rows.jsonl", **keys):
         if rows:
             (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        data = Data(path=str(folder / name), **keys)
+        data = Data(**{"path": str(folder / name), **keys})
         tokenizer = load_tokenizer(str(model))
         reader = ImageReader(ImageProcessor(str(model)), folder / "cache")
         template, root = build_template(data, tokenizer), folder / "cache"
@@ -218,3 +221,39 @@ def test_a_sample_that_is_cut_ends_before_an_image_that_is_cut(prepared):
     tokens, _ = store.read(0)
     assert [image.tokens for image in store.images(0)] == [6]
     assert 240 < len(tokens) < 256
+
+
+def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, folder, model):
+    pytest.importorskip("aiohttp")
+    requests = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        """Serves the folder, and keeps the paths of all requests with a body."""
+
+        def do_GET(self):
+            requests.append(self.path)
+            super().do_GET()
+
+        def log_message(self, *args):
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        rows = [asking(image(place), "q") for place in ("pictures/0.png", f"{url}/pictures/1.png")]
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        [store] = prepared(path=f"{url}/rows.jsonl").train
+        names = [os.path.basename(image.file.path) for image in store.all_images()]
+        assert names == ["0.png", "1.png"]
+        assert all(str(folder / "cache" / "remote") in i.file.path for i in store.all_images())
+        before = len([path for path in requests if "pictures" in path])
+        [other] = prepared(*rows[1:], name="local.jsonl").train
+        assert content_of(other) == content_of(store, 1)
+        assert len([path for path in requests if "pictures" in path]) == before
+        with pytest.raises(UserError) as error:
+            prepared(asking(image(f"{url}/none.png"), "q"), name="missing.jsonl")
+        assert f"the image {url}/none.png there is no such file" in error.value.problems[0].reason
+    finally:
+        server.shutdown()
+        server.server_close()

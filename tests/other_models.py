@@ -103,3 +103,22 @@ def make_other_folder(folder, kind, **options):
     make_other(kind, **options).save_pretrained(folder)
     load_tokenizer("demo:bytes").save(folder)
     return folder
+
+
+def adamw_steps(model, loss_of, count):
+    """Return the losses of some steps of torch's AdamW.
+
+    loss_of: returns the loss of the model.
+    """
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
+    losses = []
+    for _ in range(count):
+        loss = loss_of(model)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

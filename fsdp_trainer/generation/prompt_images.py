@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
-from fsdp_trainer.models.decoder import Decoder, ImageInputs
+from fsdp_trainer.data.images.image_processor import joined
+from fsdp_trainer.models.decoder import AXES, Decoder, ImageInputs
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,8 @@ def image_inputs(
     shown = [row.images for row in rows if row.images is not None]
     if not shown:
         return None, None
-    arrays = {
-        name: to_device(np.concatenate([each.arrays[name] for each in shown]), device)
-        for name in shown[0].arrays
-    }
+    whole = joined([each.arrays for each in shown])
+    arrays = {name: to_device(values, device) for name, values in whole.items()}
     tokens = sum(each.tokens for each in shown)
     if model.image_positions is None:
         return ImageInputs(arrays, tokens), None
@@ -48,8 +47,6 @@ def image_inputs(
 
 def positions_of(model: Decoder, images: PromptImages | None, text: list[int]) -> Tensor:
     """Return the positions of a text with images, [axes, length] int64."""
-    tokens = torch.tensor(text)
     if images is None:
-        return torch.arange(len(text)).expand(3, -1)
-    arrays = {name: torch.from_numpy(values) for name, values in images.arrays.items()}
-    return model.image_positions(tokens, arrays)
+        return torch.arange(len(text)).expand(AXES, -1)
+    return model.image_positions(torch.tensor(text), images.arrays)

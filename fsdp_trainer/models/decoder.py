@@ -42,6 +42,10 @@ NORMS: dict[str, tuple[str | None, ...]] = {
 """Hugging Face's names of the norms before and after attention, before and after feed-forward."""
 
 
+AXES = 3
+"""Of positions of models whose images have some of their own: time, height and width."""
+
+
 @dataclass
 class ImageInputs:
     """The images of a micro-batch.

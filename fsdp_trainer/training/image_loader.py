@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
+from fsdp_trainer.data.files.remote_files import nothing
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import decoded, digest_of, read_file
 from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
@@ -20,14 +21,12 @@ from fsdp_trainer.data.images.sample_images import SampleImage
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.decoder import ImageInputs
+from fsdp_trainer.models.decoder import AXES, ImageInputs
 
 Arrays = dict[str, np.ndarray]
-AXES = 3
-"""Of positions of models whose images have some of their own: time, height and width."""
 AHEAD = 4
 """Rows, and plans of steps, whose images are loaded before they are needed."""
-PositionsOf = Callable[[Tensor, dict[str, Tensor]], Tensor]
+PositionsOf = Callable[[Tensor, Arrays], Tensor]
 """Positions of a document: of its tokens [length] and its images' arrays, [axes, length]."""
 
 
@@ -111,8 +110,7 @@ class ImageLoader:
                     missing -= image.tokens
                     own.append(array)
                 if own:
-                    given = {name: torch.from_numpy(value) for name, value in joined(own).items()}
-                    found = self.positions(torch.from_numpy(tokens), given)
+                    found = self.positions(torch.from_numpy(tokens), joined(own))
                     result[:, row, end - length : end] = found.numpy()
         return result
 
@@ -126,7 +124,3 @@ def images_of(item: Any) -> list[SampleImage]:
     """Return the images of rows, in order; none for anything else."""
     images = item.images or [] if isinstance(item, Rows) else []
     return [image for row in images for image in row]
-
-
-def nothing(*news: Any) -> None:
-    """Ignore a report."""

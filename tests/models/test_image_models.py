@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from image_models import CONFIGS, make_image_folder, write_pictures
+from other_models import adamw_steps
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -129,17 +130,7 @@ def loss_of(model, samples):
 def reference(folder, samples):
     """Return losses of some steps of AdamW, and the weights after them."""
     model = load(folder)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
-    losses = []
-    for _ in range(STEPS):
-        loss = loss_of(model, samples)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = adamw_steps(model, lambda model: loss_of(model, samples), STEPS)
     return losses, dict(model.named_parameters())
 
 

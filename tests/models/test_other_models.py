@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from other_models import OTHERS, make_other_folder
+from other_models import OTHERS, adamw_steps, make_other_folder
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -69,21 +69,9 @@ def load(folder):
 
 
 def reference(folder, documents):
-    """Return losses of some steps of AdamW, the first gradients, and the model after them."""
+    """Return losses of some steps of AdamW, and the model after them."""
     model = load(folder)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
-    losses, gradients = [], {}
-    for _ in range(STEPS):
-        loss = loss_of(model, documents)
-        loss.backward()
-        gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, gradients, model
+    return adamw_steps(model, lambda model: loss_of(model, documents), STEPS), model
 
 
 def parts_of(folder):
@@ -115,7 +103,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_
 ):
     file, texts = documents
     folder = make_other_folder(tmp_path / kind, kind)
-    losses, _, model = reference(folder, texts)
+    losses, model = reference(folder, texts)
     model.save_pretrained(tmp_path / "theirs")
     expected = load_file(tmp_path / "theirs" / "model.safetensors")
     own = [*overrides(folder, file, kind), f"train.steps={STEPS}"]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.image_files import ImageFile, ImageFiles
@@ -56,10 +57,17 @@ class ImageReader:
 
     def __init__(self, processor: ImageProcessor, cache: Path):
         self.processor, self.files = processor, ImageFiles(cache)
+        self._last: tuple[Any, list[ImageFile]] = None, []
 
-    def find(self, images: Sequence[Image], data_file: str) -> list[ImageFile]:
-        """Return the files of a row's images. Raises RecordError."""
-        return [self.files.find(image, data_file) for image in images]
+    def find(self, images: list[Image], data_file: str) -> list[ImageFile]:
+        """Return the files of a row's images. Raises RecordError.
+
+        The images of the last call are not decoded again: both answers of a pair have the same.
+        """
+        asked = images, data_file
+        if self._last[0] != asked:
+            self._last = asked, [self.files.find(image, data_file) for image in images]
+        return self._last[1]
 
     def expand(self, text: str, files: Sequence[ImageFile], token: str, is_whole: bool) -> Expanded:
         """Return a rendered conversation with its images.

@@ -124,11 +124,13 @@ class ComponentStores:
 
     def stores(self) -> dict[str, TokenStore]:
         """Return the open stores by name; make them first if they are missing or incomplete."""
-        while not (meta := read_complete(self.folder, self.reporter.say)):
-            self._make()
-        if self.options.images and self._images_changed(meta):
+        meta = read_complete(self.folder, self.reporter.say)
+        if meta and self.options.images and self._images_changed(meta):
             shutil.rmtree(self.folder, ignore_errors=True)
-            return self.stores()
+            meta = None
+        while not meta:
+            self._make()
+            meta = read_complete(self.folder, self.reporter.say)
         self.meta, files = meta, self.component.files
         renamed = dict(zip(meta["files"], files, strict=True))
         examples = {

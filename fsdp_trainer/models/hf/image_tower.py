@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -71,14 +72,14 @@ class ImageTower:
         """True if parts of an image have positions in time, height and width."""
         return hasattr(self.base, "get_rope_index")
 
-    def positions(self, tokens: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+    def positions(self, tokens: Tensor, arrays: dict[str, np.ndarray]) -> Tensor:
         """Return the positions of a document with images, [axes, length].
 
         tokens: [length] int64; arrays: of its images alone.
         """
         find = self.base.get_rope_index
         takes = inspect.signature(find).parameters
-        given = {name: value for name, value in arrays.items() if name in takes}
+        given = {name: torch.from_numpy(v) for name, v in arrays.items() if name in takes}
         types = (tokens == self.token).int()[None]
         return find(tokens[None], mm_token_type_ids=types, **given)[0][:, 0]
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import ImageInputs
 from fsdp_trainer.models.hf.probe import LENGTHS, Trial, difference, positions_of
@@ -40,17 +41,9 @@ def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
     if model.config.scalar_head:
         return []
     first = tokens[:, : LENGTHS[0]]
-    ours, theirs = model.both_logits(first, positions_of(first))
-    found = difference(ours.float(), theirs.float())
-    if found <= LARGEST[dtype]:
-        return []
-    kind = model.config.family
-    reason = (
-        f"logits from the last states differ from transformers' own by {show(found)} of the\n"
-        f"largest: the class of {kind} changes them in a way that is not known here.\n"
-        "Please report it; docs/any-model.md says what is tried"
-    )
-    return [Problem(f"model_type={kind}", reason)]
+    both = model.both_logits(first, positions_of(first))
+    about = "logits from the last states", "changes them", "docs/any-model.md says what is tried"
+    return logits_problems(model, both, dtype, *about)
 
 
 def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> list[Problem]:
@@ -60,21 +53,33 @@ def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> 
     image = torch.full((1, count), token, device=tokens.device)
     text = torch.where(tokens == token, 0, tokens)
     document = torch.cat([text[:, : LENGTHS[0]], image, text[:, LENGTHS[0] :]], 1)
-    given = {name: torch.from_numpy(values) for name, values in arrays.items()}
     positions = None
     if model.image_positions is not None:
-        positions = model.image_positions(document[0].cpu(), given)[:, None].to(tokens.device)
-    on_device = {name: values.to(tokens.device) for name, values in given.items()}
+        positions = model.image_positions(document[0].cpu(), arrays)[:, None].to(tokens.device)
+    on_device = {name: to_device(values, tokens.device) for name, values in arrays.items()}
     images = ImageInputs(on_device, count, positions)
-    ours, theirs = model.both_image_logits(document, positions_of(document), images)
-    found = difference(ours.float(), theirs.float())
+    both = model.both_image_logits(document, positions_of(document), images)
+    page = "docs/images.md has the models that are tried"
+    return logits_problems(
+        model, both, dtype, "logits of a text with an image", "computes images", page
+    )
+
+
+def logits_problems(
+    model: Any, both: tuple[Tensor, Tensor], dtype: str, what: str, does: str, page: str
+) -> list[Problem]:
+    """Return the problem of logits, of which `both` are ours and transformers' own.
+
+    what: the logits; does: what the class does differently; page: where to read about it.
+    """
+    found = difference(both[0].float(), both[1].float())
     if found <= LARGEST[dtype]:
         return []
     kind = model.config.family
     reason = (
-        f"logits of a text with an image differ from transformers' own by {show(found)} of the\n"
-        f"largest: the class of {kind} computes images in a way that is not known here.\n"
-        "Please report it; docs/images.md has the models that are tried"
+        f"{what} differ from transformers' own by {show(found)} of the\n"
+        f"largest: the class of {kind} {does} in a way that is not known here.\n"
+        f"Please report it; {page}"
     )
     return [Problem(f"model_type={kind}", reason)]
 

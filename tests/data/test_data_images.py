@@ -179,10 +179,11 @@ def test_an_image_that_cannot_be_read_is_named_with_file_and_line(
 
 
 def test_rows_whose_images_and_places_differ_are_refused(prepared):
-    row = {"messages": [{"role": "user", "content": "<image> or <image>?"}, ANSWER]}
-    with pytest.raises(UserError) as error:
-        prepared(row | {"images": ["pictures/0.png"]})
-    assert "has 1 images, and its turns have places for 2" in error.value.problems[0].reason
+    for content in ("<image> or <image>?", "<image> or \ufffc?"):
+        row = {"messages": [{"role": "user", "content": content}, ANSWER]}
+        with pytest.raises(UserError) as error:
+            prepared(row | {"images": ["pictures/0.png"]})
+        assert "has 1 images, and its turns have places for 2" in error.value.problems[0].reason
 
 
 def test_an_image_that_was_changed_is_tokenized_again(prepared, folder):

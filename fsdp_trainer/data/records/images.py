@@ -128,5 +128,5 @@ def _with_marks(message: dict[str, Any]) -> dict[str, Any]:
     marks = EITHER_MARK.findall(content)
     if COLUMN_MARK not in marks:
         return message
-    images = [NEXT if mark == COLUMN_MARK else next(own) for mark in marks]
+    images = [NEXT if mark == COLUMN_MARK else next(own, NEXT) for mark in marks]
     return message | {"content": content.replace(COLUMN_MARK, MARK), "images": images}

@@ -85,6 +85,12 @@ class Plan:
         None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0
     )
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
+    image_share: float | None = key(
+        None,
+        "of a model for images: share of a row's tokens that are of images; null: 0.5",
+        minimum=0,
+        maximum=1,
+    )
     tokens: float | None = key(
         None,
         "tokens of the data: how long train.epochs over them take, 1 where train.steps is the"

@@ -304,6 +304,10 @@ class Decoder(nn.Module):
         """Return the modules for images that are sharded one by one, inner ones first."""
         return []
 
+    def image_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the tower for images."""
+        return []
+
     def fill_buffers(self) -> None:
         """Compute the buffers that no file holds. Must be called after to_empty."""
 

@@ -43,11 +43,12 @@ def checkpoint_activations(
     offloader: Offloader | None = None,
     splits_backward: bool = False,
 ) -> None:
-    """Wrap the forward of every n-th block; wrapping the block itself would change names.
+    """Wrap the forward of every n-th block, also of a tower for images.
 
-    offloader: moves the results that `selective` keeps; None if blocks are compiled.
-    splits_backward: True for a pipeline's schedule that computes the gradients of weights
-    separately; both parts of backward recompute a block.
+    Wrapping the block itself would change names. offloader: moves the results that `selective`
+    keeps in blocks for text; None if blocks are compiled. splits_backward: True for a pipeline's
+    schedule that computes the gradients of weights separately; both parts of backward recompute a
+    block.
     """
     # always set, so that the budget of an earlier model does not remain
     set_activation_memory_budget(cfg.budget if cfg.mode == "budget" else 1.0)
@@ -55,9 +56,17 @@ def checkpoint_activations(
         return
     # a block has no randomness, so there is no random state to preserve
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if cfg.mode == "selective":
-        kept = frozenset(cfg.save)
-        options["context_fn"] = partial(selective_contexts, kept, offloader, splits_backward)
+    kept = frozenset(cfg.save) if cfg.mode == "selective" else None
+    for blocks, mover in ([*model.blocks().values()], offloader), (model.image_blocks(), None):
+        of_mode: dict[str, Any] = {}
+        if kept is not None:
+            of_mode["context_fn"] = partial(selective_contexts, kept, mover, splits_backward)
+        for block in blocks[:: cfg.every]:
+            recompute_in_backward(block, options | of_mode)
+
+
+def recompute_in_backward(block: nn.Module, options: dict[str, Any]) -> None:
+    """Wrap the forward of a block. options: arguments of torch's `checkpoint`."""
 
     def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
         return checkpoint(type(block).forward, block, *args, **options, **named)
@@ -65,11 +74,8 @@ def checkpoint_activations(
     def forward_with_experts(block: nn.Module, *args: Any) -> Any:
         return checkpoint(with_known_rows, block, [], *args, **options)
 
-    for block in list(model.blocks().values())[:: cfg.every]:
-        # a method, which the compiler traces; it would skip a functools.partial
-        block.forward = MethodType(
-            forward_with_experts if divides_experts(block) else forward, block
-        )
+    # a method, which the compiler traces; it would skip a functools.partial
+    block.forward = MethodType(forward_with_experts if divides_experts(block) else forward, block)
 
 
 def selective_contexts(

@@ -267,7 +267,8 @@ def shard_part(
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
-    for frozen in units_before_trained(units) if part.is_frozen_before else []:
+    before_trained = units_before_trained(units) if part.is_frozen_before else []
+    for frozen in [*before_trained, *images_before_trained(part.images)]:
         frozen.set_unshard_in_backward(False)
     # samples during training must, like a forward, wait for the optimizer's last write
     for name in part.inference:
@@ -286,6 +287,20 @@ def units_before_trained(units: list[list[nn.Module]]) -> list[Any]:
             break
         in_front.append(unit[0])
     return in_front
+
+
+def images_before_trained(images: list[nn.Module]) -> list[Any]:
+    """Return the units of a tower for images that come before all trained ones.
+
+    images: see Decoder.image_parts; the last one, the tower itself, begins.
+    """
+    if not images:
+        return []
+    *inner, tower = images
+    others = {parameter for module in inner for parameter in module.parameters()}
+    if any(p.requires_grad for p in tower.parameters() if p not in others):
+        return []
+    return [tower, *units_before_trained([[module] for module in inner])]
 
 
 def choose_communication(model: Decoder, cfg: Sharding, dims: Dims) -> None:

@@ -18,13 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
+from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec
+from fsdp_trainer.models.adapters.adapter_targets import block_linears
+from fsdp_trainer.models.adapters.adapters import adapted_layers
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.decoder import NORMS, Block
+from fsdp_trainer.models.decoder import NORMS
 from fsdp_trainer.models.four_bit import Linear4
 from fsdp_trainer.models.moe import MixtureOfExperts
 from fsdp_trainer.models.norm import RMSNorm
 from fsdp_trainer.models.rope import Rope
+from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.plan.expert_exchange import divide_experts
 from fsdp_trainer.plan.rank_part import part_tokens
@@ -211,9 +215,7 @@ def trace_block(
     """
     dtype, attention = getattr(torch, given.dtype), given.attention
     if config.by_transformers:
-        config = config.dense_stand_in()
-        with torch.device("meta"):
-            block = Block(config, 0)
+        block, config = stand_in(block, config)
     block = deepcopy(block).to(dtype)
     for module in block.modules():
         if isinstance(module, Linear4):
@@ -226,7 +228,7 @@ def trace_block(
         mixer: Any = block.self_attn
         mixer.scoring = mixer.scoring._replace(softcap=None)
         mixer.sinks = None
-    decoder: Any = SimpleNamespace(blocks=lambda: {"0": block})
+    decoder: Any = SimpleNamespace(blocks=lambda: {"0": block}, image_blocks=list)
     checkpoint_activations(decoder, recomputed)
 
     def make() -> tuple[nn.Module, tuple]:
@@ -239,6 +241,26 @@ def trace_block(
 
     shape = (given.rows, given.length // given.tensor, config.hidden_size)
     return trace(make, shape, dtype, given.has_gradient)
+
+
+def stand_in(block: nn.Module, config: ModelConfig) -> tuple[nn.Module, ModelConfig]:
+    """Return a dense block in place of one of transformers', and the configuration that it has.
+
+    It has adapters if that has any, of the same mean rank on all of its matrices, and weights in 4
+    bits or frozen as that has.
+    """
+    config = replace(config.dense_stand_in(), num_hidden_layers=1, layer_types=())
+    ranks = [layer.lora_A.out_features for layer in adapted_layers(block).values()]
+    adapters = None
+    if ranks:
+        rank = max(1, sum(ranks) // len(ranks))
+        names = block_linears(ModelSetup(config).model)
+        base = NF4 if any(isinstance(module, Linear4) for module in block.modules()) else "auto"
+        adapters = AdapterSpec("lora", "standard", base, dict.fromkeys(names, (rank, 1.0)))
+    other = ModelSetup(config, adapters).model.blocks()["0"]
+    if adapters is None:
+        other.requires_grad_(any(p.requires_grad for p in block.parameters()))
+    return other, config
 
 
 def with_repeated_keys(

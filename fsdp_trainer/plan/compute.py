@@ -160,10 +160,12 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool | None = Non
     head = rows * (2 * flops.head + flops.trained_head) / rate
     spread = spread_of(model, best)
     reached = model.own.backward_share
+    tower = tower_seconds(model, device)
     return Seconds(
         forward=spread
         * (
-            products * flops.products
+            tower.forward
+            + products * flops.products
             + attention
             + elementwise
             + adapters
@@ -172,7 +174,8 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool | None = Non
         ),
         backward=spread
         * (
-            products * (reached * flops.products * (1 + again.products) + flops.trained)
+            tower.backward
+            + products * (reached * flops.products * (1 + again.products) + flops.trained)
             + attention * reached * (FLASH_BACKWARD + again.attention)
             + elementwise * reached * (2 + again.elementwise)
             + (adapters + casts.inputs * again.products) * reached
@@ -181,6 +184,40 @@ def compute_seconds(model: PlannedModel, device: Device, best: bool | None = Non
             + weights.backward
         ),
         head=spread * (head + logits / (device.memory_rate * MEMORY)),
+    )
+
+
+class TowerSeconds(NamedTuple):
+    """Seconds of a tower for images in a micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+def tower_seconds(model: PlannedModel, device: Device) -> TowerSeconds:
+    """Return the seconds of a tower, whose elementwise operators are not compiled."""
+    tower = model.tower
+    if tower is None:
+        return TowerSeconds()
+    flops, again = tower.flops, recomputed(model.checkpointing)
+    by_size = size_factor(tower.patches, tower.sizes.width, device)
+    of_peak, of_attention = PRODUCTS * device.reach * by_size, attention_rate(model, device)
+    peak = peak_rate(model.precision, device)
+    widths = tower.sizes.width * 2 * (EAGER.norm + EAGER.residual)
+    moved = tower.depth * tower.patches * (widths + tower.inner_width * EAGER.gate)
+    elementwise = _moving_seconds(moved, model, device) / model.layout.tokens
+    if device.efficiency:
+        of_peak, of_attention, elementwise = device.efficiency, peak * device.efficiency, 0.0
+    products, attention = flops.products / (peak * of_peak), flops.attention / of_attention
+    return TowerSeconds(
+        forward=products + attention + elementwise,
+        backward=flops.trained / flops.products * products
+        + flops.reached
+        * (
+            products * (1 + again.products)
+            + attention * (FLASH_BACKWARD + again.attention)
+            + elementwise * (2 + again.elementwise)
+        ),
     )
 
 
@@ -198,9 +235,11 @@ def _at_efficiency(model: PlannedModel, device: Device, efficiency: float) -> Se
     speedup = float8_speedup(model, device)
     reached = model.own.backward_share
     products = (reached * flops.products * (1 + again.products) + flops.trained) / speedup
+    tower = tower_seconds(model, device)
     return Seconds(
-        forward=(flops.products / speedup + flops.attention) / rate,
-        backward=(products + reached * flops.attention * (2 + again.attention)) / rate,
+        forward=(flops.products / speedup + flops.attention) / rate + tower.forward,
+        backward=(products + reached * flops.attention * (2 + again.attention)) / rate
+        + tower.backward,
         head=(2 * flops.head + flops.trained_head) / rate,
     )
 

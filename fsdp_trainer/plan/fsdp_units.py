@@ -232,6 +232,7 @@ class ModelParts:
     def __init__(self, model: Decoder):
         self.model = model
         self.tied = model.config.tie_word_embeddings
+        self.images = image_units(model)
         self.embedding: Tensor = model.embedding.weight
         self.head: Tensor = self.embedding if self.tied else model.lm_head.weight
         self.norm: nn.Module = model.final_norm
@@ -252,9 +253,19 @@ class ModelParts:
         self._units: dict[str, ModelUnits] = {}
         self._checkpoints: dict[str, float] = {}
 
+    @cached_property
+    def trains_images(self) -> bool:
+        """True if anything of a tower for images, or of its projector, is trained."""
+        return any(parameter.requires_grad for unit in self.images for parameter in unit)
+
+    @property
+    def has_gradient_before(self) -> bool:
+        """True if anything before the blocks is trained."""
+        return self.embedding.requires_grad or self.trains_images
+
     def _first_with_gradient(self) -> int:
         """Return the index of the first block whose output has a gradient, where backward ends."""
-        if self.embedding.requires_grad:
+        if self.has_gradient_before:
             return 0
         trained = (i for i, kind in enumerate(self.kind_of) if self.kinds[kind].is_trained)
         return next(trained, len(self.kind_of))
@@ -295,7 +306,7 @@ class ModelParts:
 
     def input_has_gradient(self, block: int) -> bool:
         """Return True if backward continues before this block."""
-        return self.embedding.requires_grad or block > self.backward_from
+        return self.has_gradient_before or block > self.backward_from
 
     def checkpoint(self, precision: Precision, optim: Optim) -> float:
         """Return the bytes of a checkpoint."""
@@ -312,7 +323,8 @@ class ModelParts:
             blocks = tuple(kinds[kind] for kind in self.kind_of)
             last = FsdpUnit.of(self.last, formats, group)
             first = last if self.tied else FsdpUnit.of(self.first, formats, group)
-            self._units[key] = ModelUnits(first, blocks, last, self.tied)
+            images = tuple(FsdpUnit.of(unit, formats, group) for unit in self.images)
+            self._units[key] = ModelUnits(first, blocks, last, self.tied, images)
         return self._units[key]
 
 
@@ -323,17 +335,29 @@ def trained_matrices(block: nn.Module) -> list[tuple[int, int, int]]:
     return [stack_shape(p.shape) for p in trained]
 
 
+def image_units(model: Decoder) -> list[list[Tensor]]:
+    """Return the parameters of each unit of a tower for images, as fully_shard divides them."""
+    units: list[list[Tensor]] = []
+    known: set[Tensor] = set()
+    for part in model.image_parts():
+        units.append([p for p in part.parameters() if p not in known])
+        known.update(units[-1])
+    return units
+
+
 @dataclass(frozen=True)
 class ModelUnits:
     """The units of a model, or of the stages of one rank.
 
     first: unit of the embedding; last: unit of norm and head. With tied weights they are the same.
+    images: of a tower: its blocks, projectors, and the rest.
     """
 
     first: FsdpUnit
     blocks: tuple[FsdpUnit, ...]
     last: FsdpUnit
     tied: bool
+    images: tuple[FsdpUnit, ...] = ()
 
     @cached_property
     def all_blocks(self) -> FsdpUnit:
@@ -344,7 +368,12 @@ class ModelUnits:
     def all(self) -> FsdpUnit:
         """The complete model as one unit."""
         ends = [self.last] if self.tied else [self.first, self.last]
-        return sum_of([*self.blocks, *ends])
+        return sum_of([*self.blocks, *self.images, *ends])
+
+    @cached_property
+    def all_images(self) -> FsdpUnit:
+        """The tower for images as one unit."""
+        return sum_of(self.images)
 
 
 def signature_of(block: nn.Module) -> str:

@@ -25,6 +25,7 @@ from fsdp_trainer.plan.fsdp_units import FsdpUnit, ModelUnits, sum_of
 from fsdp_trainer.plan.pipeline_stages import RankStages, fetched_units, matrices_of, units_of
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.planned_run import PlannedRun
+from fsdp_trainer.plan.planned_tower import PlannedTower
 from fsdp_trainer.plan.second_model import (
     COMPARED_BYTES,
     PlannedTeacher,
@@ -422,6 +423,7 @@ class Step:
         self.teacher = run.teacher_in_memory
         self.compared = COMPARED_BYTES if run.teacher and run.teacher.compares else 0
         self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
+        self.tower = model.tower
         offload = layout.sharding.cpu_offload and device == "cuda"
         whole, master = self.units.stored.all, model.stored_number
         self.scoring = run.scoring
@@ -449,7 +451,7 @@ class Step:
             gradients=gradients,
             sharded=0.0 if self.sums_whole else gradients,
             gathered=self.units.staged,
-            saved=self.activations.common + self.activations.waiting,
+            saved=self.activations.common + self.activations.waiting + self.pixels,
             teacher_gathered=teacher.gathered * teacher.stays if teacher is not None else 0.0,
         )
 
@@ -476,6 +478,8 @@ class Step:
             self.teacher_forward(self.teacher, self.teacher_units)
         held, units, stream = self.held, self.units, self.activations.stream
         traced, moved = self.activations.traced, self.activations.moved
+        if self.tower is not None:
+            self.tower_forward(self.tower)
         first = units.fetched.first
         before = units.message(first)
         self.at("forward", "embedding", Now(held.saved + stream, first.gathered, before))
@@ -496,6 +500,54 @@ class Step:
                 held.after_block(traced[done].saved, moved[done])
                 done += 1
             held.keep_gathered(0 if self.reshard else mine)
+
+    @property
+    def pixels(self) -> float:
+        """Bytes of a micro-batch's pixels."""
+        return 0.0 if self.tower is None else self.tower.pixels
+
+    def tower_forward(self, tower: PlannedTower) -> None:
+        """Record the moments of the forward of a tower for images.
+
+        Its own unit stays gathered meanwhile, and its states for the language model until they are
+        among those of all tokens.
+        """
+        held, units = self.held, self.units
+        *parts, rest = units.fetched.images
+        for number, unit in enumerate(parts[: tower.depth]):
+            block, message = tower.traced(number), units.message(unit)
+            now = Now(held.saved + block.forward, rest.gathered + unit.gathered, 2 * message)
+            self.at("forward", f"forward of block {number + 1} of the tower", now)
+            held.after_block(block.saved, 0)
+            held.keep_gathered(0 if self.reshard else unit.gathered)
+        held.keep_gathered(0 if self.reshard else sum_of([*parts[tower.depth :], rest]).gathered)
+        held.after_block(tower.kept_by_projectors, 0)
+        stream = self.activations.stream
+        now = Now(held.saved + tower.projected + 2 * stream, units.fetched.first.gathered)
+        self.at("forward", "images among the tokens", now)
+
+    def tower_backward(self, tower: PlannedTower) -> None:
+        """Record the moments of the backward of a tower for images, its last block first."""
+        held, units = self.held, self.units
+        *parts, rest = units.fetched.images
+        for unit in parts[tower.depth :]:
+            whole = unit.trained * self.model.number
+            held.keep_gathered(0 if self.reshard else -unit.gathered)
+            self.at("backward", "projector", Now(held.saved + tower.stream, unit.gathered + whole))
+            self._send(unit, whole, 0.0, "the projector")
+        held.after_block(-tower.kept_by_projectors, 0)
+        for number in reversed(range(tower.depth if tower.is_reached else 0)):
+            unit, block = parts[number], tower.traced(number)
+            fetched = 2 * units.message(unit) if self.reshard else 0.0
+            held.keep_gathered(0 if self.reshard else -unit.gathered)
+            held.before_backward(block.saved, 0, 0)
+            others = rest.gathered * self.reshard + unit.gathered
+            now = Now(held.saved + block.backward, others, fetched)
+            when = f"block {number + 1} of the tower"
+            self.at("backward", f"backward of {when}", now)
+            self._send(unit, unit.trained * self.model.number, fetched, when)
+        if tower.is_reached:
+            self._send(rest, rest.trained * self.model.number, 0.0, "the tower's ends")
 
     def teacher_forward(self, teacher: PlannedTeacher, units: TeacherUnits) -> None:
         """Record the moments of the teacher's forward.
@@ -616,6 +668,8 @@ class Step:
                 whole += units.fetched.blocks[done - 1].trained * self.model.number
                 done -= 1
             self._send(unit, whole, fetched, f"block {done + 1}")
+        if self.tower is not None and self.tower.trains_anything:
+            self.tower_backward(self.tower)
         self._backward_of_embedding()
 
     def _backward_of_embedding(self) -> None:
@@ -658,7 +712,8 @@ class Step:
         gradients = self.units.stored.all.own * self.states.gradient
         held, fetched, model = self.held, self.units.fetched, self.model
         held.end_step(gradients)
-        largest = max(unit.own for unit in (fetched.first, fetched.last, *fetched.blocks))
+        units = (fetched.first, fetched.last, *fetched.blocks, *fetched.images)
+        largest = max(unit.own for unit in units)
         matrices = matrix_numbers(matrices_of(self.stages, model.whole))
         ranks, group = self.layout.stage_ranks, self.layout.fsdp_ranks
         update = Update(self.device, largest, gradients, *matrices, ranks, group)

@@ -88,4 +88,5 @@ def fetched_units(units: ModelUnits, gathers_once: bool) -> ModelUnits:
     first, last, *blocks = (
         unit._replace(gathered=0.0) for unit in (units.first, units.last, *units.blocks)
     )
-    return ModelUnits(first, tuple(blocks), last, units.tied)
+    images = tuple(unit._replace(gathered=0.0) for unit in units.images)
+    return ModelUnits(first, tuple(blocks), last, units.tied, images)

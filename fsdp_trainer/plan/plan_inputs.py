@@ -26,9 +26,10 @@ from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import ModelConfig, has_tower
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.parallel.memory_check import host_bytes
+from fsdp_trainer.plan.planned_model import IMAGE_SHARE
 
 VOCABULARY = 32_000
 """Vocabulary of Llama 2, used if neither the configuration nor the named size determines one."""
@@ -60,6 +61,25 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
             "activations taken to be those of a dense block with as many weights per token"
         )
     return config, assumed
+
+
+def assumed_of_images(typed: float | None, config: ModelConfig) -> list[str]:
+    """Return a sentence about the images of a model that reads them.
+
+    typed: plan.image_share. Raises UserError if a model reads only text and it is set.
+    """
+    if not config.reads_images:
+        if typed is None:
+            return []
+        reason = f"{config.family} reads only text here: leave it out"
+        if has_tower(config.source):
+            reason += ", or use  model.implementation=transformers"
+        problem = Problem(f"plan.image_share={typed:g}", reason)
+        raise UserError("the model has no tower for images", [problem])
+    if typed is not None:
+        return []
+    half = f"{IMAGE_SHARE:.0%} of the tokens of a row are of images"
+    return [f"{half}: set  plan.image_share=0.2  for a fifth"]
 
 
 def _named_size(model: Model) -> tuple[Model, str]:

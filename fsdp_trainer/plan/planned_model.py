@@ -1,13 +1,19 @@
 """A model in a layout, from which a plan computes memory, time and messages."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint, Model, Optim, Precision, TrainConfig
+from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig, RankConfig
 from fsdp_trainer.plan.fsdp_units import Formats, KnownModels, ModelParts
+from fsdp_trainer.plan.planned_tower import PlannedTower
+
+IMAGE_SHARE = 0.5
+"""Share of a row's tokens that are of images, if nothing is known."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,8 @@ class PlannedModel:
 
     config: the complete model; part: what one rank of a tensor group computes; whole, own: the
     parameters of both. adapter: adapter.name; options: the settings of its attention; compiled:
-    True if blocks are; chunk_mib: limit of the head's logits.
+    True if blocks are; chunk_mib: limit of the head's logits; image_share: of a row's tokens, those
+    of images if the model reads any.
     """
 
     layout: Layout
@@ -32,6 +39,7 @@ class PlannedModel:
     options: Model
     compiled: bool
     chunk_mib: int | None
+    image_share: float
 
     @classmethod
     def of(
@@ -42,6 +50,7 @@ class PlannedModel:
         Raises UserError if the adapters do not fit the model.
         """
         ranks, frozen = cfg.sharding.tensor, cfg.train.freeze
+        share = cfg.plan.image_share if isinstance(cfg, PlanConfig) else None
         return cls(
             layout=Layout(cfg.sharding, world, cfg.batch),
             config=config,
@@ -56,7 +65,14 @@ class PlannedModel:
             options=cfg.model,
             compiled=cfg.compile.enabled,
             chunk_mib=cfg.loss.chunk_mib,
+            image_share=IMAGE_SHARE if share is None else share,
         )
+
+    @cached_property
+    def tower(self) -> PlannedTower | None:
+        """The tower for images, None without."""
+        dtype = self.precision.param_dtype
+        return PlannedTower.of(self.own, self.image_share, self.layout, dtype, self.checkpointing)
 
     @property
     def number(self) -> int:

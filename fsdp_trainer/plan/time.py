@@ -32,6 +32,7 @@ from fsdp_trainer.plan.wire import (
     expert_exchange,
     float8_factor,
     freed_blocks,
+    freed_images,
     hops,
     tensor_traffic,
 )
@@ -181,10 +182,11 @@ class StageTimes:
         """The gathering of units for one forward and backward."""
         unit, factor = self.of_one_unit, float8_factor(self.run.model)
         first, last = self._gather(self.units.first), self._gather(self.last_unit)
-        blocks = self._gather(self.units.all_blocks, factor)
+        blocks = self._gather(self.units.all_blocks, factor) + self._gather(self.units.all_images)
         hidden = max(0.0, blocks * (1 - unit) + last - self.compute.forward)
         freed = freed_blocks(self.stages, self.units, self.run.model)
         again = self._gather(sum_of(freed), factor)
+        again += self._gather(freed_images(self.units, self.run.model))
         return Gathering(first + blocks * unit + hidden, again, first + blocks + last + again)
 
     def reducing(self, is_last: bool) -> Reducing:
@@ -192,9 +194,9 @@ class StageTimes:
         unit, again, units = self.of_one_unit, self.gathering.again, self.units
         ends = middle = last = 0.0
         if is_last or not self.run.layout.reduces_once:
+            middle_units = sum_of([units.all_blocks, units.all_images])
             ends, middle, last = (
-                self._reduce(unit, is_last)
-                for unit in (units.first, units.all_blocks, self.last_unit)
+                self._reduce(unit, is_last) for unit in (units.first, middle_units, self.last_unit)
             )
         hidden = max(0.0, (again + middle) * (1 - unit) + last - self.compute.backward)
         return Reducing(again * unit + hidden + middle * unit + ends, ends + middle + last)

@@ -311,7 +311,7 @@ def weight_traffic(stages: RankStages, run: PlannedRun) -> WeightTraffic:
     ends = units.all.gathered - units.all_blocks.gathered
     gathers = 1 if layout.gathers_once else count
     of_blocks = (units.all_blocks.gathered + freed.gathered) * float8_factor(model)
-    gathered = gathers * (of_blocks + ends)
+    gathered = gathers * (of_blocks + ends + freed_images(units, model).gathered)
     if layout.sharding.accumulate == "unsharded" and gathers > 1 and not units.tied:
         # FSDP2 prefetches this unit once too often: it resets the order of units only when
         # gradients are reduced
@@ -364,6 +364,14 @@ def freed_blocks(stages: RankStages, units: ModelUnits, model: PlannedModel) -> 
         return []
     first = model.own.backward_from
     return [unit for i, unit in zip(stages.blocks, units.blocks, strict=True) if i >= first]
+
+
+def freed_images(units: ModelUnits, model: PlannedModel) -> FsdpUnit:
+    """Return what backward gathers again of a tower for images, as one unit."""
+    tower = model.tower
+    if tower is None or model.layout.keeps_gathered or not tower.trains_anything:
+        return FsdpUnit()
+    return units.all_images if tower.is_reached else sum_of(units.images[tower.depth : -1])
 
 
 def float8_factor(model: PlannedModel) -> float:

@@ -17,6 +17,7 @@ from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.prepared_data import build_template
+from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import UserError
@@ -128,11 +129,13 @@ def test_images_stand_where_the_turns_have_them_and_are_not_supervised(prepared,
     second = {"role": "user", "content": [image("pictures/2.png"), text("more")]}
     row = asking(*parts)
     row["messages"] += [second, ANSWER]
-    [store] = prepared(row, loss_on="all").train
+    data = prepared(row, loss_on="all")
+    [store] = data.train
     (tokens, weights), token = store.read(0), ImageProcessor(str(model)).token
     places = np.flatnonzero(tokens == token)
     assert [image.tokens for image in store.images(0)] == [6, 12, 12], "in parts of 8 × 8 pixels"
     assert len(places) == 30
+    assert f"3 images, {30 / len(tokens):.1%} of the tokens" in summary_lines(data, 256)
     assert not weights[places].any()
     assert [os.path.basename(i.file.path) for i in store.images(0)] == ["0.png", "1.png", "2.png"]
 

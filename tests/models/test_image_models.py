@@ -414,6 +414,13 @@ def test_ways_to_compute_change_nothing(train, folders, data):
     for number, way in enumerate(WAYS):
         run = run_of(train, f"way{number}", folder, data[0], *plain, *way.split(), ranks=2)
         assert run.column("loss") == pytest.approx(expected, abs=1e-5), way
+    for kind in CONFIGS:  # also of a tower whose blocks are computed again
+        mode = "activation_checkpoint=" + ("selective" if kind == "gemma3" else "full")
+        runs = [
+            run_of(train, f"{kind}{len(own)}", folders[kind], data[0], *plain, *own)
+            for own in ([], [mode])
+        ]
+        assert runs[0].column("loss") == runs[1].column("loss"), kind
     half = [word for word in SETTINGS if not word.startswith("precision=")]
     own = [f"model.init_from={folders['llava']}", f"data.path={data[0]}", *half, *plain]
     assert all(5 < loss < 7 for loss in train("half", *own, ranks=2, base=[]).column("loss"))

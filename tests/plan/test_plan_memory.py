@@ -1,6 +1,5 @@
 """The plan's memory: exact if it is arithmetic, else what steps really hold."""
 
-import contextlib
 import json
 import os
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import inject
 import pytest
 import torch
-from memory_of_a_step import LiveBytes, peak_of_stages, peaks
+from memory_of_a_step import LiveBytes, only_tensors, peak_of_stages, peaks
 
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
@@ -45,13 +44,6 @@ def configured(ranks: int = 8, micro_batches: int = 1, **keys) -> TrainConfig:
 
 def without_allowance(moment) -> float:
     return moment.total - moment.bytes["allowance"]
-
-
-@contextlib.contextmanager
-def only_tensors():
-    """gloo's copies are its own: no operator makes them."""
-    with inject.around("allocator_copy", lambda *_: 0.0):
-        yield
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8])

@@ -25,11 +25,12 @@ def plan(cfg: PlanConfig) -> int:
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
     from fsdp_trainer.plan.fsdp_units import KnownModels
-    from fsdp_trainer.plan.plan_inputs import architecture, each_gpu
+    from fsdp_trainer.plan.plan_inputs import architecture, assumed_of_images, each_gpu
     from fsdp_trainer.plan.scoring_models import uncounted
     from fsdp_trainer.plan.second_model import assumed_of
 
     config, assumed = architecture(cfg)
+    assumed += assumed_of_images(cfg.plan.image_share, config)
     assumed += [*assumed_of(cfg.second_model), *uncounted(cfg.objective)]
     if cfg.plan.search:
         return search(cfg, config, assumed)

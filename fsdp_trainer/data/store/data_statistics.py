@@ -9,7 +9,7 @@ from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.findings import DROPPED, Finding, list_findings, percent
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.store.token_store import TokenStore
-from fsdp_trainer.data.tokens.samples import LOST
+from fsdp_trainer.data.tokens.samples import IMAGE_TOKENS, IMAGES, LOST
 
 
 @dataclass
@@ -96,11 +96,21 @@ def summary_lines(prepared: Prepared, seq_len: int, order: Mixture | None = None
     others = f"{more} more warning{'s' * (more != 1)}:  fsdp-trainer preview  with the same keys"
     return [
         f"{samples:,} {what}, {tokens:,} tokens,{learnt} longest {longest:,}{packed}{held_out}",
+        *images_line(prepared.train),
         left_out(prepared.train),
         *(line.strip() for finding in warnings[:1] for line in str(finding).splitlines()),
         *([others] if more > 0 else []),
         *prepared.unused,
     ]
+
+
+def images_line(stores: Sequence[TokenStore]) -> list[str]:
+    """Return the line on images, if there are any."""
+    images, of_images = (
+        sum(store.counts.get(key, 0) for store in stores) for key in (IMAGES, IMAGE_TOKENS)
+    )
+    _, tokens, _ = amounts(stores)
+    return [f"{images:,} images, {of_images / tokens:.1%} of the tokens"] if images else []
 
 
 def amounts(stores: Sequence[TokenStore]) -> list[int]:

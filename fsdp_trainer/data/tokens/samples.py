@@ -37,6 +37,8 @@ FITS = "fits_"
 fits_1536."""
 LOST = "lost_tokens"
 """Key of the number of tokens in samples that were dropped for length, or cut off."""
+IMAGES, IMAGE_TOKENS = "images", "image_tokens"
+"""Keys of the numbers of images, and of tokens that stand for them."""
 REWRITTEN_SAMPLES, REWRITTEN_TOKENS, LAST_TOKENS = "of_rewritten", "of_rewritten_tokens", "of_last"
 """Keys of counts for conversations whose template rewrites earlier turns: samples made of them,
 tokens of those samples, and tokens of the last sample of each (the conversation without
@@ -502,6 +504,9 @@ class SampleBuilder:
             self.count("two_bos", text.where)
         sample.weights[:1] = 0  # no token precedes the first one to predict it from
         if len(sample.tokens) >= 2 and sample.weights.any():
+            if sample.images:
+                self.counts[IMAGES] += len(sample.images)
+                self.counts[IMAGE_TOKENS] += sum(image.tokens for image in sample.images)
             return [sample]
         return self._left_out("unsupervised", text.where)
 

@@ -128,6 +128,10 @@ class TransformersDecoder(Decoder):
         """Return the modules for images that are sharded one by one, inner ones first."""
         return [] if self.tower is None else [*self.tower.units(self.hf)]
 
+    def image_blocks(self) -> list[nn.Module]:
+        """Return the blocks of the tower for images."""
+        return [] if self.tower is None else self.tower.blocks
+
     def train(self, mode: bool = True) -> "TransformersDecoder":
         """Stay in evaluation mode: dropout would make a step depend on more than its rows."""
         super().train(False)

@@ -4,7 +4,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,8 +20,25 @@ PROJECTORS = (
     *("aligner", "embed_vision", "vision_projection"),
 )
 """transformers' names of the modules between a tower and the language model."""
+MERGED_SIDES = ("spatial_merge_size", "scale_factor", "downsample_factor")
+"""transformers' names for the side of a square of patches that become one token."""
+SHRUNK_SIDES = ("downsample_ratio", "pixel_shuffle_ratio")
+"""transformers' names for the inverse of that side."""
 TOKEN_TYPES = "token_type_ids"
 """Argument of models whose tokens of one image see each other in both directions."""
+
+
+class TowerSizes(NamedTuple):
+    """Sizes of a tower.
+
+    width: of its states; numbers: of a patch's pixels; patches: of an image, None if images may
+    have any size; per_token: patches for each token of the language model.
+    """
+
+    width: int
+    numbers: int
+    patches: int | None
+    per_token: float
 
 
 class ImageTower:
@@ -43,6 +60,7 @@ class ImageTower:
         self.token: int = hf.config.image_token_id
         self.name = next(name for name, m in hf.named_modules() if m is tower)
         self.is_registered = False
+        self.sizes = sizes_of(hf.config, self.blocks)
         # of a projector that ends in a linear layer; nothing updates its result in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
         self.projectors = [
@@ -59,12 +77,17 @@ class ImageTower:
             return "projector"
         return "vision" if within(name, self.name) else "language"
 
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of the tower."""
+        lists = [[*m] for m in self.tower.modules() if isinstance(m, nn.ModuleList)]
+        return max(lists, key=len, default=[])
+
     def units(self, hf: nn.Module) -> Iterator[nn.Module]:
         """Yield the modules that are sharded one by one: blocks, projector, and the tower."""
-        lists = [m for m in self.tower.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        longest: Any = max(lists, key=len, default=())
-        yield from longest
-        yield from (hf.get_submodule(n) for n in self.projectors if is_called(hf.get_submodule(n)))
+        yield from self.blocks
+        for projector in map(hf.get_submodule, self.projectors):
+            yield from projector if isinstance(projector, nn.ModuleList) else [projector]
         yield self.tower
 
     @property
@@ -109,6 +132,26 @@ class ImageTower:
         return {"mm_encoder_outputs": {"image": outputs}, **types}
 
 
+def sizes_of(config: Any, blocks: list[nn.Module]) -> TowerSizes:
+    """Return the sizes of a tower with these blocks. config: of the whole model."""
+    vision = config.vision_config
+
+    def first(default: Any, *names: str) -> Any:
+        values = [getattr(each, name, None) for each in (vision, config) for name in names]
+        values = [value[0] if isinstance(value, tuple | list) else value for value in values]
+        return next((value for value in values if value is not None), default)
+
+    linears = [m for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    width = min((layer.in_features for layer in linears), default=1)
+    patch, side = first(16, "patch_size"), first(0, "image_size")
+    patches = (side // patch) ** 2 or None
+    per_token = first(1, *MERGED_SIDES) ** 2 / first(1, *SHRUNK_SIDES) ** 2
+    if patches and (tokens := first(0, "mm_tokens_per_image")):
+        per_token = patches / tokens
+    numbers = first(3, "in_channels") * patch**2 * first(1, "temporal_patch_size")
+    return TowerSizes(width, numbers, patches, per_token)
+
+
 def register_classes(tower: nn.Module) -> None:
     """Let transformers find what the modules of a sharded tower can record.
 
@@ -134,8 +177,3 @@ def first_rows(states: Any, count: int) -> Any:
 def within(name: str, part: str) -> bool:
     """Return True if a name is that of a part or of something in it."""
     return name == part or name.startswith(f"{part}.")
-
-
-def is_called(module: nn.Module) -> bool:
-    """Return True for a module with a forward, which a list of modules has not."""
-    return not isinstance(module, nn.ModuleList)

@@ -25,6 +25,7 @@ from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.prompt_images import PromptImages
 from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.config import AUTO, ONLY_TEXT, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 
 
@@ -50,14 +51,16 @@ class Speaker:
 
     @classmethod
     def load(
-        cls, source: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+        cls,
+        source: str | Path,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        implementation: str = AUTO,
     ) -> "Speaker":
         """Load from a run, a checkpoint or a Hugging Face folder. Raises UserError."""
-        model = load_model(source, device, dtype)
+        model = load_model(source, device, dtype, implementation=implementation)
         tokenizer = load_tokenizer(str(tokenizer_folder(source)))
-        images = None
-        if model.config.reads_images:
-            images = ImageReader(ImageProcessor(str(model_folder(source))), user_cache())
+        images = reader_of_images(model.config, source)
         return cls(model, tokenizer, load_template(None, tokenizer), images)
 
     def answer(self, messages: list[dict], cfg: GenerateConfig) -> Iterator[str]:
@@ -76,7 +79,7 @@ class Speaker:
 
     def _ask_with_images(self, messages: list[dict]) -> Asked:
         if self.images is None:
-            raise RecordError("holds an image, and the model reads only text")
+            raise RecordError(f"holds an image, {ONLY_TEXT}")
         processor = self.images.processor
         opened = [self.images.files.opened(image) for image in images_in(messages)]
         token = str(self.tokenizer.backend.id_to_token(processor.token))
@@ -137,7 +140,8 @@ def device_of(name: str) -> str:
 def generate(cfg: GenerateConfig) -> int:
     """Run the verb: answer `prompt=` or the prompts of a file, or chat at the terminal."""
     prompts = read_prompts(cfg)
-    speaker = Speaker.load(str(cfg.source), device_of(cfg.device), getattr(torch, cfg.dtype))
+    dtype = getattr(torch, cfg.dtype)
+    speaker = Speaker.load(str(cfg.source), device_of(cfg.device), dtype, cfg.implementation)
     if not prompts:
         return chat(speaker, cfg)
     if cfg.raw:
@@ -180,6 +184,13 @@ def conversation(cfg: GenerateConfig, prompt: str) -> list[dict]:
         return with_column(turns, images_of(cfg.image))
     except RecordError as error:
         raise UserError("images do not fit", [Problem(f"prompt={prompt}", str(error))]) from None
+
+
+def reader_of_images(config: ModelConfig, source: str | Path) -> ImageReader | None:
+    """Return what reads images for the model of a folder, None if it reads only text."""
+    if not config.reads_images:
+        return None
+    return ImageReader(ImageProcessor(str(model_folder(source))), user_cache())
 
 
 def user_cache() -> Path:

@@ -35,11 +35,14 @@ from fsdp_trainer.config.paths import (
 )
 from fsdp_trainer.config.schema import Batch, Data
 from fsdp_trainer.config.verbs import VerifyConfig
+from fsdp_trainer.data.images.image_processor import ImageProcessor
+from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.store.token_cache import prepare
 from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
@@ -80,7 +83,7 @@ def compare(source: Path, folder: Path) -> int:
     If the folder is a complete model, the source's weights are rounded to its number formats.
     """
     adapter = is_adapter(folder)
-    auto = _require_transformers(folder)
+    auto = _require_transformers(source, folder)
     if adapter:
         ours = read_model(source, merge_into="original", is_checked=True)
         theirs = peft_model(auto, folder)
@@ -102,10 +105,29 @@ def compare(source: Path, folder: Path) -> int:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, TOKENS, generator=generator)
     with torch.no_grad():
+        if ours.config.reads_images:
+            return compare_with_an_image(ours, theirs, tokens, source, folder)
         return report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
 
 
-def report_difference(a: Tensor, b: Tensor, folder: Path) -> int:
+def compare_with_an_image(
+    ours: Any, theirs: Any, tokens: Tensor, source: Path, folder: Path
+) -> int:
+    """Compare the logits of texts, and of one with an image; return 0 if all are equal, else 3."""
+    # imports transformers
+    from fsdp_trainer.models.hf.start_check import with_image
+
+    picture = ImageProcessor(str(model_folder(source))).example()
+    tokens = torch.where(tokens == ours.tower.token, 0, tokens)
+    code = report_difference(ours.logits(tokens), theirs(tokens).logits, folder)
+    document, _, images = with_image(ours, picture, tokens[:1])
+    given = ours.tower.own_inputs(ours.hf, images, document)
+    shown = theirs(input_ids=document, **given).logits
+    what = "logits with an image"
+    return max(code, report_difference(ours.logits(document, images), shown, folder, what))
+
+
+def report_difference(a: Tensor, b: Tensor, folder: Path, what: str = "logits") -> int:
     """Print the difference between two models' logits; return 0 if they are equal, else 3."""
     difference = (a - b).abs().max().item()
     log_a = a.log_softmax(-1)
@@ -113,7 +135,7 @@ def report_difference(a: Tensor, b: Tensor, folder: Path) -> int:
     divergences = F.kl_div(log_a, log_b, log_target=True, reduction="none").sum(-1)
     same = difference <= TOLERANCE
     print(
-        f"logits {'equal' if same else 'DIFFER from'} {folder}'s: largest difference "
+        f"{what} {'equal' if same else 'DIFFER from'} {folder}'s: largest difference "
         f"{difference:.2e}, largest KL divergence {divergences.max().item():.2e} "
         f"over {divergences.numel()} tokens"
     )
@@ -135,15 +157,17 @@ def peft_model(auto: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, folder).eval()
 
 
-def _require_transformers(folder: Path) -> Any:
+def _require_transformers(source: Path, folder: Path) -> Any:
+    """Return transformers' class for a source's model. Raises UserError."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
         how = "is compared by transformers:  pip install transformers"
         raise UserError("transformers is not installed", [Problem(f"hf={folder}", how)]) from None
     disable_progress_bar()
-    return AutoModelForCausalLM
+    reads_images = model_config(source).reads_images
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 # --- the loss on a file ---------------------------------------------------------------------------
@@ -152,16 +176,21 @@ def _require_transformers(folder: Path) -> Any:
 def show_losses(source: Path, data: str) -> None:
     """Print the loss on a file; for an adapter of 4-bit weights, merged in both ways."""
     ways = list(MERGES) if kept_in_four_bits(source) else ["original"]
-    store = tokenized(source, data)
-    tokens = int(sum(store.supervised))
-    for way in ways:
-        loss = mean_loss(read_model(source, merge_into=way, is_checked=True), store)
-        how = f", {MERGES[way]}" if len(ways) > 1 else ""
-        print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
+    processor = None
+    if model_config(source).reads_images:
+        processor = ImageProcessor(str(model_folder(source)))
+    with tempfile.TemporaryDirectory() as cache:
+        store = tokenized(source, data, Path(cache), processor)
+        tokens = int(sum(store.supervised))
+        for way in ways:
+            model = read_model(source, merge_into=way, is_checked=True)
+            loss = mean_loss(model, store, processor)
+            how = f", {MERGES[way]}" if len(ways) > 1 else ""
+            print(f"loss {loss:.4f} on {tokens:,} tokens of {data}{how}")
 
 
-def tokenized(source: Path, data: str) -> TokenStore:
-    """Return a file tokenized as in the source's own run."""
+def tokenized(source: Path, data: str, cache: Path, processor: ImageProcessor | None) -> TokenStore:
+    """Return a file tokenized as in the source's own run. processor: of the model's images."""
     settings: dict[str, Any] = {}
     if not is_adapter(source):
         stored = checkpoint_configuration(source)
@@ -172,21 +201,24 @@ def tokenized(source: Path, data: str) -> TokenStore:
     tokenizer = load_tokenizer(str(tokenizer_folder(source)))
     wanted = Data(**settings)
     template = load_template(wanted.template, tokenizer, wanted.template_args, wanted.template_date)
-    with tempfile.TemporaryDirectory() as cache:
-        prepared = prepare(wanted, Batch(seq_len=length), tokenizer, template, Path(cache))
-        return prepared.train[0]
+    images = ImageReader(processor, cache) if processor else None
+    batch = Batch(seq_len=length)
+    return prepare(wanted, batch, tokenizer, template, cache, images=images).train[0]
 
 
 @torch.no_grad()
-def mean_loss(model: Decoder, store: TokenStore) -> float:
-    """Return Σ weight · nll ÷ Σ weight over all samples."""
+def mean_loss(model: Decoder, store: TokenStore, processor: ImageProcessor | None) -> float:
+    """Return Σ weight · nll ÷ Σ weight over all samples. processor: of the model's images."""
     total = 0.0
     weights = 0.0
     for sample in range(len(store)):
         stored_tokens, stored_weights = store.read(sample)
         tokens = torch.tensor(stored_tokens).long()
         weight = torch.tensor(stored_weights)[1:].double()
-        scores = model.logits(tokens[None, :-1])[0].float().log_softmax(-1)
+        shown = PromptImages.load(processor, store.images(sample)) if processor else None
+        images = packed_images(model, [tuple(tokens[:-1].tolist())], [shown], tokens.device)
+        given: dict[str, Any] = {} if images is None else {"images": images}
+        scores = model.logits(tokens[None, :-1], **given)[0].float().log_softmax(-1)
         learnt = scores.gather(1, tokens[1:, None])[:, 0].double()
         total -= float((weight * learnt).sum())
         weights += float(weight.sum())

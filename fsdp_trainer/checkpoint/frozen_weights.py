@@ -47,7 +47,7 @@ from fsdp_trainer.config.schema import Precision
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import NF4, AdapterSpec, frozen_dtype
 from fsdp_trainer.models.adapters.adapters import is_adapted
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import AUTO, ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.four_bit import is_encoded
 from fsdp_trainer.models.freeze import frozen_parameters
@@ -384,14 +384,15 @@ def with_default(formats: dict[str, str]) -> dict[str, str]:
     return {"default": default} | others
 
 
-def model_config(source: Path) -> ModelConfig:
+def model_config(source: Path, implementation: str = AUTO) -> ModelConfig:
     """Return the architecture of a source of weights_on_disk.
 
-    Raises UserError if the base model of a PEFT folder is not found.
+    implementation: as model.implementation. Raises UserError if the base model of a PEFT folder is
+    not found.
     """
     if is_adapter(source):
         base_folder(source)
-    return read_architecture(model_folder(source))
+    return read_architecture(model_folder(source), implementation)
 
 
 def base_folder(adapter: Path) -> Path:

@@ -16,6 +16,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
 )
 from fsdp_trainer.config.paths import find_checkpoint, is_adapter
 from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.models.config import AUTO
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
@@ -26,25 +27,27 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     merge_into: str = "trained",
     scores: bool = False,
+    implementation: str = AUTO,
 ) -> Decoder:
     """Return a decoder from a Hugging Face folder, a checkpoint or a run, ready for `logits`.
 
     The adapter of a run or of a PEFT folder is merged into its base model. merge_into: for a base
     kept in 4 bits, `trained` merges into the rounded weights that it was trained on, `original`
     into those before rounding. scores: True for a reward model, whose only logit is a score.
-    Raises UserError, also if `scores` does not fit the model, and RunFailed.
+    implementation: as model.implementation. Raises UserError, also if `scores` does not fit the
+    model, and RunFailed.
     """
     checkpoint = find_checkpoint(path)
     if checkpoint:
         require_undamaged(checkpoint)
-    config = model_config(Path(path).expanduser())
+    config = model_config(Path(path).expanduser(), implementation)
     if config.scalar_head != scores:
         kind = "a reward model, which writes no text" if config.scalar_head else "a language model"
         use = "one trained with  objective=reward" if scores else "the model that it began with"
         raise UserError(
             "the model has another head", [Problem(str(path), f"is {kind}.\nUse  {use}")]
         )
-    return read_model(path, device, dtype, merge_into)
+    return read_model(path, device, dtype, merge_into, implementation=implementation)
 
 
 def read_model(
@@ -53,13 +56,14 @@ def read_model(
     dtype: torch.dtype = torch.float32,
     merge_into: str = "trained",
     is_checked: bool = False,
+    implementation: str = AUTO,
 ) -> Decoder:
     """Return a decoder as `load_model` does, without checking the files and the kind of model.
 
     is_checked: frozen weights are not compared with their digests either.
     """
     path = Path(path).expanduser()
-    model = meta_decoder(model_config(path)).to(dtype)
+    model = meta_decoder(model_config(path, implementation)).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     model.fill_buffers()

@@ -9,6 +9,10 @@ from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
 
+COMPUTED = (
+    "`transformers`: its class computes the model, as model.implementation; it also reads the"
+    " images of a Gemma 3, which this program's own decoder does not"
+)
 TRUSTED = "run Python code that comes with the model's folder: only if you trust it"
 
 
@@ -250,6 +254,7 @@ class GenerateConfig:
 
     source: str | None = key(None, "a run, a checkpoint or a Hugging Face folder")
     trust_remote_code: bool = key(False, TRUSTED)
+    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
     prompt: str | list[str] | None = key(
         None,
         'what the user says, or a list, e.g. \'["Who are you?","Count to 3."]\'; null: a chat at'
@@ -292,6 +297,7 @@ class ChatConfig:
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
     trust_remote_code: bool = key(False, TRUSTED)
+    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
     host: str = key(
         "127.0.0.1", "address to listen at; other machines reach 0.0.0.0, which needs token"
     )
@@ -316,6 +322,7 @@ class Evaluate(Evaluation):
     source: str | None = key(
         None, "a run, a checkpoint, an adapter of PEFT's or a Hugging Face folder"
     )
+    implementation: str = key("auto", COMPUTED, choices=("auto", "native", "transformers"))
     template: str | None = key(
         None, "chat template, as data.template; null: the tokenizer's own, else plain"
     )

@@ -5,7 +5,10 @@ class. Only the model's computation is divided among the ranks, and every rank g
 """
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from io import BytesIO
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
@@ -16,21 +19,46 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from fsdp_trainer.data.files.sources import RecordError
+from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.records.images import COLUMN_MARK, MARK, images_of
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.evaluation.scoring import Ending, Scorer
+from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.evaluation.scoring import Ending, Prompt, Scorer
 from fsdp_trainer.generation.sampling import Sampling
+from fsdp_trainer.models.config import ONLY_TEXT
 
 DEFAULT_ANSWER = 256
 UNFINISHED_TOKENS = 8  # more than an incomplete character or a special token can take
 """Tokens that a task may generate by default, as in lm-evaluation-harness."""
 
 
-class HarnessModel(TemplateLM):
-    """A model with its tokenizer and chat template."""
+class ShownText(NamedTuple):
+    """A text in which the marks of images are replaced by their tokens, and the images."""
 
-    def __init__(self, scorer: Scorer, tokenizer: TextTokenizer, template: Template):
+    text: str
+    images: tuple[SampleImage, ...] = ()
+
+
+class HarnessModel(TemplateLM):
+    """A model with its tokenizer and chat template.
+
+    data_files: by the name of a task, the file whose folder the paths of its images begin at.
+    """
+
+    MULTIMODAL = True
+    """The harness passes images. A model that reads only text refuses them itself."""
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        tokenizer: TextTokenizer,
+        template: Template,
+        data_files: Mapping[str, str] = MappingProxyType({}),
+    ):
         super().__init__()
+        self.data_files = data_files
         self.scorer = scorer
         self.text_tokenizer = tokenizer
         self.published = tokenizer.as_published()
@@ -69,9 +97,16 @@ class HarnessModel(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return a conversation as text."""
+        reader = self.scorer.images
+        mark = "" if reader is None else reader.processor.mark
+        if reader is not None:
+            chat_history = [
+                turn | {"content": turn["content"].replace(COLUMN_MARK, MARK)}
+                for turn in chat_history
+            ]
         if add_generation_prompt:
-            return self.template.ask(chat_history)
-        return self.template.render(self.template.adapt(chat_history, None))
+            return self.template.ask(chat_history, mark)
+        return self.template.render(self.template.adapt(chat_history, None, image_mark=mark))
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
@@ -82,6 +117,55 @@ class HarnessModel(TemplateLM):
             bos = self.text_tokenizer.bos_token
             special = not (bos and string.startswith(bos))
         return self.published.encode(string, add_special_tokens=special).ids
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return for each request (log-likelihood of its continuation, True if that is greedy)."""
+        shown = [i for i, request in enumerate(requests) if len(request.args) > 2]
+        if not shown:
+            return super().loglikelihood(requests, disable_tqdm)
+        others = [i for i, request in enumerate(requests) if len(request.args) == 2]
+        scores = dict(
+            zip(others, super().loglikelihood([requests[i] for i in others]), strict=True)
+        )
+        endings = [self.ending_with_images(requests[i]) for i in shown]
+        for i, score in zip(shown, self.scorer.likelihoods(endings), strict=True):
+            scores[i] = score.total, score.is_greedy
+        return [scores[i] for i in range(len(requests))]
+
+    def ending_with_images(self, request: Any) -> Ending:
+        """Return the ending of a request (context, continuation, images)."""
+        context, continuation, _ = request.args
+        whole = self.with_images(request, context)
+        before, after = self._encode_pair(whole.text, continuation)
+        self.require_room(request, len(before) + len(after))
+        return Ending((*before, *after), len(after), whole.images)
+
+    def with_images(self, request: Any, text: str) -> ShownText:
+        """Return a request's text with its images. Raises UserError, which names the item."""
+        if len(request.args) < 3:
+            return ShownText(text)
+        reader = self.scorer.images
+        name = f"{request.task_name}, item {request.doc_id}"
+        try:
+            if reader is None:
+                raise RecordError(f"has images, {ONLY_TEXT}")
+            images = images_of(as_files(request.args[2]["visual"]))
+            files = reader.find(images, self.data_files.get(str(request.task_name), ""))
+            token = str(self.text_tokenizer.backend.id_to_token(reader.processor.token))
+            marked = text.replace(COLUMN_MARK, reader.processor.mark)
+            if files and reader.processor.mark not in marked:
+                raise RecordError(f"has no {COLUMN_MARK} in its text, where an image stands")
+            whole = reader.expand(marked, files, token, is_whole=True)
+        except RecordError as error:
+            raise UserError("a task cannot be run", [Problem(name, str(error))]) from None
+        return ShownText(whole.text, whole.images)
+
+    def require_room(self, request: Any, length: int) -> None:
+        """Raise UserError if a text with images is longer than the context: it cannot be cut."""
+        if length > self.max_length:
+            reason = f"has {length:,} tokens with its images, the context {self.max_length:,}"
+            name = f"{request.task_name}, item {request.doc_id}"
+            raise UserError("a task cannot be run", [Problem(name, reason)])
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of complete texts, in windows that start with the prefix."""
@@ -108,16 +192,17 @@ class HarnessModel(TemplateLM):
 
         A task with `repeats` sends each request several times; each time is another sample.
         """
-        groups: dict[tuple[str, int], list[int]] = {}
+        groups: dict[tuple[str, int, bool], list[int]] = {}
         repeats: Counter[str] = Counter()
         for i, request in enumerate(requests):
             repeated = repr(request.args)
-            groups.setdefault((repr(request.args[1]), repeats[repeated]), []).append(i)
+            kind = repr(request.args[1]), repeats[repeated], len(request.args) > 2
+            groups.setdefault(kind, []).append(i)
             repeats[repeated] += 1
         texts = [""] * len(requests)
-        for (_, sample), numbers in groups.items():
+        for (_, sample, _), numbers in groups.items():
             options = requests[numbers[0]].args[1]
-            prompts = [requests[i].args[0] for i in numbers]
+            prompts = [self.with_images(requests[i], requests[i].args[0]) for i in numbers]
             for i, text in zip(numbers, self.answers(prompts, options, sample), strict=True):
                 texts[i] = text
         return texts
@@ -139,7 +224,9 @@ class HarnessModel(TemplateLM):
 
     # --- generation
 
-    def answers(self, prompts: list[str], options: dict[str, Any], seed: int = 0) -> list[str]:
+    def answers(
+        self, prompts: list[ShownText], options: dict[str, Any], seed: int = 0
+    ) -> list[str]:
         """Return the continuations of prompts that have the same generation options.
 
         As in the harness's HFLM, the beginning of a prompt is left out to make room for the longest
@@ -166,7 +253,18 @@ class HarnessModel(TemplateLM):
         def is_over(tokens: list[int]) -> bool:
             return has_stop(tokens[-longest:]) and has_stop(tokens)
 
-        tokens = [self.tok_encode(prompt)[-room:] for prompt in prompts]
+        asked = [Prompt(self.tok_encode(text)[-room:], images) for text, images in prompts]
         stop_ids = self.text_tokenizer.stop_ids
-        answers = self.scorer.continuations(tokens, stop_ids, sampling, is_over)
+        answers = self.scorer.continuations(asked, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]
+
+
+def as_files(visual: Any) -> Any:
+    """Return what doc_to_image gives, with Pillow's images as the bytes of files."""
+    if isinstance(visual, list):
+        return [as_files(each) for each in visual]
+    if not hasattr(visual, "tobytes"):
+        return visual
+    file = BytesIO()
+    visual.convert("RGB").save(file, "PNG")
+    return file.getvalue()

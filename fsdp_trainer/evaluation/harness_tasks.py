@@ -51,6 +51,11 @@ class HarnessTasks:
         self.specs: list[Any] = [
             load_yaml(Path(name), resolve_func=True) if is_file(name) else name for name in names
         ]
+        self.data_files = {
+            str(spec.get("task")): data_file_of(spec)
+            for spec in self.specs
+            if isinstance(spec, dict)
+        }
         with contextlib.redirect_stdout(sys.stderr):
             self.manager = LoadedTasks(self.specs, not all(map(is_file, names)))
 
@@ -62,7 +67,7 @@ class HarnessTasks:
         cfg = self.cfg
         with contextlib.redirect_stdout(sys.stderr), without_machine_facts():
             results = simple_evaluate(
-                HarnessModel(scorer, tokenizer, template),
+                HarnessModel(scorer, tokenizer, template, self.data_files),
                 tasks=self.specs,
                 task_manager=self.manager,
                 num_fewshot=cfg.fewshot,
@@ -83,6 +88,14 @@ def without_machine_facts() -> Iterator[None]:
     """
     with mock.patch.object(evaluator, "add_env_info", lambda results: None):
         yield
+
+
+def data_file_of(spec: dict[str, Any]) -> str:
+    """Return a task's first data file, or "" if it has none of its own."""
+    files = (spec.get("dataset_kwargs") or {}).get("data_files") or ""
+    while not isinstance(files, str):
+        files = next(iter(files.values() if isinstance(files, dict) else files))
+    return files
 
 
 def is_file(name: str) -> bool:

@@ -5,6 +5,7 @@ Requests are divided among the ranks. Every rank passes the same requests and ge
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import gather, to_device
+from fsdp_trainer.data.images.sample_images import ImageReader, SampleImage
 from fsdp_trainer.generation.continuations import IDLE_PROMPT, IsOver, generate_tokens
 from fsdp_trainer.generation.key_value_cache import Prompts
+from fsdp_trainer.generation.prompt_images import PromptImages, packed_images
 from fsdp_trainer.generation.prompt_ranks import OneRank, OwnPrompts, Ranks
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.parallel.dims import Dims
@@ -28,10 +31,21 @@ Result = TypeVar("Result")
 
 
 class Ending(NamedTuple):
-    """A text's tokens; the likelihood of the last `length` of them is requested."""
+    """A text's tokens; the likelihood of the last `length` of them is requested.
+
+    images: those that some of the tokens stand for.
+    """
 
     tokens: tuple[int, ...]
     length: int
+    images: tuple[SampleImage, ...] = ()
+
+
+class Prompt(NamedTuple):
+    """The tokens of a prompt, and the images that some of them stand for."""
+
+    tokens: list[int]
+    images: tuple[SampleImage, ...] = ()
 
 
 class Likelihood(NamedTuple):
@@ -101,6 +115,7 @@ class Scorer:
 
     model: has `next_logits` and `config`, like a Decoder. rows: number of requests that a rank
     computes at a time. check: called before each batch on all ranks; may raise, on all of them.
+    images: reads images; None for a model that reads only text.
     """
 
     def __init__(
@@ -110,7 +125,9 @@ class Scorer:
         device: torch.device,
         split: WorkSplit | None = None,
         check: Callable[[], None] = lambda: None,
+        images: ImageReader | None = None,
     ):
+        self.images = images
         self.model, self.rows, self.device = model, rows, device
         self.split = split or whole_copies()
         self.check = check
@@ -121,24 +138,37 @@ class Scorer:
         return self.model.config.max_position_embeddings
 
     def likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
-        """Return the likelihood of each ending. Collective."""
-        return self.compute_in_parts(
-            endings, self.own_likelihoods, lambda ending: len(ending.tokens)
-        )
+        """Return the likelihood of each ending. Collective.
+
+        Endings with images are computed together: all ranks then go through the model's tower.
+        """
+        results: dict[int, Likelihood] = {}
+        for are_shown in (False, True):
+            numbers = [i for i, one in enumerate(endings) if bool(one.images) == are_shown]
+            if numbers:
+                some = [endings[i] for i in numbers]
+                work = partial(self.own_likelihoods, idle=some[0] if are_shown else IDLE)
+                scores = self.compute_in_parts(some, work, lambda ending: len(ending.tokens))
+                results.update(zip(numbers, scores, strict=True))
+        return [results[i] for i in range(len(endings))]
 
     def continuations(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         stop_ids: Collection[int],
         sampling: Sampling,
         is_over: IsOver,
     ) -> list[list[int]]:
-        """Return the tokens generated after each prompt. Collective."""
+        """Return the tokens generated after each prompt. Collective.
 
-        def generate(own: Sequence[list[int]]) -> list[list[int]]:
+        All prompts have images, or none has: see `likelihoods`.
+        """
+        idle = prompts[0] if prompts and prompts[0].images else Prompt(IDLE_PROMPT)
+
+        def generate(own: Sequence[Prompt]) -> list[list[int]]:
             answers = generate_tokens(
                 self.model,
-                list(own),
+                [prompt.tokens for prompt in own],
                 stop_ids,
                 sampling,
                 rows=self.rows,
@@ -146,10 +176,16 @@ class Scorer:
                 ranks=self.split.ranks,
                 check=self.check,
                 is_over=is_over,
+                images=[self.load_images(prompt.images) for prompt in own],
+                idle=(idle.tokens, self.load_images(idle.images)),
             )
             return [tokens for [tokens] in answers]
 
-        return self.compute_in_parts(prompts, generate, len)
+        return self.compute_in_parts(prompts, generate, lambda prompt: len(prompt.tokens))
+
+    def load_images(self, images: Sequence[SampleImage]) -> PromptImages | None:
+        """Return the images of a text, None without any."""
+        return PromptImages.load(self.images.processor, images) if self.images else None
 
     def compute_in_parts(
         self,
@@ -168,10 +204,11 @@ class Scorer:
             return unsorted(order, {0: computed}, 1)
         return unsorted(order, dict(gather((split.part, computed))), split.parts)
 
-    def own_likelihoods(self, endings: Sequence[Ending]) -> list[Likelihood]:
+    def own_likelihoods(self, endings: Sequence[Ending], idle: Ending = IDLE) -> list[Likelihood]:
         """Return the likelihood of each ending.
 
-        Endings that differ only in their last token share their computation.
+        Endings that differ only in their last token share their computation. idle: computed by a
+        rank that has none left.
         """
         order = sorted(
             range(len(endings)), key=lambda i: (-len(endings[i].tokens), endings[i].tokens)
@@ -181,7 +218,7 @@ class Scorer:
         for number in range(self.split.ranks.most(len(batches))):
             self.check()
             if number >= len(batches):
-                self.score([IDLE])
+                self.score([idle])
                 continue
             numbers = [order[i] for i in batches[number]]
             scores = self.score([endings[i] for i in numbers])
@@ -206,29 +243,39 @@ class Scorer:
     def score(self, endings: list[Ending]) -> list[Likelihood]:
         """Return the likelihood of each ending, in one forward over texts packed into one row."""
         device = self.device
-        different = list(dict.fromkeys(tokens[:-1] for tokens, _ in endings))
-        lengths = [len(tokens) for tokens in different]
+        different = list(dict.fromkeys((tokens[:-1], images) for tokens, _, images in endings))
+        texts = [tokens for tokens, _ in different]
+        lengths = [len(tokens) for tokens in texts]
         starts = dict(zip(different, np.cumsum([0, *lengths]), strict=False))
         index = []
-        for tokens, length in endings:
-            end = starts[tokens[:-1]] + len(tokens) - 1
+        for tokens, length, images in endings:
+            end = starts[tokens[:-1], images] + len(tokens) - 1
             index.append(np.arange(end - length, end))
-        packed = np.concatenate([np.array(tokens, np.int64) for tokens in different])
+        packed = np.concatenate([np.array(tokens, np.int64) for tokens in texts])
         positions = np.concatenate([np.arange(length) for length in lengths])
         logits = self.model.next_logits(
             to_device(packed[None], device),
             to_device(positions[None], device),
             Prompts(lengths, device),
             to_device(np.concatenate(index), device),
+            **self._image_inputs(different),
         )
-        targets = np.concatenate([np.array(tokens[len(tokens) - n :]) for tokens, n in endings])
+        targets = np.concatenate([np.array(tokens[len(tokens) - n :]) for tokens, n, _ in endings])
         target = to_device(targets.astype(np.int64), device)[:, None]
         likelihood = logits.float().log_softmax(-1).gather(1, target)[:, 0]
         greedy = logits.argmax(-1) == target[:, 0]
-        ending_lengths = [length for _, length in endings]
+        ending_lengths = [length for _, length, _ in endings]
         sums = [part.sum().item() for part in likelihood.cpu().split(ending_lengths)]
         all_greedy = [bool(part.all()) for part in greedy.cpu().split(ending_lengths)]
         return [Likelihood(*score) for score in zip(sums, all_greedy, strict=True)]
+
+    def _image_inputs(
+        self, texts: Sequence[tuple[tuple[int, ...], tuple[SampleImage, ...]]]
+    ) -> dict[str, Any]:
+        """Return the further argument of a forward over texts with images."""
+        shown = [self.load_images(images) for _, images in texts]
+        inputs = packed_images(self.model, [tokens for tokens, _ in texts], shown, self.device)
+        return {} if inputs is None else {"images": inputs}
 
 
 def unsorted(order: list[int], computed: dict[int, list[Result]], parts: int) -> list[Result]:

@@ -21,7 +21,9 @@ ROWS = 32
 """Number of answers that are generated at the same time by default."""
 IDLE_PROMPT = [0]
 """The prompt of a rank that has none left but must join the others' collective forwards."""
-
+Idle = tuple[list[int], PromptImages | None]
+"""Such a prompt, and its images: it has some if all others have, since a tower is sharded, too."""
+IDLE: Idle = IDLE_PROMPT, None
 
 IsOver = Callable[[list[int]], bool]
 """A function of an answer's tokens, called after each new one, that returns True to end it."""
@@ -281,13 +283,14 @@ def generate_tokens(
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
     images: Sequence[PromptImages | None] | None = None,
+    idle: Idle = IDLE,
 ) -> list[list[list[int]]]:
     """Return for each prompt its answers, each a list of tokens.
 
     images: of each prompt; None: no prompt has any. rows: number of answers that are generated at
     the same time; it changes them only by rounding. device: the one that the model computes on, by
     default that of its weights. check: called before each batch; may raise, on all ranks. is_over:
-    ends an answer after a token, which is kept. Collective if `ranks` is.
+    ends an answer after a token, which is kept. idle: see Idle. Collective if `ranks` is.
     """
     sampling = sampling or Sampling()
     ranks = ranks or OneRank()
@@ -299,7 +302,8 @@ def generate_tokens(
         for sample in range(sampling.samples)
     ]
     generation = generation_of(model, sampling, device)
-    continue_all(generation, answers, stop_ids, ranks, rows=rows, check=check, is_over=is_over)
+    options: Any = {"rows": rows, "check": check, "is_over": is_over, "idle": idle}
+    continue_all(generation, answers, stop_ids, ranks, **options)
     results: list[list[list[int]]] = [[] for _ in prompts]
     for answer in answers:
         results[answer.place[0]].append(answer.tokens)
@@ -315,6 +319,7 @@ def continue_all(
     rows: int = ROWS,
     check: Callable[[], None] = lambda: None,
     is_over: IsOver = never,
+    idle: Idle = IDLE,
 ) -> None:
     """Continue answers until all are done, `rows` at the same time. See `generate_tokens`."""
     # sorted, so that the answers of a batch have about the same length
@@ -324,9 +329,15 @@ def continue_all(
     for number in range(ranks.most(len(batches))):
         check()
         is_idle = number >= len(batches)
-        batch = [Continuation(IDLE_PROMPT, generation.sampling, 1)] if is_idle else batches[number]
+        batch = batches[number] if not is_idle else [idle_answer(idle, generation.sampling)]
         for _ in generation.run(batch, stop_ids, ranks, is_over):
             pass
+
+
+def idle_answer(idle: Idle, sampling: Sampling) -> Continuation:
+    """Return the answer of a rank that has none left."""
+    tokens, images = idle
+    return Continuation(tokens, sampling, 1, images=images)
 
 
 def length_to_match(model: Decoder, length: int) -> int:

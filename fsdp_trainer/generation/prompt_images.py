@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
-from fsdp_trainer.data.images.image_processor import joined
+from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
+from fsdp_trainer.data.images.sample_images import SampleImage, load_image
 from fsdp_trainer.models.decoder import AXES, Decoder, ImageInputs
 
 
@@ -19,6 +20,16 @@ class PromptImages:
 
     arrays: dict[str, np.ndarray]
     tokens: int
+
+    @classmethod
+    def load(
+        cls, processor: ImageProcessor, images: Sequence[SampleImage]
+    ) -> "PromptImages | None":
+        """Return images of files, None without any. Raises UserError for one that has changed."""
+        if not images:
+            return None
+        arrays = joined([load_image(processor, image) for image in images])
+        return cls(arrays, sum(image.tokens for image in images))
 
 
 def image_inputs(
@@ -43,6 +54,24 @@ def image_inputs(
     shifts = [int(one.max()) + 1 - one.shape[1] for one in each]
     positions = to_device(torch.stack(padded, 1), device)
     return ImageInputs(arrays, tokens, positions), to_device(np.array(shifts)[:, None], device)
+
+
+def packed_images(
+    model: Decoder,
+    texts: Sequence[tuple[int, ...]],
+    images: Sequence[PromptImages | None],
+    device: torch.device,
+) -> ImageInputs | None:
+    """Return the images of texts that are packed into one row; None without any."""
+    arrays = [each.arrays for each in images if each is not None]
+    if not arrays:
+        return None
+    on_device = {name: to_device(values, device) for name, values in joined(arrays).items()}
+    positions = None
+    if model.image_positions is not None:
+        each = [positions_of(model, *one) for one in zip(images, map(list, texts), strict=True)]
+        positions = to_device(torch.cat(each, 1)[:, None], device)
+    return ImageInputs(on_device, sum(each.tokens for each in images if each), positions)
 
 
 def positions_of(model: Decoder, images: PromptImages | None, text: list[int]) -> Tensor:

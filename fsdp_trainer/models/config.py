@@ -150,6 +150,8 @@ OF_WINDOWS = {
 }
 """Types of the keys of config.json from which the windows are read."""
 AUTO, NATIVE, TRANSFORMERS = "auto", "native", "transformers"
+ONLY_TEXT = "and the model reads only text. If it has a tower, use  implementation=transformers"
+"""The end of a sentence about an image."""
 """Values of model.implementation."""
 COMPUTED_BY = "fsdp_trainer_implementation"
 """Key in the config.json of a checkpoint of a model that transformers' class computes."""

@@ -26,7 +26,7 @@ from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig, has_tower
+from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.parallel.memory_check import host_bytes
 from fsdp_trainer.plan.planned_model import IMAGE_SHARE
@@ -71,9 +71,10 @@ def assumed_of_images(typed: float | None, config: ModelConfig) -> list[str]:
     if not config.reads_images:
         if typed is None:
             return []
-        reason = f"{config.family} reads only text here: leave it out"
-        if has_tower(config.source):
-            reason += ", or use  model.implementation=transformers"
+        reason = (
+            f"{config.family} reads only text here: leave it out, or if it has a tower, use"
+            "  model.implementation=transformers"
+        )
         problem = Problem(f"plan.image_share={typed:g}", reason)
         raise UserError("the model has no tower for images", [problem])
     if typed is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.checkpoint.store import CheckpointStore
+from fsdp_trainer.data.prepared_data import cache_root, image_reader
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
@@ -204,4 +205,6 @@ def task_evaluations(setup: RunSetup, common: CommonParts) -> list[TrainingTasks
         return []
     tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
     split = sharded_split(setup.dims, setup.device)
-    return [TrainingTasks(*common, cfg.train.evaluate_every, cfg, tasks, split, setup.device)]
+    images = image_reader(cfg.model, cache_root(cfg.data, cfg.run))
+    every = cfg.train.evaluate_every
+    return [TrainingTasks(*common, every, cfg, tasks, split, setup.device, images)]

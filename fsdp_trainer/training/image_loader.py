@@ -14,13 +14,10 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.data.files.remote_files import nothing
-from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_files import decoded, digest_of, read_file
 from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
-from fsdp_trainer.data.images.sample_images import SampleImage
+from fsdp_trainer.data.images.sample_images import SampleImage, load_image
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.data.tokens.tokenize_workers import Report, WorkerPool
-from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import AXES, ImageInputs
 
 Arrays = dict[str, np.ndarray]
@@ -28,18 +25,6 @@ AHEAD = 4
 """Rows, and plans of steps, whose images are loaded before they are needed."""
 PositionsOf = Callable[[Tensor, Arrays], Tensor]
 """Positions of a document: of its tokens [length] and its images' arrays, [axes, length]."""
-
-
-def load_image(processor: ImageProcessor, image: SampleImage, report: Report) -> Arrays:
-    """Return the arrays of an image. Raises UserError if its file is not what was tokenized."""
-    path = image.file.path
-    try:
-        content, _ = read_file(path, path)
-        if digest_of(content) != image.file.digest:
-            raise RecordError("has changed since it was tokenized: start again")
-        return processor.numbers_of(decoded(content, path))
-    except RecordError as error:
-        raise UserError("an image cannot be used", [Problem(path, str(error))]) from None
 
 
 class ImageLoader:
@@ -61,7 +46,7 @@ class ImageLoader:
         if not self.workers:
             yield from ((item, self.load(item)) for item in items)
             return
-        handler = partial(load_image, self.processor)
+        handler = partial(load_as_worker, self.processor)
         with closing(WorkerPool(handler, self.workers, nothing)) as pool:
             workers = cycle(pool.workers)
             waiting: deque[tuple[Any, list[Connection]]] = deque()
@@ -77,7 +62,7 @@ class ImageLoader:
 
     def load(self, item: Any) -> list[Arrays]:
         """Return the arrays of the images of rows, in order; none for anything else."""
-        return [load_image(self.processor, image, nothing) for image in images_of(item)]
+        return [load_image(self.processor, image) for image in images_of(item)]
 
     def inputs(
         self, rows: Rows, arrays: Sequence[Arrays] | None, length: int, device: torch.device
@@ -113,6 +98,11 @@ class ImageLoader:
                     found = self.positions(torch.from_numpy(tokens), joined(own))
                     result[:, row, end - length : end] = found.numpy()
         return result
+
+
+def load_as_worker(processor: ImageProcessor, image: SampleImage, report: Report) -> Arrays:
+    """Return the arrays of an image in a worker process, which reports nothing else."""
+    return load_image(processor, image)
 
 
 def received(pool: WorkerPool, item: Any, asked: list[Connection]) -> tuple[Any, list[Arrays]]:

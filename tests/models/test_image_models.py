@@ -1,6 +1,7 @@
 """Models that read images, against transformers' own model, processor and AdamW."""
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from image_models import CONFIGS, make_image_folder, write_pictures
 from other_models import adamw_steps
 from peft import PeftModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
+from world import verify
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart.quickstart_shapes import PICTURES, drawn, held_out
@@ -211,6 +213,25 @@ def test_a_step_without_any_image_changes_nothing_of_the_tower(train, folders, t
 def run_of(train, name, folder, file, *more, ranks=1, **options):
     own = [f"model.init_from={folder}", f"data.path={file}", *SETTINGS, "optim.lr=1e-2"]
     return train(name, *own, *more, ranks=ranks, base=[], **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_run_is_verified_with_an_image_and_its_loss_is_that_of_transformers(
+    train, folders, data, kind
+):
+    run = run_of(train, "run", folders[kind], data[0], "batch.rows=4", "train.steps=1")
+    exported = run.folder / "hf"
+    said = verify(f"source={run.folder}", f"hf={exported}", f"data={data[0]}")
+    assert said.count("equal") == 2
+    assert "logits with an image equal" in said
+    with torch.no_grad():
+        expected = loss_of(load(exported), samples_of(exported, *data)).item()
+    assert float(re.search(r"loss ([\d.]+) on", said)[1]) == pytest.approx(expected, abs=1e-4)
+    weights = load_file(exported / "model.safetensors")
+    doubled = {n: 2 * w for n, w in weights.items() if "vis" in n and w.ndim == 2}
+    save_file(weights | doubled, exported / "model.safetensors")
+    assert "logits with an image DIFFER" in verify(f"source={run.folder}", f"hf={exported}", code=3)
 
 
 @pytest.mark.slow

@@ -1,7 +1,12 @@
 """Plans of models that read images: the tower's memory, messages and time."""
 
+import json
+import re
+import shlex
+
 import pytest
 import torch
+from folders import REPO
 from image_models import CONFIGS
 from memory_of_a_step import only_tensors, steps_with_images
 from messages_of_a_step import SentByKind
@@ -117,3 +122,62 @@ def test_a_plan_says_how_many_tokens_are_of_images(tmp_path, capsys):
     assert "of the tokens" not in capsys.readouterr().out
     assert main([*base, "model=llama3_8b", "plan.image_share=0.1"]) == 2
     assert "reads only text" in capsys.readouterr().err
+
+
+QWEN3_VL_8B = {
+    "text_config": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "patch_size": 16,
+        "out_hidden_size": 4096,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
+"""The published sizes, without what changes no plan."""
+
+
+def overridden(words, more):
+    """Yield the words of a command, with one more in place of the word with the same key."""
+    key = more.partition("=")[0]
+    yield from (word for word in words if not word.startswith(f"{key}="))
+    yield more
+
+
+@pytest.mark.slow
+def test_the_recipes_of_the_page_need_what_it_says(tmp_path, capsys):
+    config = CONFIG_MAPPING["qwen3_vl"](**QWEN3_VL_8B, tie_word_embeddings=False)
+    config.architectures = [CLASSES["qwen3_vl"]]
+    config.save_pretrained(tmp_path / "model")
+    page = (REPO / "docs/images.md").read_text()
+    commands = re.findall(
+        r"-m fsdp_trainer (.*?)```|^fsdp-trainer (model.*?)```", page, re.M | re.S
+    )
+    full, small = [
+        shlex.split((a or b).replace("\\\n", "")) for a, b in commands if "Qwen3-VL" in a + b
+    ]
+    [peaks] = re.findall(r"\| peak of a GPU, GiB \| (.*) \|", page)
+    card = re.findall(r"rtx4090 plan.world_size=1`: ([\d.]+) of", page)
+    h100 = [*full, "plan.gpu=h100", "plan.world_size=8"]
+    others = ["plan.image_share=0.1"], ["train.freeze=[vision]"], ["activation_checkpoint=full"]
+    cases = [h100, *(list(overridden(h100, *more)) for more in others)]
+    cases.append([*small, "plan.gpu=rtx4090", "plan.world_size=1"])
+    for words, peak in zip(cases, [*peaks.split(" | "), *card], strict=True):
+        own = [word for word in words if not word.startswith("model.init_from")]
+        assert (
+            main(["plan", *own, f"model.init_from={tmp_path / 'model'}", "plan.format=json"]) == 0
+        )
+        assert json.loads(capsys.readouterr().out)["peak_gib"] == pytest.approx(
+            float(peak), abs=0.1
+        )

@@ -65,7 +65,8 @@ def serve(cfg: ChatConfig, listening: socket.socket) -> int:
     from fsdp_trainer.apps.generate import Speaker, device_of
 
     source = Path(str(cfg.source))
-    speaker = Speaker.load(source, device_of(cfg.device), getattr(torch, cfg.dtype))
+    dtype = getattr(torch, cfg.dtype)
+    speaker = Speaker.load(source, device_of(cfg.device), dtype, cfg.implementation)
     engine = Engine(speaker, cfg.rows)
     defaults = ChatDefaults(cfg.temperature, cfg.top_p, cfg.max_tokens, cfg.rows)
     name = source.resolve().name

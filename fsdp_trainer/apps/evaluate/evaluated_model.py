@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fsdp_trainer.apps.generate import reader_of_images
 from fsdp_trainer.checkpoint.frozen_weights import model_config
 from fsdp_trainer.checkpoint.load import load_model, read_into
 from fsdp_trainer.checkpoint.store import damage_anywhere
@@ -29,8 +30,10 @@ def build_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     """Return a scorer with the model of cfg.source. Collective. Raises UserError and RunFailed."""
     if is_sharded(cfg, device):
         return sharded_scorer(cfg, device)
-    model = load_model(str(cfg.source), device, getattr(torch, cfg.dtype))
-    return Scorer(model, cfg.rows, device)
+    dtype, implementation = getattr(torch, cfg.dtype), cfg.implementation
+    model = load_model(str(cfg.source), device, dtype, implementation=implementation)
+    images = reader_of_images(model.config, str(cfg.source))
+    return Scorer(model, cfg.rows, device, images=images)
 
 
 def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
@@ -39,7 +42,8 @@ def is_sharded(cfg: EvaluateConfig, device: torch.device) -> bool:
         return False
     if cfg.sharded is not None:
         return cfg.sharded
-    numbers = sum(p.numel() for p in meta_decoder(model_config(Path(str(cfg.source)))).parameters())
+    config = model_config(Path(str(cfg.source)), cfg.implementation)
+    numbers = sum(p.numel() for p in meta_decoder(config).parameters())
     size = numbers * getattr(torch, cfg.dtype).itemsize
     too_large = torch.tensor(size > ROOM * free_bytes(device), device=device)
     dist.all_reduce(too_large, dist.ReduceOp.MAX)
@@ -58,8 +62,10 @@ def sharded_scorer(cfg: EvaluateConfig, device: torch.device) -> Scorer:
     computation = Computation(Sharding(), Precision(cfg.dtype, cfg.dtype, cfg.dtype))
     layout = Layout(computation.sharding, dist.get_world_size(), Batch())
     dims = Dims(layout, device.type, parse_duration(cfg.launch.timeout))
-    model = parallelize(meta_decoder(model_config(source)), dims, computation)
+    config = model_config(source, cfg.implementation)
+    model = parallelize(meta_decoder(config), dims, computation)
     allocate(model, device)
     model.eval().requires_grad_(False)
     read_into(model, source)
-    return Scorer(model, cfg.rows, device, sharded_split(dims, device))
+    images = reader_of_images(model.config, source)
+    return Scorer(model, cfg.rows, device, sharded_split(dims, device), images=images)

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.data.files.sources import RecordError
-from fsdp_trainer.data.images.image_files import ImageFile, ImageFiles
+from fsdp_trainer.data.images.image_files import (
+    ImageFile,
+    ImageFiles,
+    decoded,
+    digest_of,
+    read_file,
+)
 from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.records.images import Image
+from fsdp_trainer.errors import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -95,3 +104,15 @@ class ImageReader:
         if expanded.count(token) != sum(image.tokens for image in images):
             raise RecordError(f"a text holds {token}, which stands for a part of an image")
         return Expanded(expanded, tuple(images), shifts, spans)
+
+
+def load_image(processor: ImageProcessor, image: SampleImage) -> dict[str, np.ndarray]:
+    """Return the arrays of an image. Raises UserError if its file is not what was tokenized."""
+    path = image.file.path
+    try:
+        content, _ = read_file(path, path)
+        if digest_of(content) != image.file.digest:
+            raise RecordError("has changed since it was tokenized: start again")
+        return processor.numbers_of(decoded(content, path))
+    except RecordError as error:
+        raise UserError("an image cannot be used", [Problem(path, str(error))]) from None

@@ -290,11 +290,11 @@ class TransformersDecoder(Decoder):
         """Return the states as in training. layout: None: each row is one document."""
         return self.states(tokens, positions, layout)
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, images: ImageInputs | None = None) -> Tensor:
         """Return logits [batch, length, vocabulary]; each row is one document."""
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         with self.inference():
-            return self.logits_of(self.states(tokens, positions, None))
+            return self.logits_of(self.states(tokens, positions, None, images=images))
 
     @torch.no_grad()
     def next_logits(
@@ -308,14 +308,14 @@ class TransformersDecoder(Decoder):
     ) -> Tensor:
         """Return the next-token logits at some positions: [index, vocabulary].
 
-        caches: an OwnCache, or empty. images: of these tokens, with an OwnCache. See Decoder.
+        caches: an OwnCache, or empty. images: of these tokens. See Decoder.
         """
         if isinstance(caches, OwnCache):
             self.use_attention(self.plain_attention)
             inputs = self.inputs(tokens, positions, images)
             hidden = caches.forward(self.base, inputs, self.cache_name)
         else:
-            hidden, _ = self.hidden(tokens, positions, layout)
+            hidden, _ = self.hidden(tokens, positions, layout, images=images)
         return self.logits_of(hidden.flatten(0, 1).index_select(0, index))
 
 

@@ -48,6 +48,15 @@ def head_problems(model: Any, tokens: Tensor, dtype: str) -> list[Problem]:
 
 def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> list[Problem]:
     """Return the problem of logits of a document with an image that are not transformers' own."""
+    both = model.both_image_logits(*with_image(model, picture, tokens))
+    page = "docs/images.md has the models that are tried"
+    return logits_problems(
+        model, both, dtype, "logits of a text with an image", "computes images", page
+    )
+
+
+def with_image(model: Any, picture: Picture, tokens: Tensor) -> tuple[Tensor, Tensor, ImageInputs]:
+    """Return a document with an image among these tokens, [1, length], its positions, and it."""
     arrays, count = picture
     token = model.tower.token
     image = torch.full((1, count), token, device=tokens.device)
@@ -57,12 +66,7 @@ def image_problems(model: Any, picture: Picture, tokens: Tensor, dtype: str) -> 
     if model.image_positions is not None:
         positions = model.image_positions(document[0].cpu(), arrays)[:, None].to(tokens.device)
     on_device = {name: to_device(values, tokens.device) for name, values in arrays.items()}
-    images = ImageInputs(on_device, count, positions)
-    both = model.both_image_logits(document, positions_of(document), images)
-    page = "docs/images.md has the models that are tried"
-    return logits_problems(
-        model, both, dtype, "logits of a text with an image", "computes images", page
-    )
+    return document, positions_of(document), ImageInputs(on_device, count, positions)
 
 
 def logits_problems(

@@ -1,0 +1,169 @@
+"""Tasks about images: the same likelihoods and answers as transformers' own model gives."""
+
+import json
+
+import pytest
+import torch
+from image_models import make_image_folder, write_pictures
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+from zoo import make_folder
+
+from fsdp_trainer.data.images.image_processor import ImageProcessor
+
+pytest.importorskip("lm_eval")
+pytestmark = pytest.mark.slow
+
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {items}
+test_split: test
+doc_to_text: 'say. <image>{{{{question}}}}'
+doc_to_image: images
+doc_to_target: answer
+{more}
+"""
+MORE = {
+    "choice": """output_type: multiple_choice
+doc_to_choice: '{{choices}}'
+metric_list:
+  - metric: acc""",
+    "written": """output_type: generate_until
+generation_kwargs:
+  until: ['~']
+  max_gen_toks: 12
+metric_list:
+  - metric: exact_match""",
+}
+BY_TRANSFORMERS = ["implementation=transformers"]
+"""Our own decoder would compute Gemma 3, and read its texts alone."""
+CHOICES = ["a thing", "another one", "x"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Return a folder with six pictures, whose paths in a task are relative to its data."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write_pictures(folder / "pictures", 6)
+    return folder
+
+
+def task_of(folder, name, rows):
+    items, file = folder / f"{name}.jsonl", folder / f"{name}.yaml"
+    items.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(TASK.format(name=name, items=items, more=MORE[name]))
+    return str(file)
+
+
+def evaluate(world, model, task, *options, ranks=1, **expected):
+    ranks = world.command(
+        "evaluate", f"source={model}", f"tasks=[{task}]", "format=json", "launch.device=cpu",
+        "launch.timeout=120s", *options, ranks=ranks, env={"HF_HUB_OFFLINE": "1"}, **expected,
+    )  # fmt: skip
+    return ranks[0]
+
+
+def inputs_of(folder, model, question, image):
+    """Return what transformers' own processor makes of a question with an image."""
+    processor = ImageProcessor(str(model)).processor
+    text = f"say. {processor.image_token}{question}"
+    picture = Image.open(folder / image)
+    return processor, processor(text=[text], images=[picture], return_tensors="pt")
+
+
+def best_choice(theirs, folder, model, question, image):
+    """Return the choice that transformers' model finds most likely after a question."""
+    processor, inputs = inputs_of(folder, model, question, image)
+    scores = []
+    for choice in CHOICES:
+        tokens = torch.tensor(
+            [processor.tokenizer(f" {choice}", add_special_tokens=False).input_ids]
+        )
+        given = dict(inputs) | {"input_ids": torch.cat([inputs["input_ids"], tokens], 1)}
+        for name in ("attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if name in given:
+                more = torch.full_like(tokens, int(name == "attention_mask"))
+                given[name] = torch.cat([given[name], more], 1)
+        logits = theirs(**given).logits[0, -tokens.shape[1] - 1 : -1]
+        scores.append(logits.log_softmax(-1).gather(1, tokens.T).sum().item())
+    return max(range(len(CHOICES)), key=scores.__getitem__)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+@torch.no_grad()
+def test_choices_about_images_are_those_of_transformers_on_any_ranks(
+    world, tmp_path, pictures, kind
+):
+    """The expected answers are right in all items but one."""
+    model = make_image_folder(tmp_path / kind, kind)
+    theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    rows = []
+    for i in range(5):
+        image, question = f"pictures/{i}.png", f"what is in number {i * i}?"
+        best = best_choice(theirs, pictures, model, question, image)
+        answer = (best + (i == 2)) % len(CHOICES)
+        rows.append({"question": question, "images": [image], "choices": CHOICES, "answer": answer})
+    task = task_of(pictures, "choice", rows)
+    for options, ranks in ((BY_TRANSFORMERS, 1), ([*BY_TRANSFORMERS, "sharded=true", "rows=2"], 2)):
+        metrics = json.loads(evaluate(world, model, task, *options, ranks=ranks).out)
+        assert metrics["choice"]["acc"] == pytest.approx(0.8), ranks
+
+
+def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures):
+    model = make_image_folder(tmp_path / "llava", "llava")
+    theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    rows = []
+    for i in range(3):
+        processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png")
+        length = inputs["input_ids"].shape[1]
+        tokens = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)[0, length:]
+        text = processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        rows.append({"question": f"{i}?", "images": [f"pictures/{i}.png"], "answer": text})
+    task = task_of(pictures, "written", rows)
+    for options, ranks in (([], 1), (["sharded=true", "rows=1"], 2)):
+        metrics = json.loads(evaluate(world, model, task, *options, ranks=ranks).out)
+        assert metrics["written"]["exact_match"] == 1, ranks
+
+
+def test_a_task_with_images_that_do_not_fit_is_refused(world, tmp_path, pictures):
+    row = {"question": "<image>?", "images": ["pictures/0.png"], "choices": CHOICES, "answer": 0}
+    model = make_image_folder(tmp_path / "llava", "llava")
+    gemma = make_image_folder(tmp_path / "gemma3", "gemma3")
+    wrong = {
+        "use  implementation=transformers": (row | {"question": "?"}, gemma),
+        "has 1 images, and the chat template shows 2": (row, model),
+        "pictures/none.png": (row | {"question": "?", "images": ["pictures/none.png"]}, model),
+        "the model reads only text": (row | {"question": "?"}, make_folder(tmp_path / "text")),
+    }
+    for number, (message, (item, folder)) in enumerate(wrong.items()):
+        task = task_of(pictures, "choice", [item])
+        refused = evaluate(world, folder, task, code=2)
+        assert message in refused.err, number
+        assert "choice, item 0" in refused.err, number
+
+
+def test_a_training_evaluates_tasks_about_images_like_the_verb(world, train, tmp_path, pictures):
+    """Three items are divided unequally between two ranks."""
+    model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")
+    rows = [
+        {"question": f"{i}?", "images": [f"pictures/{i}.png"], "choices": CHOICES, "answer": i}
+        for i in range(3)
+    ]
+    task = task_of(pictures, "choice", rows)
+    chats = pictures / "chats.jsonl"
+    content = [{"type": "image", "image": "pictures/1.png"}, {"type": "text", "text": "what?"}]
+    answer = {"role": "assistant", "content": "a thing"}
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": content}, answer]}))
+    own = [f"model.init_from={model}", f"data.path={chats}", "batch.seq_len=128", "batch.rows=2"]
+    own += [
+        "train.steps=2",
+        "checkpoint.export_hf=true",
+        "optim.lr=1e-3",
+        "precision=fp32",
+        "launch.device=cpu",
+    ]
+    run = train("run", *own, f"evaluation.tasks=[{task}]", ranks=2, base=[])
+    metrics = json.loads(evaluate(world, run.folder / "hf", task).out)
+    assert run.metrics[-1]["tasks"]["choice/acc"] == pytest.approx(metrics["choice"]["acc"])

@@ -87,7 +87,7 @@ class Speaker:
         whole = self.images.expand(text, [file for file, _ in opened], token, is_whole=True)
         arrays = joined([processor.numbers_of(picture) for _, picture in opened])
         tokens = sum(image.tokens for image in whole.images)
-        return Asked(whole.text, PromptImages(arrays, tokens))
+        return Asked(whole.text, PromptImages(lambda: arrays, tokens))
 
     def say(self, asked: Asked, cfg: GenerateConfig) -> Iterator[str]:
         """Yield the continuation of a text, in pieces; a piece never ends within a character."""

@@ -215,7 +215,7 @@ def mean_loss(model: Decoder, store: TokenStore, processor: ImageProcessor | Non
         stored_tokens, stored_weights = store.read(sample)
         tokens = torch.tensor(stored_tokens).long()
         weight = torch.tensor(stored_weights)[1:].double()
-        shown = PromptImages.load(processor, store.images(sample)) if processor else None
+        shown = PromptImages.of_files(processor, store.images(sample)) if processor else None
         images = packed_images(model, [tuple(tokens[:-1].tolist())], [shown], tokens.device)
         given: dict[str, Any] = {} if images is None else {"images": images}
         scores = model.logits(tokens[None, :-1], **given)[0].float().log_softmax(-1)

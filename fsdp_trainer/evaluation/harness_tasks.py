@@ -94,7 +94,7 @@ def data_file_of(spec: dict[str, Any]) -> str:
     """Return a task's first data file, or "" if it has none of its own."""
     files = (spec.get("dataset_kwargs") or {}).get("data_files") or ""
     while not isinstance(files, str):
-        files = next(iter(files.values() if isinstance(files, dict) else files))
+        files = next(iter(files.values() if isinstance(files, dict) else files), "")
     return files
 
 

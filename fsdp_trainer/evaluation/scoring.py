@@ -176,16 +176,16 @@ class Scorer:
                 ranks=self.split.ranks,
                 check=self.check,
                 is_over=is_over,
-                images=[self.load_images(prompt.images) for prompt in own],
-                idle=(idle.tokens, self.load_images(idle.images)),
+                images=[self.images_of(prompt.images) for prompt in own],
+                idle=(idle.tokens, self.images_of(idle.images)),
             )
             return [tokens for [tokens] in answers]
 
         return self.compute_in_parts(prompts, generate, lambda prompt: len(prompt.tokens))
 
-    def load_images(self, images: Sequence[SampleImage]) -> PromptImages | None:
-        """Return the images of a text, None without any."""
-        return PromptImages.load(self.images.processor, images) if self.images else None
+    def images_of(self, images: Sequence[SampleImage]) -> PromptImages | None:
+        """Return the images of a text, which are read when they are needed; None without any."""
+        return PromptImages.of_files(self.images.processor, images) if self.images else None
 
     def compute_in_parts(
         self,
@@ -273,7 +273,7 @@ class Scorer:
         self, texts: Sequence[tuple[tuple[int, ...], tuple[SampleImage, ...]]]
     ) -> dict[str, Any]:
         """Return the further argument of a forward over texts with images."""
-        shown = [self.load_images(images) for _, images in texts]
+        shown = [self.images_of(images) for _, images in texts]
         inputs = packed_images(self.model, [tokens for tokens, _ in texts], shown, self.device)
         return {} if inputs is None else {"images": inputs}
 

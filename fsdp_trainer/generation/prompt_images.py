@@ -1,6 +1,6 @@
 """Images of prompts, as the model takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,36 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor, joined
 from fsdp_trainer.data.images.sample_images import SampleImage, load_image
 from fsdp_trainer.models.decoder import AXES, Decoder, ImageInputs
 
+Arrays = dict[str, np.ndarray]
+"""What a processor makes of images, by transformers' names."""
+
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of a prompt: the processor's arrays, and the number of tokens for them."""
+    """The images of a prompt.
 
-    arrays: dict[str, np.ndarray]
+    load: returns the processor's arrays, each time that it is called. tokens: number of the
+    prompt's tokens that stand for them.
+    """
+
+    load: Callable[[], Arrays]
     tokens: int
 
     @classmethod
-    def load(
+    def of_files(
         cls, processor: ImageProcessor, images: Sequence[SampleImage]
     ) -> "PromptImages | None":
-        """Return images of files, None without any. Raises UserError for one that has changed."""
+        """Return images of files, which are not read yet; None without any.
+
+        `load` raises UserError for one that has changed.
+        """
         if not images:
             return None
-        arrays = joined([load_image(processor, image) for image in images])
-        return cls(arrays, sum(image.tokens for image in images))
+
+        def load() -> Arrays:
+            return joined([load_image(processor, image) for image in images])
+
+        return cls(load, sum(image.tokens for image in images))
 
 
 def image_inputs(
@@ -44,12 +57,13 @@ def image_inputs(
     shown = [row.images for row in rows if row.images is not None]
     if not shown:
         return None, None
-    whole = joined([each.arrays for each in shown])
+    own = [row.images.load() if row.images is not None else None for row in rows]
+    whole = joined([each for each in own if each is not None])
     arrays = {name: to_device(values, device) for name, values in whole.items()}
     tokens = sum(each.tokens for each in shown)
     if model.image_positions is None:
         return ImageInputs(arrays, tokens), None
-    each = [positions_of(model, row.images, text) for row, text in zip(rows, texts, strict=True)]
+    each = [positions_of(model, *one) for one in zip(own, texts, strict=True)]
     padded = [torch.nn.functional.pad(one, (width - one.shape[1], 0)) for one in each]
     shifts = [int(one.max()) + 1 - one.shape[1] for one in each]
     positions = to_device(torch.stack(padded, 1), device)
@@ -63,19 +77,20 @@ def packed_images(
     device: torch.device,
 ) -> ImageInputs | None:
     """Return the images of texts that are packed into one row; None without any."""
-    arrays = [each.arrays for each in images if each is not None]
+    own = [each.load() if each is not None else None for each in images]
+    arrays = [each for each in own if each is not None]
     if not arrays:
         return None
     on_device = {name: to_device(values, device) for name, values in joined(arrays).items()}
     positions = None
     if model.image_positions is not None:
-        each = [positions_of(model, *one) for one in zip(images, map(list, texts), strict=True)]
+        each = [positions_of(model, *one) for one in zip(own, map(list, texts), strict=True)]
         positions = to_device(torch.cat(each, 1)[:, None], device)
     return ImageInputs(on_device, sum(each.tokens for each in images if each), positions)
 
 
-def positions_of(model: Decoder, images: PromptImages | None, text: list[int]) -> Tensor:
-    """Return the positions of a text with images, [axes, length] int64."""
-    if images is None:
+def positions_of(model: Decoder, arrays: Arrays | None, text: list[int]) -> Tensor:
+    """Return the positions of a text, [axes, length] int64. arrays: of its images."""
+    if arrays is None:
         return torch.arange(len(text)).expand(AXES, -1)
-    return model.image_positions(torch.tensor(text), images.arrays)
+    return model.image_positions(torch.tensor(text), arrays)

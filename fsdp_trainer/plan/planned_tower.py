@@ -159,8 +159,8 @@ class PlannedTower:
             device="meta",
             dtype=self.dtype,
         )
-        trained = any(p.requires_grad and p.ndim > 1 for p in self.block.parameters())
-        block.requires_grad_(trained)
+        whole, trained = numbers_of(self.block.parameters())
+        block.requires_grad_(trained > whole / 2)  # else only adapters are trained
         decoder: Any = SimpleNamespace(blocks=lambda: {"0": block}, image_blocks=list)
         checkpoint_activations(decoder, recompute)
         shape = (1, self.patches, width)

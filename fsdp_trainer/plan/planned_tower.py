@@ -4,18 +4,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import ActivationCheckpoint
-from fsdp_trainer.models.hf.hf_decoder import TransformersDecoder
-from fsdp_trainer.models.hf.image_tower import TowerSizes
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.plan.blocks import TracedPart, trace
 from fsdp_trainer.plan.fsdp_units import ModelParts
+
+if TYPE_CHECKING:  # imports transformers
+    from fsdp_trainer.models.hf.image_tower import TowerSizes
 
 PATCHES = 4096
 """Patches of an image whose size the model does not fix, such as 1,024 × 1,024 pixels by 16."""
@@ -55,7 +56,7 @@ class PlannedTower:
     activation checkpointing.
     """
 
-    sizes: TowerSizes
+    sizes: "TowerSizes"
     block: nn.Module
     depth: int
     projectors: int
@@ -76,8 +77,8 @@ class PlannedTower:
         recompute: ActivationCheckpoint,
     ) -> "PlannedTower | None":
         """Return the tower of a model, None without. share: of a row's tokens, those of images."""
-        model = parts.model
-        if not isinstance(model, TransformersDecoder) or model.tower is None:
+        model: Any = parts.model
+        if not parts.images:
             return None
         blocks = model.image_blocks()
         others = parts.images[len(blocks) :]

@@ -1,7 +1,7 @@
 """Images of prompts, as the model takes them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,20 +54,14 @@ def image_inputs(
     are None without images; the second also for a model whose images have no positions of their
     own.
     """
-    shown = [row.images for row in rows if row.images is not None]
-    if not shown:
-        return None, None
-    own = [row.images.load() if row.images is not None else None for row in rows]
-    whole = joined([each for each in own if each is not None])
-    arrays = {name: to_device(values, device) for name, values in whole.items()}
-    tokens = sum(each.tokens for each in shown)
-    if model.image_positions is None:
-        return ImageInputs(arrays, tokens), None
+    inputs, own = loaded([row.images for row in rows], device)
+    if inputs is None or model.image_positions is None:
+        return inputs, None
     each = [positions_of(model, *one) for one in zip(own, texts, strict=True)]
     padded = [torch.nn.functional.pad(one, (width - one.shape[1], 0)) for one in each]
     shifts = [int(one.max()) + 1 - one.shape[1] for one in each]
     positions = to_device(torch.stack(padded, 1), device)
-    return ImageInputs(arrays, tokens, positions), to_device(np.array(shifts)[:, None], device)
+    return replace(inputs, positions=positions), to_device(np.array(shifts)[:, None], device)
 
 
 def packed_images(
@@ -77,16 +71,23 @@ def packed_images(
     device: torch.device,
 ) -> ImageInputs | None:
     """Return the images of texts that are packed into one row; None without any."""
+    inputs, own = loaded(images, device)
+    if inputs is None or model.image_positions is None:
+        return inputs
+    each = [positions_of(model, *one) for one in zip(own, map(list, texts), strict=True)]
+    return replace(inputs, positions=to_device(torch.cat(each, 1)[:, None], device))
+
+
+def loaded(
+    images: Sequence[PromptImages | None], device: torch.device
+) -> tuple[ImageInputs | None, list[Arrays | None]]:
+    """Return the images of texts without positions, None without any, and the arrays of each."""
     own = [each.load() if each is not None else None for each in images]
     arrays = [each for each in own if each is not None]
     if not arrays:
-        return None
+        return None, own
     on_device = {name: to_device(values, device) for name, values in joined(arrays).items()}
-    positions = None
-    if model.image_positions is not None:
-        each = [positions_of(model, *one) for one in zip(own, map(list, texts), strict=True)]
-        positions = to_device(torch.cat(each, 1)[:, None], device)
-    return ImageInputs(on_device, sum(each.tokens for each in images if each), positions)
+    return ImageInputs(on_device, sum(each.tokens for each in images if each)), own
 
 
 def positions_of(model: Decoder, arrays: Arrays | None, text: list[int]) -> Tensor:

@@ -115,7 +115,7 @@ class BlockTracer:
             ranks = kind.counts.ranks
             fed = fed_numbers(kind.block, config)
             traced = traced.less(compiled_saving(config, given, saved, traced, ranks, fed))
-        return with_others_keys(model, traced, mode)
+        return with_others_keys(model, traced, mode, self.attention)
 
 
 def planned_attention(model: PlannedModel, device: str, windowed: bool) -> str:
@@ -154,13 +154,15 @@ def traced_rows(
     return traces[given.rows].part()
 
 
-def with_others_keys(model: PlannedModel, traced: TracedPart, mode: str) -> TracedPart:
+def with_others_keys(
+    model: PlannedModel, traced: TracedPart, mode: str, attention: str
+) -> TracedPart:
     """Add to a block's bytes the keys and values that it gets from ranks that split its rows."""
-    more = others_keys(model.layout, model.part, model.number)
+    more = others_keys(model.layout, model.part, model.number, mode, attention)
     return traced._replace(
         forward=traced.forward + more.forward,
         backward=traced.backward + more.backward,
-        saved=traced.saved + more.saved * (mode != "full"),
+        saved=traced.saved + more.saved,
     )
 
 

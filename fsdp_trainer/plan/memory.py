@@ -78,11 +78,12 @@ class Memory(NamedTuple):
     """The memory of a rank in a step.
 
     moments: the largest moment of each phase; host: bytes of host memory that a rank on a GPU uses
-    for offloaded tensors.
+    for offloaded tensors; tensors: most bytes of tensors at any moment, without the allowance.
     """
 
     moments: tuple[Moment, ...]
     host: float
+    tensors: float
 
     @property
     def peak(self) -> Moment:
@@ -113,7 +114,11 @@ def memory(run: PlannedRun, device: str = "cuda", load: float = 1.0) -> Memory:
         for phase in PHASES
         if phase in phases
     ]
-    return Memory(tuple(largest), max(step.states.host for step in steps))
+    host, tensors = (
+        max(step.states.host for step in steps),
+        max(step.moments.most_tensors for step in steps),
+    )
+    return Memory(tuple(largest), host, tensors)
 
 
 # --- what does not change in a step
@@ -364,6 +369,7 @@ class LargestMoments:
 
     def __init__(self, device: str, states: dict[str, float], most_sharded: float):
         self.device, self.states, self.most_sharded = device, states, most_sharded
+        self.most_tensors = 0.0
         self._most_fetched = 0.0
         self._of_phase: dict[str, tuple[float, str, dict[str, float], float]] = {}
         """By phase: total, when, bytes by category, and idle bytes.
@@ -387,6 +393,7 @@ class LargestMoments:
         # which zero_grad frees before the next forward
         on_gpu = self.device == "cuda"
         idle = max(0.0, self.most_sharded - held.sharded) - now.fetched if on_gpu else 0.0
+        self.most_tensors = max(self.most_tensors, sum(parts.values()) + sum(self.states.values()))
         total = sum(parts.values()) + idle
         if phase not in self._of_phase or total > self._of_phase[phase][0]:
             self._of_phase[phase] = total, when, parts, idle
@@ -626,6 +633,8 @@ class Step:
         """Return the bytes of a chunk's logits. trained: size of the head's matrix, 0 if frozen."""
         model, compute = self.model, self.model.number
         config, half = model.part.shape, compute < 4
+        if config.scalar_head:
+            return 0.0  # one score for each answer
         rows = rows_at_once(model.chunk_mib, config.vocab_size, self.layout.tokens, self.device)
         each = compute + (4 if half else 0) + (8 if config.final_logit_softcapping else 0)
         copy = trained * compute if half and self.device == "cpu" else 0

@@ -55,6 +55,8 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     if model.depth:
         assumed.append(depth_in_words(cfg))
     config = resolve_model(model, tokens)
+    if cfg.objective.method.scores:
+        config = config.as_reward_model()
     if config.by_transformers:
         assumed.append(
             f"transformers' class computes {config.family}: its weights are counted, its "

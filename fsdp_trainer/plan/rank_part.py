@@ -51,10 +51,12 @@ class OthersKeys(NamedTuple):
     saved: int
 
 
-def others_keys(layout: Layout, part: RankConfig, number: int) -> OthersKeys:
+def others_keys(
+    layout: Layout, part: RankConfig, number: int, mode: str, attention: str
+) -> OthersKeys:
     """Return the bytes of keys and values that a block gets from ranks that split its rows.
 
-    number: bytes of one number.
+    number: bytes of one number; mode: of recomputation; attention: a key of LAYOUTS.
     """
     config, ranks, own = part.shape, layout.sharding.context, layout.tokens
     heads = config.num_key_value_heads
@@ -69,10 +71,18 @@ def others_keys(layout: Layout, part: RankConfig, number: int) -> OthersKeys:
         sums = config.num_attention_heads * config.head_dim * own * FLOAT32
         return OthersKeys(2 * pair + sums, 4 * pair + 2 * pair // number * FLOAT32 + sums, 0)
     if method == "gathered":
-        more = heads * of_token * own * (ranks - 1)
-    else:
-        more = (math.lcm(heads, ranks) - heads) * of_token * own
-    return OthersKeys(more, more, more)
+        kept = heads * of_token * own * (ranks - 1)
+        # a mask of the later half of a rank's queries, whose keys are nearly all of a long
+        # document, and another copy of it in the attention's number format
+        mask = own // 2 * layout.batch.seq_len * number
+        meanwhile = kept + 2 * mask
+        return OthersKeys(meanwhile, meanwhile, kept + mask if mode == "none" else 0)
+    kept = (math.lcm(heads, ranks) - heads) * of_token * own
+    if attention != "varlen":  # the others copy the result anyway
+        return OthersKeys(kept, kept, kept if mode != "full" else 0)
+    # attention keeps its result, and the projection after it the one that came back
+    more = kept + config.num_attention_heads * config.head_dim * own * number
+    return OthersKeys(more, more, {"none": more, "selective": kept}.get(mode, 0))
 
 
 class KeyExchange(NamedTuple):

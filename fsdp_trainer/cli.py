@@ -38,6 +38,7 @@ class Verb(NamedTuple):
 VERBS = {
     "train": Verb("fsdp_trainer.run.verb:train", ("words",), starts_ranks=True),
     "plan": Verb("fsdp_trainer.apps.plan.verb:plan", inputs=False),
+    "rehearse": Verb("fsdp_trainer.apps.rehearse.verb:rehearse_verb", inputs=False),
     "preview": Verb("fsdp_trainer.apps.preview.preview:preview"),
     "prepare": Verb("fsdp_trainer.run.prepare_verb:prepare", ("words",), starts_ranks=True),
     # no check of inputs: doctor itself reports on which node something is missing

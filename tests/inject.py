@@ -53,6 +53,7 @@ POINTS = {
     # a step
     "build": "fsdp_trainer.run.run:build",
     "fill": "fsdp_trainer.run.build:fill",
+    "train_step": "fsdp_trainer.training.step_runner:StepRunner.train_step",
     "fit": "fsdp_trainer.training.trainer:Trainer.fit",
     "learning_rate": "fsdp_trainer.training.trainer:learning_rate",
     "objective": "fsdp_trainer.training.objective:CrossEntropy.__call__",

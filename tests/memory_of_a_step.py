@@ -1,7 +1,6 @@
 """Peak memory of a training step, measured in two ways that are independent of the plan."""
 
 import contextlib
-import weakref
 from types import MethodType
 
 import inject
@@ -11,10 +10,7 @@ import torch.nn.functional as F
 from layouts import layout_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.data.order.row_order import Rows
@@ -30,58 +26,11 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.rehearse.live_bytes import LiveBytes
 from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.gradients import GradientSync, clip_gradients
 from fsdp_trainer.training.guard import EmbeddingGradProbe
 from fsdp_trainer.training.objective import CrossEntropy
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes in all live storages that operators created; peak: the largest so far.
-
-    Resizing a storage is counted, because FSDP2 frees and fills storages by it.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.now, self.peak, self.resize = {}, 0, 0, torch.UntypedStorage.resize_
-
-    def __enter__(self):
-        def resize(storage, size):
-            self.resize(storage, size)
-            if storage._cdata in self.live:
-                self.change(storage._cdata, size)
-
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self.resize
-        return super().__exit__(*error)
-
-    def change(self, storage, size):
-        self.now += size - self.live.get(storage, 0)
-        self.live[storage] = size
-        self.peak = max(self.peak, self.now)
-
-    def gone(self, storage):
-        self.now -= self.live.pop(storage)
-
-    def add(self, tensor):
-        if tensor.is_meta:
-            return
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-        if storage._cdata not in self.live:
-            self.change(storage._cdata, storage.nbytes())
-            weakref.finalize(storage, self.gone, storage._cdata)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind is DTensor for kind in types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        for tensor in (t for t in tree_iter(out) if isinstance(t, torch.Tensor)):
-            self.add(tensor)
-        return out
 
 
 @contextlib.contextmanager
@@ -234,7 +183,7 @@ def peak_of_step(model, dims, optimizer, compute):
                 measure.add(tensor)
         compute()
         clip_gradients(model, dims, 1.0, None)
-    return measure.peak
+    return measure.most
 
 
 def route_evenly(model):

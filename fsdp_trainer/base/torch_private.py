@@ -7,10 +7,12 @@ differ, the docstring says so. Heavy imports stay inside functions.
 import os
 import platform
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,21 @@ def local_shape_and_offset(parameter: DTensor) -> tuple[tuple[int, ...], tuple[i
     """
     return compute_local_shape_and_global_offset(
         parameter.shape, parameter.device_mesh, parameter.placements
+    )
+
+
+def shape_and_offset_at(
+    parameter: DTensor, coordinate: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what `local_shape_and_offset` returns on the rank at a coordinate of the mesh.
+
+    There is no public function for the part of another rank.
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    mesh_shape = tuple(parameter.device_mesh.shape)
+    return _compute_local_shape_and_global_offset(
+        parameter.shape, mesh_shape, list(coordinate), parameter.placements
     )
 
 
@@ -65,6 +82,27 @@ def placed_dtensor(
     whole = TensorMeta(shape, torch.empty(shape, device="meta").stride(), local.dtype)
     spec = DTensorSpec(other.device_mesh, placements, whole)
     return DTensor(local, spec, requires_grad=False)
+
+
+@contextmanager
+def metadata_outside_modes() -> Iterator[None]:
+    """Within, DTensor finds out the shapes of results outside of all dispatch modes.
+
+    It computes them with fake tensors of the whole size, for which it takes the active
+    FakeTensorMode. A count of live tensors would contain them; there is no option against it.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    name = "_propagate_tensor_meta_non_cached"
+    original = getattr(ShardingPropagator, name)
+
+    def outside(*args: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args)
+
+    with patch.object(ShardingPropagator, name, outside):
+        yield
 
 
 # Process groups
@@ -181,6 +219,50 @@ def placement_on(mesh: DeviceMesh) -> Callable[[Shard], Any]:
     if mesh.ndim > 1:
         info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return lambda shard: ShardPlacementResult(shard, info)
+
+
+@contextmanager
+def around_units(method: str, call: Callable[[Any, str, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Within, run `call(unit, name, real)` in place of a method of all units of fully_shard.
+
+    method: unshard, wait_for_unshard or post_backward. name: of the unit's module, "" for the root.
+    real: calls the method. FSDP2 has no public hooks around its communication.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    original = getattr(FSDPParamGroup, method)
+
+    def replaced(unit: Any, *args: Any, **options: Any) -> Any:
+        return call(unit, unit._module_fqn or "", lambda: original(unit, *args, **options))
+
+    with patch.object(FSDPParamGroup, method, replaced):
+        yield
+
+
+def unsharded_gradients(unit: Any) -> list[Tensor]:
+    """Return the gradients of a unit of fully_shard that are not reduced yet."""
+    gradients = []
+    for parameter in unit.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        gradients += [parameter.unsharded_accumulated_grad, getattr(whole, "grad", None)]
+    return [gradient for gradient in gradients if isinstance(gradient, Tensor)]
+
+
+@contextmanager
+def no_pipeline_vote() -> Iterator[None]:
+    """Within, stages of a pipeline take shapes as known, and exchange nothing about them first.
+
+    Before its first step torch's pipeline lets the ranks vote on whether they know the shapes of
+    what they receive, and reads the result. There is no option against it. Needs torch 2.13.
+    """
+    from torch.distributed.pipelining import schedules
+
+    def known(_schedule: Any, stages: list[Any], *_: Any) -> None:
+        for stage in stages:
+            setattr(stage, "_inference_mode", schedules.InferenceMode.STATIC)  # noqa: B010
+
+    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", known):
+        yield
 
 
 def _fsdp_groups(module: Any) -> list[Any]:
@@ -325,6 +407,11 @@ def graph_is_kept() -> bool:
     autograd has no public function for it. Needs torch >= 2.11.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd is running a backward: it has no public function for it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 # Attention

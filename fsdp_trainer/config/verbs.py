@@ -114,6 +114,25 @@ class PlanConfig(TrainConfig):
 
 
 @dataclass
+class Rehearse:
+    """The page that `rehearse` writes."""
+
+    html: str | None = key(
+        None, "also write a page with the memory of a step over time: a file name"
+    )
+
+
+@dataclass
+class RehearseConfig(PlanConfig):
+    """Runs one step of each kind of rank on tensors without storage, and compares it with the plan.
+
+    Needs no GPU, data, tokenizer or weights.
+    """
+
+    rehearse: Rehearse = field(default_factory=Rehearse)
+
+
+@dataclass
 class Prepare:
     """The part of the work that `prepare` does."""
 
@@ -488,7 +507,7 @@ class QuickstartConfig:
 
 
 PRIMARY: dict[str, type] = {
-    "train": TrainConfig, "plan": PlanConfig, "preview": PreviewConfig,
+    "train": TrainConfig, "plan": PlanConfig, "rehearse": RehearseConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
     "verify": VerifyConfig, "generate": GenerateConfig, "chat": ChatConfig,
     "evaluate": EvaluateConfig, "rewards": RewardsConfig,

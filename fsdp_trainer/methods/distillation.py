@@ -14,8 +14,13 @@ from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.stored_teacher import ListedTeacher, TeacherColumn
-from fsdp_trainer.methods.teacher import Teacher, record_of_lists, shard_teacher, with_second_model
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.methods.teacher import (
+    FrozenModel,
+    Teacher,
+    record_of_lists,
+    shard_teacher,
+    with_second_model,
+)
 from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.observe.step_log import finite_or_none
@@ -115,9 +120,8 @@ class DistillationMethod(Method):
         return shard_teacher(setup.cfg, source, config, setup.config, setup.dims, setup.compiled)
 
     @property
-    def architectures(self) -> list[ModelConfig]:
-        own = [self.setup.config]
-        return [*own, self.teacher.model.config] if isinstance(self.teacher, Teacher) else own
+    def frozen_models(self) -> list[FrozenModel]:
+        return [self.teacher] if isinstance(self.teacher, Teacher) else []
 
     def load(self, model: Decoder, options: BatchOptions) -> tuple[RunRows, dict[str, str]]:
         if isinstance(self.teacher, Teacher):

@@ -68,9 +68,14 @@ class Method:
         return 1.0
 
     @property
+    def frozen_models(self) -> list[FrozenModel]:
+        """The second models in memory."""
+        return []
+
+    @property
     def architectures(self) -> list[ModelConfig]:
         """The architectures of the models that read the rows, the trained model's first."""
-        return [self.setup.config]
+        return [self.setup.config, *(frozen.model.config for frozen in self.frozen_models)]
 
     @property
     def objective_differs(self) -> bool:

@@ -36,8 +36,8 @@ from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.methods.server_sampler import ServerSampler, find_served
 from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.adapters.adapters import without_adapters
-from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
@@ -250,9 +250,8 @@ class PolicyGradientMethod(Method):
         return self.choice.temperature
 
     @property
-    def architectures(self) -> list[ModelConfig]:
-        own = [self.setup.config]
-        return [*own, self.loaded.model.config] if self.loaded else own
+    def frozen_models(self) -> list[FrozenModel]:
+        return [self.loaded] if self.loaded else []
 
     def about(self) -> list[str]:
         choice, rows = self.choice, self.setup.cfg.batch.rows

@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import cached_property
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -134,6 +133,13 @@ class Dims:
         """
         return self._groups.get(name)
 
+    def named_groups(self) -> dict[str, dist.ProcessGroup]:
+        """Return the groups of this rank that exist so far, by the dimension along which they lie.
+
+        Those of the experts' mesh are `experts/eshard`, `experts/expert` and so on.
+        """
+        return dict(self._groups)
+
     def sum_over_batch(self, tensor: Tensor) -> None:
         """Sum in place over the ranks that read different rows, for counts of rows. Collective.
 
@@ -196,7 +202,8 @@ class Dims:
 
     def stages(self) -> list[list[int]]:
         """Return the ranks of each pipeline stage."""
-        return torch.arange(self.ranks).view(self.sizes["pipeline"], -1).tolist()
+        stages: list[list[int]] = np.arange(self.ranks).reshape(self.sizes["pipeline"], -1).tolist()
+        return stages
 
     def collective_counter(self) -> Callable[[], int]:
         """Return a function that counts the collectives started by this rank, in less than 1 µs.

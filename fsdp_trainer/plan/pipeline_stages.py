@@ -35,6 +35,11 @@ class RankStages(NamedTuple):
 
 def stages_by_rank(whole: ModelParts, layout: Layout) -> list[RankStages]:
     """Return the distinct parts of a pipeline's ranks; without a pipeline, the whole model."""
+    return distinct(stages_of_all(whole, layout), whole.kind_of)
+
+
+def stages_of_all(whole: ModelParts, layout: Layout) -> list[RankStages]:
+    """Return the part of each rank of a pipeline; without a pipeline, the whole model."""
     stages = layout.stages
     if stages.ranks == 1:
         return [RankStages(tuple(range(len(whole.kind_of))))]
@@ -47,7 +52,20 @@ def stages_by_rank(whole: ModelParts, layout: Layout) -> list[RankStages]:
         ends = 0 in numbers, len(parts) - 1 in numbers
         turns = len(numbers) > 1 and numbers[1] == numbers[0] + 1
         by_rank.append(RankStages(blocks, *ends, waiting, turns))
-    return distinct(by_rank, whole.kind_of)
+    return by_rank
+
+
+def classes_of_stages(whole: ModelParts, layout: Layout) -> list[int]:
+    """Return for each rank of a pipeline the number of its class: ranks with equal blocks and ends.
+
+    Classes are numbered in the order of their first ranks.
+    """
+    parts = [
+        (tuple(whole.kind_of[i] for i in stages.blocks), stages.is_first, stages.is_last)
+        for stages in stages_of_all(whole, layout)
+    ]
+    numbers = {part: i for i, part in enumerate(dict.fromkeys(parts))}
+    return [numbers[part] for part in parts]
 
 
 def matrices_of(stages: RankStages, whole: ModelParts) -> list[tuple[int, int, int]]:

@@ -198,15 +198,22 @@ def only_target(cfg: PlanConfig) -> tuple[int, Device]:
     """
     # the search chooses these sizes: the configured ones need not fit the number of ranks
     sharding = replace(cfg.sharding, replicas=1, pipeline=1, tensor=1, context=1, expert=1)
-    worlds = world_sizes(replace(cfg, sharding=sharding))
+    return single_target(replace(cfg, sharding=sharding), "plan.search looks at one cluster")
+
+
+def single_target(cfg: PlanConfig, why: str) -> tuple[int, Device]:
+    """Return the number of ranks and the device. Raises UserError for several of them, saying why.
+
+    Raises it also if the number of ranks does not fit the mesh.
+    """
+    worlds = world_sizes(cfg)
     problems = []
     for key, values in (("world_size", worlds), ("gpu", gpu_names(cfg.plan.gpu))):
         if len(values) > 1:
             typed = f"plan.{key}=[{','.join(map(str, values))}]"
-            reason = f"plan.search looks at one cluster.\nUse  plan.{key}={values[-1]}"
-            problems.append(Problem(typed, reason))
+            problems.append(Problem(typed, f"{why}.\nUse  plan.{key}={values[-1]}"))
     if problems:
-        raise UserError("a search is for one cluster", problems)
+        raise UserError("there are several clusters", problems)
     return worlds[0], target(cfg, worlds[0])
 
 

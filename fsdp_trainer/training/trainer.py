@@ -1,4 +1,4 @@
-"""The training loop: `fit` runs `run_steps`, which runs `train_step` for each step.
+"""The training loop: `fit` runs `run_steps`, which runs StepRunner.train_step for each step.
 
 It receives its parts already built, and does not depend on the model's architecture, its sharding
 or the location of files. docs/architecture.md shows the loop and what it calls on one page.
@@ -10,18 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import to_device_of
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.models.balance import LOAD
-from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.observe.profiler import Profiler
-from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
-from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.after_step.step_logging import StepLogging
@@ -31,10 +24,8 @@ from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.data_source import DataSource
 from fsdp_trainer.training.feed import Feed, StepBatches
-from fsdp_trainer.training.gradients import clip_gradients
-from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.step import ForwardBackward, StepResult
+from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.stopping.stop import DataLost, Rewind, Stop, StopSignals
 from fsdp_trainer.training.stopping.stop_check import StopCheck
 
@@ -43,15 +34,9 @@ Outcome = tuple[str, int]
 
 
 @dataclass
-class Trainer:
+class Trainer(StepRunner):
     """One rank's part of a run. `progress` is the point that it has reached."""
 
-    cfg: TrainConfig
-    model: Decoder
-    dims: Dims
-    optimizer: TrainerOptimizer
-    forward_backward: ForwardBackward
-    guard: Guard
     corruption: Corruption
     data: DataSource
     progress: Progress
@@ -97,7 +82,7 @@ class Trainer:
             self.profiler.before(progress.step + 1)
             phases.enter("data", progress.step + 1)
             step = feed.next_step(progress.step + 1)
-            result = self.train_step(step)
+            result = self.train_step(step, self.checked(step), self.rate_of_step(step.plan.step))
             self.stop_check.sync(progress)
             progress.advance(step.plan)
             self.compilations.report(progress.step, "training")
@@ -108,34 +93,12 @@ class Trainer:
             self.run_after_step()
             self.profiler.after(progress.step)
 
-    def train_step(self, step: StepBatches) -> StepResult:
-        """Run forward, backward, clipping and update of one step; do not wait for the device."""
+    def rate_of_step(self, step: int) -> float:
+        """Return the learning rate of a step."""
         peak = peak_learning_rate(self.cfg.optim, self.cfg.batch)
-        total_steps = self.timetable.total_steps(self.progress)
-        lr = learning_rate(self.cfg.schedule, peak, step.plan.step, total_steps)
-        sums, worst = self.forward_backward.run(step, self.checked(step))
-        phases.enter("clip")
-        optim = self.cfg.optim
-        loss_scale = self.forward_backward.loss_scale
-        scale = loss_scale.scale if loss_scale else None
-        limits = optim.grad_clip, optim.grad_clip_value
-        grad_norm = clip_gradients(self.model, self.dims, *limits, scale)
-        phases.enter("update")
-        # judged on the optimizer's device: with CPU offload, it would otherwise read a copy of the
-        # verdict that is not complete yet
-        loss = sums[self.forward_backward.metrics.position("loss")]
-        verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
-        self.optimizer.set_learning_rate(lr)
-        self.optimizer.step_unless(verdict.skip)
-        balance = self.model.balance
-        if balance is not None and balance.bias_speed:
-            counts = self.forward_backward.metrics.of(LOAD, sums)
-            balance.move_biases(self.model.blocks(), counts, to_device_of(verdict.skip, counts))
-        self.optimizer.zero_grad(set_to_none=True)
-        if loss_scale:
-            loss_scale.update(verdict.not_finite)
-        used = torch.ones_like(grad_norm) if scale is None else scale
-        return StepResult(lr, sums, worst, grad_norm, verdict, used)
+        return learning_rate(
+            self.cfg.schedule, peak, step, self.timetable.total_steps(self.progress)
+        )
 
     def checked(self, step: StepBatches) -> Iterator[MicroBatch]:
         """Yield the step's micro-batches.

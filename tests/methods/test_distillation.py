@@ -613,7 +613,7 @@ def held(cfg, config, teacher_config):
             value.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return measure.peak
+    return measure.most
 
 
 @pytest.mark.slow

@@ -264,10 +264,10 @@ def measured_by_storages():
     with LiveBytes() as live:
 
         def begin():
-            live.peak = live.now
+            live.begin()
 
         def end():
-            peaks.append(live.peak)
+            peaks.append(live.most)
             Path(os.environ["PEAKS"], os.environ["RANK"]).write_text(str(min(peaks[1:] or peaks)))
 
         with inject.at(None, begin), inject.after("update", end):

@@ -52,9 +52,9 @@ def test_a_reward_model_needs_what_the_plan_says_while_it_scores(folder, dtype):
     with LiveBytes() as measure:
         for parameter in model.parameters():
             measure.add(parameter.detach())
-        assert measure.now == one.weights
+        assert measure.total == one.weights
         scorer.scores_of_tokens([list(range(512))] * 2)
-    assert one.weights + one.activations("cpu") == pytest.approx(measure.peak, rel=0.03)
+    assert one.weights + one.activations("cpu") == pytest.approx(measure.most, rel=0.03)
 
 
 def initialized(dtype):

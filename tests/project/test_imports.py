@@ -27,6 +27,7 @@ LAYERS = [
     ("training",),
     ("methods",),
     ("run",),
+    ("rehearse",),
     ("apps",),
     ("apps.chain", "apps.quickstart"),
     ("cli", "api"),

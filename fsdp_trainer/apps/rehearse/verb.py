@@ -1,0 +1,41 @@
+"""The command `rehearse`: one step of each kind of rank, on fake tensors, beside the plan."""
+
+import json
+
+from fsdp_trainer.apps.plan.verb import DOES_NOT_FIT
+from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
+from fsdp_trainer.config.verbs import RehearseConfig
+
+
+def rehearse_verb(cfg: RehearseConfig) -> int:
+    """Print what a step of each kind of rank does, as text or JSON, and write a page if asked.
+
+    Returns 0 if all finish their step and fit the device, else 3. Raises UserError if the model or
+    the device is unknown, or for a run that cannot be rehearsed.
+    """
+    if not (
+        cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
+    ):
+        raise nothing_to_plan_for()  # before torch is imported
+    from fsdp_trainer.apps.rehearse.comparison import compare
+    from fsdp_trainer.apps.rehearse.rehearsal_page import write_page
+    from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show
+    from fsdp_trainer.observe.console import Console
+    from fsdp_trainer.plan.changes import Candidate
+    from fsdp_trainer.plan.plan_inputs import architecture, single_target
+    from fsdp_trainer.plan.second_model import assumed_of
+
+    config, assumed = architecture(cfg)
+    world, device = single_target(cfg, "a rehearsal is of one cluster")
+    is_json = cfg.plan.format == "json"
+    console = Console(quiet=is_json)
+    answer = compare(Candidate(cfg, config, world, device), console.paced())
+    assumed = [*assumed, *assumed_of(cfg.second_model)]
+    if is_json:
+        print(json.dumps(as_json(answer, assumed), allow_nan=False))
+    else:
+        show(cfg, answer, assumed)
+    if cfg.rehearse.html:
+        write_page(cfg.rehearse.html, answer, cfg)
+        console.say(f"wrote  {cfg.rehearse.html}")
+    return 0 if answer.fits and answer.rehearsal.finishes else DOES_NOT_FIT

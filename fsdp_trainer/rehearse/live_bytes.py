@@ -1,0 +1,161 @@
+"""Bytes of all live tensors of a step, by category and from moment to moment."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+CATEGORIES = (
+    "parameters", "gradients", "optimizer", "gathered", "communication", "activations", "logits",
+)  # fmt: skip
+"""As in a plan, which has an allowance besides."""
+MOST_POINTS = 4096
+"""Points of the curve that are kept, before every second one is dropped."""
+
+
+class Peak(NamedTuple):
+    """The moment with most bytes.
+
+    bytes: by category; where: the module or unit that computed; operator: that made the last
+    tensor; phase: of the step.
+    """
+
+    bytes: dict[str, int]
+    where: str
+    operator: str
+    phase: str
+
+    @property
+    def total(self) -> int:
+        """Sum over the categories, in bytes."""
+        return sum(self.bytes.values())
+
+
+NO_PEAK = Peak(dict.fromkeys(CATEGORIES, 0), "", "", "")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all live storages that operators create, in any mode below it.
+
+    Resizing a storage is counted, because FSDP2 frees and fills storages by it. now: bytes by
+    category; peak: the moment with most bytes since the last `begin`; curve: bytes by category at
+    moments of equal distance, in operators.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], str] = str,
+        phase: Callable[[], str] = str,
+        category: Callable[[], str] = lambda: "activations",
+    ):
+        """Count nothing yet. where, phase, category: return the present ones, for new tensors."""
+        super().__init__()
+        self.where, self.phase, self.category = where, phase, category
+        self.now = dict.fromkeys(CATEGORIES, 0)
+        self.total = 0
+        self.operators = 0
+        self.peak = NO_PEAK
+        self.most = 0
+        self.curve: list[tuple[int, tuple[int, ...]]] = []
+        self._every = 1
+        self._live: dict[int, tuple[int, str]] = {}
+        self._operator = ""
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> "LiveBytes":
+        def resize(storage: Any, size: int) -> None:
+            self._resize(storage, size)
+            if storage._cdata in self._live:
+                self._change(storage._cdata, size, self._live[storage._cdata][1])
+
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize)
+        self._patch.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+        super().__exit__(*error)
+
+    def begin(self) -> None:
+        """Forget the peak and the curve; live tensors stay counted."""
+        self.most, self.peak = self.total, NO_PEAK
+        self.curve, self._every, self.operators = [], 1, 0
+
+    def add(self, tensor: Tensor, category: str | None = None) -> None:
+        """Count a tensor's storage, if it is not counted yet. category: None: the current one."""
+        if tensor.is_meta:
+            return
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        key = storage._cdata
+        if key not in self._live:
+            self._live[key] = 0, category or self.category()
+            self._change(key, storage.nbytes(), self._live[key][1])
+            weakref.finalize(storage, self._gone, key)
+
+    def move(self, tensor: Tensor, category: str) -> None:
+        """Count a tensor's storage in another category from now on."""
+        self.add(tensor, category)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = local.untyped_storage()._cdata
+        if key in self._live:
+            size, before = self._live[key]
+            self.now[before] -= size
+            self.now[category] += size
+            self._live[key] = size, category
+
+    def passing(self, size: int) -> None:
+        """Count bytes of communication that live only until the operator ends."""
+        self._judge(size)
+
+    def _change(self, key: int, size: int, category: str) -> None:
+        before, _ = self._live[key]
+        self._live[key] = size, category
+        self.now[category] += size - before
+        self.total += size - before
+        if size > before:
+            self._judge(0)
+
+    def _judge(self, passing: int) -> None:
+        """Keep the present moment if it has most bytes."""
+        if self.total + passing > self.most:
+            self.most = self.total + passing
+            held = dict(self.now)
+            held["communication"] += passing
+            self.peak = Peak(held, self.where(), self._operator, self.phase())
+
+    def _gone(self, key: int) -> None:
+        size, category = self._live.pop(key)
+        self.now[category] -= size
+        self.total -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        self._operator = func._schema.name
+        self.before(func, args)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor):
+                self.add(tensor)
+        self.operators += 1
+        if self.operators % self._every == 0:
+            self._draw()
+        return out
+
+    def before(self, func: Any, args: Any) -> None:
+        """Note what an operator is about to do; nothing by default."""
+
+    def _draw(self) -> None:
+        self.curve.append((self.operators, tuple(self.now.values())))
+        if len(self.curve) > MOST_POINTS:
+            # of each two neighbours the one with more bytes stays: peaks are not lost
+            pairs = zip(self.curve[::2], self.curve[1::2], strict=False)
+            self.curve = [max(pair, key=lambda point: sum(point[1])) for pair in pairs]
+            self._every *= 2

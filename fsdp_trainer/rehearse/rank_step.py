@@ -1,0 +1,213 @@
+"""One rank of a rehearsal: the trainer's own build, and one step, on tensors without storage."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.checkpoint.state import optimizer_state, weights
+from fsdp_trainer.config.context_methods import context_method
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.launch.world import World
+from fsdp_trainer.methods.registry import build_method
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.methods.stored_columns import RunRows
+from fsdp_trainer.models.config import EXPERTS
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.models.setup import ModelSetup
+from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.parallel.context import context_ranks
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.parallel.materialize import allocate
+from fsdp_trainer.rehearse.collectives import Collective
+from fsdp_trainer.rehearse.fake_ranks import fake_tensors, fake_world, with_real_tensors
+from fsdp_trainer.rehearse.live_bytes import Peak
+from fsdp_trainer.rehearse.rehearsed_run import Rehearsed, folder_of_second
+from fsdp_trainer.rehearse.rows import (
+    EmptyData,
+    RehearsedBatches,
+    plan_of_step,
+    whole_rows,
+)
+from fsdp_trainer.rehearse.step_recorder import StepRecorder
+from fsdp_trainer.run.build import build_model, build_step
+from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.guard import Guard
+from fsdp_trainer.training.loss_scale import new_loss_scale
+from fsdp_trainer.training.run_inputs import RunInputs
+from fsdp_trainer.training.step_runner import StepRunner
+from fsdp_trainer.training.weights import extra_state
+
+T = TypeVar("T")
+ONE_BY_ONE = (CompactAdamW, Lion, Sgd)
+"""Optimizers that update one parameter after the other, each on its own."""
+NO_STEPS_BEFORE: tuple[list[list[float]], int] = ([[], []], 0)
+"""State of the guard at the first step of a run."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """The record of one rank's step.
+
+    peak: the moment with most bytes of tensors; curve: see LiveBytes; collectives: of the
+    micro-batches that ran, in order; marks: where each of them began; staged: bytes of host memory
+    that a save needs; groups: name of each dimension by the ranks of its group.
+    """
+
+    rank: int
+    peak: Peak
+    curve: list[tuple[int, tuple[int, ...]]]
+    collectives: list[Collective]
+    marks: list[int]
+    staged: int
+    groups: dict[tuple[int, ...], str]
+
+
+def step_of_rank(run: Rehearsed, rank: int) -> RankStep:
+    """Build the trainer as `rank`, run one step and stage a checkpoint, on fake tensors."""
+    phases.begin()
+    return with_parts(run, rank, RankParts.step)
+
+
+def with_parts(run: Rehearsed, rank: int, use: "Callable[[RankParts], T]") -> T:
+    """Return `use` of the parts of a rank, which exist only meanwhile."""
+    with fake_world(rank, run.world), folder_of_second(run.second) as folder:
+        return use(RankParts(run, rank, folder))
+
+
+class RankParts:
+    """The models of one rank, built as for training, without storage. Collective."""
+
+    def __init__(self, run: Rehearsed, rank: int, second: Path | None):
+        """second: folder of a second model."""
+        cfg, cpu = run.cfg, torch.device("cpu")
+        self.run, self.rank, self.device = run, rank, cpu
+        self.dims = Dims(run.layout, cpu.type, parse_duration(cfg.launch.timeout))
+        nothing: Any = None  # what neither building nor a step asks for
+        world = World(rank, run.world, 0, 0, 1, "", "", nothing, cpu)
+        inputs = RunInputs(nothing, nothing, EmptyData(), None, second)  # type: ignore[arg-type]
+        trained = ModelSetup.resolve(run.config, cfg.adapter, cfg.train.freeze)
+        setup = RunSetup(cfg, inputs, trained, world, self.dims, False, Path(), nothing, nothing)
+        self.setup = setup
+        # before the model in training, as in training
+        self.method = build_method(setup, RunRows(nothing, None, cfg.batch.rows), None)
+        self.model = build_model(setup, self.method.head_temperature)
+
+    @property
+    def models(self) -> list[Decoder]:
+        """The model in training, and second models in memory."""
+        return [self.model, *(frozen.model for frozen in self.method.frozen_models)]
+
+    def step(self) -> RankStep:
+        """Run one step and stage a checkpoint."""
+        run, cfg = self.run, self.run.cfg
+        recorder = StepRecorder(gloo=run.device == "cpu")
+        with fake_tensors(run.device, run.layout, run.expert_rows):
+            for model in self.models:
+                allocate(model, self.device)
+            make = with_real_tensors(build_optimizer)
+            optimizer = make(self.model, cfg.optim, cfg.run.seed, self.dims.stage_group)
+            make_states(optimizer)
+            hold_states(self.models, optimizer, recorder)
+            runner, batches = self._runner(optimizer), self._batches()
+            marks: list[int] = []
+            each = self._marked(batches, recorder, marks)
+            phases.enter("data", 1)
+            with recorder.watching(self.model):
+                runner.train_step(batches, each, cfg.optim.lr)
+            staged = staged_bytes(self.model, optimizer, runner)
+        return RankStep(
+            self.rank,
+            recorder.peak,
+            recorder.curve,
+            recorder.collectives,
+            marks,
+            staged,
+            names_of_groups(self.dims),
+        )
+
+    def _runner(self, optimizer: TrainerOptimizer) -> StepRunner:
+        """Return what runs the step."""
+        setup, cfg = self.setup, self.run.cfg
+        loss_scale = new_loss_scale(cfg.precision, self.device)
+        forward_backward = build_step(setup, self.method, self.model, [""], loss_scale)
+        guard = Guard(cfg.train, self.device, *NO_STEPS_BEFORE)
+        return StepRunner(cfg, self.model, self.dims, optimizer, forward_backward, guard)
+
+    def _batches(self) -> RehearsedBatches:
+        """Return the micro-batches of this rank."""
+        run, cfg, dims = self.run, self.run.cfg, self.dims
+        part = run.config.on_tensor_rank(cfg.sharding.tensor)
+        method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
+        assembler = Assembler(
+            cfg.batch.seq_len,
+            1,
+            micro_rows=cfg.batch.micro_rows,
+            rank=dims.batch_rank,
+            ranks=dims.batch_ranks,
+            device=self.device,
+            same_rows=dims.same_rows,
+            stages=dims.sizes["pipeline"],
+            mark_tokens=EXPERTS in run.config.feed_forwards,
+            context=context_ranks(dims, method, run.config.windows),
+            attention=run.attention,
+            last_tokens=cfg.objective.method.scores,
+            number_documents=cfg.objective.method.compares_answers,
+        )
+        rows = whole_rows(cfg.objective, run.lengths, cfg.batch.seq_len)
+        plan = plan_of_step(cfg.batch.rows, run.lengths)
+        return RehearsedBatches(assembler, plan, rows, run.layout.micro_batches)
+
+    def _marked(
+        self, batches: RehearsedBatches, recorder: StepRecorder, marks: list[int]
+    ) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, and note how many collectives came before each."""
+        for batch in batches:
+            marks.append(len(recorder.collectives))
+            yield batch
+
+
+def make_states(optimizer: TrainerOptimizer) -> None:
+    """Give an optimizer empty state for each parameter, as from a checkpoint.
+
+    Of an optimizer that updates one parameter after the other, one of each shape is updated.
+    """
+    for group in optimizer.param_groups:
+        kinds: dict[Any, Any] = {}
+        for parameter in group["params"]:
+            optimizer.state[parameter] = optimizer.empty_state(parameter)
+            kinds.setdefault((local_part(parameter).shape, parameter.dtype), parameter)
+        if isinstance(optimizer, ONE_BY_ONE):
+            group["params"] = [*kinds.values()]
+
+
+def hold_states(
+    models: Sequence[Decoder], optimizer: TrainerOptimizer, recorder: StepRecorder
+) -> None:
+    """Count parameters, buffers and the optimizer's state."""
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            recorder.add(tensor.detach(), "parameters")
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            recorder.add(tensor, "optimizer")
+
+
+def staged_bytes(model: Decoder, optimizer: TrainerOptimizer, runner: StepRunner) -> int:
+    """Return the bytes of this rank's file of a checkpoint, which a save copies to the host."""
+    parts = model.balance, runner.forward_backward.loss_scale
+    state = weights(model) | optimizer_state(model, optimizer) | extra_state(*parts)
+    return sum(local_part(tensor).nbytes for tensor in state.values())
+
+
+def names_of_groups(dims: Dims) -> dict[tuple[int, ...], str]:
+    """Return the dimension of the mesh along which each group of this rank lies, by its members."""
+    groups = dims.named_groups()
+    return {tuple(dist.get_process_group_ranks(groups[name])): name for name in reversed(groups)}

@@ -1,0 +1,81 @@
+"""Rows of a rehearsal: their lengths, with nothing in them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
+from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.training.batches import Assembler, StepPlan
+from fsdp_trainer.training.feed import StepBatches
+
+ANSWERS_OF_A_PAIR = 2
+
+
+class EmptyData:
+    """The data of a run, without any: in place of what tokenization returns."""
+
+    train: tuple[()] = ()
+    validation = None
+
+
+class RehearsedBatches(StepBatches):
+    """The micro-batches of one step, which all have the same rows."""
+
+    def __init__(self, assembler: Assembler, plan: StepPlan, rows: Rows, count: int):
+        """assembler: makes a micro-batch of `rows`; count: their number."""
+        self.plan, self.count = plan, count
+        self._assembler, self._rows = assembler, rows
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self._assembler.assemble(self._rows) for _ in range(self.count))
+
+    def empty(self) -> MicroBatch:
+        return self._assembler.empty()
+
+    @property
+    def data_missing(self) -> bool:
+        """Return False: there is no data."""
+        return False
+
+
+def whole_rows(choice: ObjectiveChoice, lengths: Sequence[Sequence[int]], seq_len: int) -> Rows:
+    """Return rows of which every token is supervised.
+
+    lengths: of each row's documents. A row of an objective that compares answers has pairs.
+    """
+    empty = Rows.empty(len(lengths), seq_len)
+    for i, of_row in enumerate(lengths):
+        filled = sum(of_row)
+        empty.labels[i, :filled], empty.weights[i, :filled] = 0, 1.0
+        empty.positions[i, :filled] = np.concatenate([np.arange(length) for length in of_row])
+    size, reference = 1, None
+    if choice.method.compares_answers:
+        size, reference = ANSWERS_OF_A_PAIR, [[0.0 for _ in of_row] for of_row in lengths]
+    columns = {}
+    if choice.method.samples:
+        columns = {name: np.zeros_like(empty.weights) for name in (ADVANTAGE, SAMPLED)}
+    return replace(
+        empty,
+        documents=[[*of_row] for of_row in lengths],
+        group_starts=[[i % size == 0 for i in range(len(of_row))] for of_row in lengths],
+        reference=reference,
+        columns=columns,
+    )
+
+
+def lengths_of_rows(choice: ObjectiveChoice, rows: int, seq_len: int) -> list[list[int]]:
+    """Return the documents of full rows: one in each, or the two answers of a pair."""
+    if choice.method.compares_answers:
+        return [[seq_len - seq_len // 2, seq_len // 2]] * rows
+    return [[seq_len]] * rows
+
+
+def plan_of_step(rows: int, lengths: Sequence[Sequence[int]]) -> StepPlan:
+    """Return the plan of a step of `rows` rows that have these documents."""
+    tokens = sum(map(sum, lengths)) * rows // len(lengths)
+    documents = sum(map(len, lengths)) * rows // len(lengths)
+    return StepPlan(1, 0, rows, float(tokens), tokens, tokens, 0, documents)

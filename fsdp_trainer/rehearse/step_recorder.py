@@ -1,0 +1,117 @@
+"""Record of a step: its live bytes, and its collectives with the modules that asked for them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.torch_private import around_units, is_in_backward, unsharded_gradients
+from fsdp_trainer.rehearse.collectives import Collective, collective_of
+from fsdp_trainer.rehearse.live_bytes import LiveBytes
+
+HEAD = "lm_head"
+ROOT = "root"
+
+
+class StepRecorder(LiveBytes):
+    """Records live bytes and collectives. gloo: True to count the copies that gloo makes."""
+
+    def __init__(self, gloo: bool = False):
+        super().__init__(self._where, lambda: phases.training.phase, self._category)
+        self.collectives: list[Collective] = []
+        self.gloo = gloo
+        self._names: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._unit = ""
+        """The unit of fully_shard that communicates."""
+        self._gathers = False
+        """True while a unit's parameters are copied out of a message."""
+        self._gathered_last = ""
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator["StepRecorder"]:
+        """Record everything inside, with the names of a model's modules."""
+        self._names |= {id(module): name for name, module in model.named_modules() if name}
+        hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        try:
+            with (
+                around_units("unshard", self._unshard),
+                around_units("wait_for_unshard", self._wait_for_unshard),
+                around_units("post_backward", self._post_backward),
+                self,
+            ):
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def before(self, func: Any, args: Any) -> None:
+        name = func._schema.name
+        if not name.startswith("c10d::"):
+            return
+        called = collective_of(name, args, self._unit or self._where())
+        if called is None:
+            return
+        self.collectives.append(called)
+        if self._unit and called.op == "all_gather":
+            self.move(args[0], "communication")
+        elif self._unit and called.op == "reduce_scatter":
+            self.move(args[1], "communication")
+            self.move(args[0], "gradients")
+        if self.gloo and called.op in ("all_gather", "reduce_scatter") and len(called.ranks) > 1:
+            self.passing(called.bytes)
+
+    def _where(self) -> str:
+        """Return the innermost module that runs forward, else the FSDP unit, else the phase."""
+        if self._stack:
+            return self._stack[-1]
+        in_backward = self._gathered_last if is_in_backward() else ""
+        return self._unit or in_backward or phases.training.phase
+
+    def _category(self) -> str:
+        if self._gathers:
+            return "gathered"
+        if HEAD in self._stack:
+            return "logits"
+        return "activations"
+
+    def _enter_module(self, module: nn.Module, _inputs: Any) -> None:
+        inherited = self._stack[-1] if self._stack else phases.training.phase
+        self._stack.append(self._names.get(id(module), inherited))
+
+    def _leave_module(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._stack.pop()
+
+    def _unshard(self, _unit: Any, name: str, real: Callable[[], Any]) -> Any:
+        with self._within(name):
+            return real()
+
+    def _wait_for_unshard(self, _unit: Any, name: str, real: Callable[[], Any]) -> Any:
+        self._gathered_last = name or ROOT
+        with self._within(name, gathers=True):
+            return real()
+
+    def _post_backward(self, unit: Any, name: str, real: Callable[[], Any]) -> Any:
+        with self._within(name):
+            for gradient in unsharded_gradients(unit):
+                self.move(gradient, "gathered")
+            return real()
+
+    @contextmanager
+    def _within(self, name: str, gathers: bool = False) -> Iterator[None]:
+        """Count what follows as the communication of the unit `name`."""
+        before = self._unit, self._gathers
+        self._unit, self._gathers = name or ROOT, gathers
+        try:
+            yield
+        finally:
+            self._unit, self._gathers = before

@@ -1,0 +1,61 @@
+"""One step of training: forward, backward, clipping and update."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_trainer.base import phases
+from fsdp_trainer.base.distributed import to_device_of
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.models.balance import LOAD
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.gradients import clip_gradients
+from fsdp_trainer.training.guard import Guard
+from fsdp_trainer.training.step import ForwardBackward, StepResult
+
+
+@dataclass
+class StepRunner:
+    """The parts of a run that a step needs, on one rank."""
+
+    cfg: TrainConfig
+    model: Decoder
+    dims: Dims
+    optimizer: TrainerOptimizer
+    forward_backward: ForwardBackward
+    guard: Guard
+
+    def train_step(
+        self, step: StepBatches, micro_batches: Iterable[MicroBatch], lr: float
+    ) -> StepResult:
+        """Run forward, backward, clipping and update of one step; do not wait for the device.
+
+        micro_batches: those of `step`. lr: learning rate.
+        """
+        sums, worst = self.forward_backward.run(step, micro_batches)
+        phases.enter("clip")
+        optim = self.cfg.optim
+        loss_scale = self.forward_backward.loss_scale
+        scale = loss_scale.scale if loss_scale else None
+        limits = optim.grad_clip, optim.grad_clip_value
+        grad_norm = clip_gradients(self.model, self.dims, *limits, scale)
+        phases.enter("update")
+        # judged on the optimizer's device: with CPU offload, it would otherwise read a copy of the
+        # verdict that is not complete yet
+        loss = sums[self.forward_backward.metrics.position("loss")]
+        verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
+        self.optimizer.set_learning_rate(lr)
+        self.optimizer.step_unless(verdict.skip)
+        balance = self.model.balance
+        if balance is not None and balance.bias_speed:
+            counts = self.forward_backward.metrics.of(LOAD, sums)
+            balance.move_biases(self.model.blocks(), counts, to_device_of(verdict.skip, counts))
+        self.optimizer.zero_grad(set_to_none=True)
+        if loss_scale:
+            loss_scale.update(verdict.not_finite)
+        used = torch.ones_like(grad_norm) if scale is None else scale
+        return StepResult(lr, sums, worst, grad_norm, verdict, used)

@@ -1,0 +1,197 @@
+"""The verb `rehearse`: what it prints, which ranks it runs, and what it finds."""
+
+import json
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from recorded_step import rehearsal_of
+from world import SMALL
+
+from fsdp_trainer.cli import main
+from fsdp_trainer.models.head import Head
+from fsdp_trainer.parallel.dims import Dims
+from fsdp_trainer.rehearse import rehearsal as rehearsal_module
+
+WORDS = [*SMALL, "data=pretrain", "tokenizer.path=demo:bytes", "batch.micro_rows=2"]
+GPUS = [*WORDS, "plan.gpu=h100", "plan.format=json"]
+
+
+def answer(capsys, *words, code=0):
+    """Return the object that `rehearse` prints for a small model on GPUs."""
+    assert main(["rehearse", *GPUS, *words]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(capsys):
+    reply = answer(capsys, "plan.world_size=4", "batch.rows=8")
+    assert reply["fits"]
+    assert reply["finishes"]
+    assert reply["peak_gib"] == pytest.approx(reply["plan_peak_gib"], rel=0.02)
+    assert reply["bytes_sent"] == pytest.approx(reply["plan_bytes_sent"], rel=0.01)
+    assert [(kind["rank"], kind["ranks"]) for kind in reply["kinds"]] == [(0, 4)]
+    gathers = [one for one in reply["collectives"] if one["op"] == "all_gather"]
+    blocks = next(one for one in gathers if one["module"] == "model.layers.*")
+    assert blocks["count"] == 4, "both in forward, and both in backward"
+    assert (blocks["group"], blocks["dtype"]) == ("shard", "float32")
+    assert sum(one["bytes"] * one["count"] for one in gathers) > reply["bytes_sent"]["shard"] / 2
+
+
+def test_a_run_that_does_not_fit_ends_with_3(capsys):
+    reply = answer(capsys, "plan.world_size=2", "plan.memory_gib=0.5", code=3)
+    assert reply["finishes"]
+    assert not reply["fits"]
+
+
+def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
+    wide = ["plan.world_size=2", "model.hidden_size=512", "model.intermediate_size=2048"]
+    few = answer(capsys, *wide)
+    moved = answer(capsys, *wide, "sharding.cpu_offload=true")
+    assert few["left_out"] == []
+    assert moved["left_out"] == [
+        "sharding.cpu_offload: weights and optimizer state stay on the device"
+    ]
+    assert moved["tensors_gib"] == few["tensors_gib"]
+    assert moved["peak_gib"] < few["peak_gib"], "as planned with the states on the host"
+
+
+def test_a_step_that_fails_is_told_with_its_place(capsys):
+    def fail(_head, *_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x3 and 4x2)")
+
+    with patch.object(Head, "chunks", fail):
+        reply = answer(capsys, "plan.world_size=2", code=3)
+    assert not reply["finishes"]
+    assert "cannot be multiplied (8x3 and 4x2)" in reply["kinds"][0]["problem"]
+    assert "models/head.py" in reply["kinds"][0]["problem"]
+
+
+def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
+    summed = Dims.sum_over_all
+
+    def only_on_some(dims, tensor):
+        if dist.get_rank() != 2:
+            summed(dims, tensor)
+
+    with patch.object(Dims, "sum_over_all", only_on_some):
+        reply = answer(capsys, "plan.world_size=3", "batch.rows=6", code=3)
+    assert not reply["finishes"]
+    (mismatch,) = reply["mismatches"]
+    assert "ranks 0 and 2" in mismatch
+    assert "rank 0 calls all_reduce" in mismatch
+    assert "rank 2 nothing more" in mismatch
+
+
+def test_ranks_with_padding_are_a_kind_of_their_own():
+    kinds = rehearsal_of([*WORDS, "batch.rows=6"], 3).kinds
+    assert [(one.kind.rank, one.kind.count, one.kind.runs) for one in kinds] == [
+        (0, 2, True),
+        (2, 1, True),
+    ], "11 of 32 rows, 11, and 10"
+
+
+def test_stages_between_the_first_and_the_last_are_run_once_and_counted():
+    words = [*WORDS, "sharding.pipeline=4", "model.num_hidden_layers=4", "batch.rows=16"]
+    kinds = rehearsal_of(words, 8).kinds
+    assert sum(one.kind.count for one in kinds) == 8
+    assert [(one.kind.place, one.kind.count) for one in kinds] == [
+        ("pipeline 0, shard 0", 2),
+        ("pipeline 1, shard 0", 4),
+        ("pipeline 3, shard 0", 2),
+    ]
+    assert all(one.kind.runs for one in kinds)
+
+
+STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["batch.rows=40"],
+        ["batch.rows=40", "sharding.accumulate=unsharded"],
+        [*STAGES, "batch.rows=32"],
+        [*STAGES, "batch.rows=32", "sharding.pipeline_schedule=interleaved"],
+        [*STAGES, "batch.rows=32", "sharding.pipeline_schedule=zbv"],
+    ],
+)
+def test_micro_batches_that_are_not_run_change_nothing(words):
+    few = rehearsal_of([*WORDS, *words], 2)
+    with patch.object(
+        rehearsal_module, "micro_batches_to_run", lambda run: (run.layout.micro_batches, 0)
+    ):
+        every = rehearsal_of([*WORDS, *words], 2)
+    for one, other in zip(few.kinds, every.kinds, strict=True):
+        assert len(one.step.collectives) < len(other.step.collectives)
+        assert one.sent() == pytest.approx(other.sent(), rel=0.001), "but for the losses"
+        assert one.peak == pytest.approx(other.peak, rel=0.003)
+
+
+LARGE = {
+    "DeepSeek-V3 with experts and stages": (
+        "deepseek_v3_sft model.num_hidden_layers=8 sharding.pipeline=2 batch.micro_rows=1", 128
+    ),
+    "405B with stages and tensor groups": (
+        "llama405b_pretrain_pp model.num_hidden_layers=8 sharding.pipeline=4 batch.rows=128", 64
+    ),
+    "QLoRA": ("llama8b_qlora model.num_hidden_layers=4", 4),
+    "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=4", 8),
+    "DPO against the base": ("qwen3_0_6b_dpo_lora model.num_hidden_layers=4", 8),
+    "GRPO with a reference": (
+        "qwen3_0_6b_grpo model.num_hidden_layers=4 objective.kl=0.1 objective.reference=start", 8
+    ),
+    "a teacher in memory": ("qwen3_0_6b_distil", 8),
+    "attention sinks": ("gpt_oss_20b_lora model.num_hidden_layers=2", 8),
+    "a reward model": ("qwen3_0_6b_sft objective=reward", 8),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", LARGE)
+def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
+    recipe, world = LARGE[run]
+    words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]
+    main(["rehearse", *words, "plan.gpu=h100", "plan.format=json"])
+    reply = json.loads(capsys.readouterr().out)
+    assert reply["finishes"], [kind["problem"] for kind in reply["kinds"]] + reply["mismatches"]
+    assert reply["tensors_gib"] == pytest.approx(reply["plan_tensors_gib"], rel=0.05)
+    for name, planned in reply["plan_bytes_sent"].items():
+        assert reply["bytes_sent"][name] == pytest.approx(planned, rel=0.05), name
+
+
+def test_the_page_has_a_picture_of_the_memory_of_each_kind(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ["plan.gpu=h100", "plan.world_size=3", "batch.rows=6", f"rehearse.html={page}"]
+    assert main(["rehearse", *WORDS, *words]) == 0
+    text = page.read_text()
+    assert text.count("<svg") == 2
+    assert "<polygon" in text
+    assert "reduce_scatter" in text
+    out = capsys.readouterr().out
+    assert "finishes and fits" in out
+    assert "all_gather" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["objective=kto"], "objective=kto  its metrics"),
+        (["plan.gpu=[h100,a100]"], "plan.gpu=[h100,a100]  a rehearsal is of one cluster"),
+        (["plan.world_size=[2,4]"], "Use  plan.world_size=4"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(words, said, capsys):
+    assert (
+        main(
+            [
+                "rehearse",
+                *SMALL,
+                "tokenizer.path=demo:bytes",
+                "plan.gpu=h100",
+                "plan.world_size=2",
+                *words,
+            ]
+        )
+        == 2
+    )
+    assert said in capsys.readouterr().err

@@ -16,6 +16,7 @@ from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.rehearse.rank_step import hold_states, names_of_groups
 from fsdp_trainer.rehearse.rehearsal import rehearse
 from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run
+from fsdp_trainer.rehearse.rows import rows_of_run
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
 
 RECORDED = 2
@@ -84,4 +85,5 @@ def rehearsal_of(words, ranks):
     run = Candidate(cfg, config, *single_target(cfg, ""))
     planned = PlannedRun.of(cfg, config, ranks)
     stages = classes_of_stages(planned.model.whole, planned.layout)
-    return rehearse(rehearsed_run(run), stages)
+    rows, _ = rows_of_run(run)
+    return rehearse(rehearsed_run(run, rows), stages)

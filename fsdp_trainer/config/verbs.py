@@ -67,6 +67,10 @@ class Plan:
         "list the layouts that fit, fastest first, with what to type: tensor, context, sharding,"
         " micro_rows, activation_checkpoint",
     )
+    rehearse: bool = key(
+        False,
+        "with plan.search: also run a step of the fastest three, as the verb rehearse does",
+    )
     expert_load: float = key(
         1.5,
         "with sharding.expert: rows of the rank that gets most of them over the even number, for"

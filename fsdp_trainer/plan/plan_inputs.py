@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fsdp_trainer.config.composing.compose import compose, find_file, options
+from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.depth import VOCABULARY as VOCABULARY_OF_DEPTH
 from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.devices import (
@@ -27,7 +28,7 @@ from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
-from fsdp_trainer.models.resolve import resolve_model
+from fsdp_trainer.models.resolve import resolve_model, sharding_problems
 from fsdp_trainer.parallel.memory_check import host_bytes
 from fsdp_trainer.plan.planned_model import IMAGE_SHARE
 
@@ -183,6 +184,16 @@ def check_mesh(sharding: Sharding, layouts: list[Layout]) -> None:
     for layout in layouts:
         if layout.problem:
             raise UserError("the mesh does not divide", [layout.problem])
+
+
+def require_sharing(cfg: PlanConfig, config: ModelConfig) -> None:
+    """Raise UserError if the ranks cannot share the model or its rows as configured."""
+    problems = [
+        *sharding_problems(cfg, config),
+        *context_problems(cfg.sharding, cfg.batch.seq_len, cfg.model, config),
+    ]
+    if problems:
+        raise UserError("the ranks cannot share the model and its rows like this", problems)
 
 
 def each_gpu(cfg: PlanConfig) -> list[PlanConfig]:

@@ -34,7 +34,6 @@ from fsdp_trainer.rehearse.rows import (
     EmptyData,
     RehearsedBatches,
     plan_of_step,
-    whole_rows,
 )
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.run.build import build_model, build_step
@@ -109,14 +108,15 @@ class RankParts:
         """Run one step and stage a checkpoint."""
         run, cfg = self.run, self.run.cfg
         recorder = StepRecorder(gloo=run.device == "cpu")
-        with fake_tensors(run.device, run.layout, run.expert_rows):
+        batches = self._batches()
+        with fake_tensors(run.device, run.layout, run.expert_rows(batches.length)):
             for model in self.models:
                 allocate(model, self.device)
             make = with_real_tensors(build_optimizer)
             optimizer = make(self.model, cfg.optim, cfg.run.seed, self.dims.stage_group)
             make_states(optimizer)
             hold_states(self.models, optimizer, recorder)
-            runner, batches = self._runner(optimizer), self._batches()
+            runner = self._runner(optimizer)
             marks: list[int] = []
             each = self._marked(batches, recorder, marks)
             phases.enter("data", 1)
@@ -153,6 +153,7 @@ class RankParts:
             rank=dims.batch_rank,
             ranks=dims.batch_ranks,
             device=self.device,
+            pad_to_multiple=cfg.data.pad_to_multiple,
             same_rows=dims.same_rows,
             stages=dims.sizes["pipeline"],
             mark_tokens=EXPERTS in run.config.feed_forwards,
@@ -161,9 +162,8 @@ class RankParts:
             last_tokens=cfg.objective.method.scores,
             number_documents=cfg.objective.method.compares_answers,
         )
-        rows = whole_rows(cfg.objective, run.lengths, cfg.batch.seq_len)
-        plan = plan_of_step(cfg.batch.rows, run.lengths)
-        return RehearsedBatches(assembler, plan, rows, run.layout.micro_batches)
+        plan = plan_of_step(cfg.batch.rows, run.rows)
+        return RehearsedBatches(assembler, plan, run.rows, run.layout.micro_batches)
 
     def _marked(
         self, batches: RehearsedBatches, recorder: StepRecorder, marks: list[int]

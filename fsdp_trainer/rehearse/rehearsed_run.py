@@ -11,6 +11,7 @@ from typing import Any
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.methods import ObjectiveChoice, SecondModel
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.methods.teacher import with_second_model
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
@@ -19,7 +20,6 @@ from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.rollout_cost import rows_of_answers
 from fsdp_trainer.plan.second_model import architecture_of
-from fsdp_trainer.rehearse.rows import lengths_of_rows
 from fsdp_trainer.run.trained_model import with_head
 
 LEFT_OUT: dict[str, tuple[Any, str]] = {
@@ -41,7 +41,7 @@ class Rehearsed:
     cfg: its configuration, without what fake tensors cannot do; config: the trained model's
     architecture; world: number of ranks; device: cuda or cpu; attention: a key of LAYOUTS;
     second: the architecture of a second model in memory, None if there is none or if it is that of
-    the trained model; lengths: the documents of each row of a micro-batch.
+    the trained model; rows: those of a micro-batch.
     """
 
     cfg: TrainConfig
@@ -50,19 +50,22 @@ class Rehearsed:
     device: str
     attention: str
     second: ModelConfig | None
-    lengths: list[list[int]]
+    rows: Rows
 
     @property
     def layout(self) -> Layout:
         """The layout of the ranks."""
         return Layout(self.cfg.sharding, self.world, self.cfg.batch)
 
-    @property
-    def expert_rows(self) -> int:
-        """Number of rows that a rank sends to the experts of a block in a micro-batch."""
+    def expert_rows(self, length: int) -> int:
+        """Return how many rows a rank sends to the experts of a block in a micro-batch.
+
+        length: tokens of a row.
+        """
         if EXPERTS not in self.config.feed_forwards:
             return 0
-        tokens = self.layout.tokens // self.cfg.sharding.tensor
+        sharding, rows = self.cfg.sharding, self.cfg.batch.micro_rows
+        tokens = rows * length // sharding.context // sharding.tensor
         return tokens * self.config.num_experts_per_tok
 
     def with_micro_batches(self, count: int) -> "Rehearsed":
@@ -116,8 +119,11 @@ def refuse(choice: ObjectiveChoice, second: SecondModel | None) -> None:
         raise UserError("this run cannot be rehearsed", [problem])
 
 
-def rehearsed_run(run: Candidate) -> Rehearsed:
-    """Return what is rehearsed of a run that has nothing to be left out. Raises UserError."""
+def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
+    """Return what is rehearsed of a run that has nothing to be left out. Raises UserError.
+
+    rows: those of a micro-batch.
+    """
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
     windowed = any(window and window < cfg.batch.seq_len for window in run.config.windows)
@@ -135,5 +141,5 @@ def rehearsed_run(run: Candidate) -> Rehearsed:
         device,
         planned_attention(planned, device, windowed),
         other,
-        lengths_of_rows(cfg.objective, cfg.batch.micro_rows, cfg.batch.seq_len),
+        rows,
     )

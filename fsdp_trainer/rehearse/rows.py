@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +11,7 @@ from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.order.row_order import Rows
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.models.decoder import MicroBatch
+from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.training.batches import Assembler, StepPlan
 from fsdp_trainer.training.feed import StepBatches
 
@@ -28,6 +31,8 @@ class RehearsedBatches(StepBatches):
     def __init__(self, assembler: Assembler, plan: StepPlan, rows: Rows, count: int):
         """assembler: makes a micro-batch of `rows`; count: their number."""
         self.plan, self.count = plan, count
+        self.length = assembler.length(rows)
+        """Tokens of a row."""
         self._assembler, self._rows = assembler, rows
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -74,8 +79,45 @@ def lengths_of_rows(choice: ObjectiveChoice, rows: int, seq_len: int) -> list[li
     return [[seq_len]] * rows
 
 
-def plan_of_step(rows: int, lengths: Sequence[Sequence[int]]) -> StepPlan:
-    """Return the plan of a step of `rows` rows that have these documents."""
-    tokens = sum(map(sum, lengths)) * rows // len(lengths)
-    documents = sum(map(len, lengths)) * rows // len(lengths)
-    return StepPlan(1, 0, rows, float(tokens), tokens, tokens, 0, documents)
+def plan_of_step(count: int, rows: Rows) -> StepPlan:
+    """Return the plan of a step of `count` rows like these."""
+    times = count // len(rows.documents)
+    tokens = sum(map(sum, rows.documents)) * times
+    supervised = int((rows.labels != -100).sum()) * times
+    documents = sum(map(len, rows.documents)) * times
+    return StepPlan(1, 0, count, float(supervised), tokens, supervised, 0, documents)
+
+
+def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
+    """Return the rows of a micro-batch, and a sentence if they are not those of data.path.
+
+    They are the first ones of the data if that is on this disk, else full. Raises UserError for
+    data that cannot be read.
+    """
+    cfg = run.cfg
+    count, length, choice = cfg.batch.micro_rows, cfg.batch.seq_len, cfg.objective
+    full = whole_rows(choice, lengths_of_rows(choice, count, length), length)
+    if cfg.data.path is None or choice.method.samples:
+        return full, []
+    if not is_on_disk(cfg.data.path):
+        return full, [f"data.path={cfg.data.path}: it is not on this disk, and rows are full"]
+    # imports packages that read data
+    from fsdp_trainer.data.order.mixture import OrderMaker
+    from fsdp_trainer.data.prepared_data import build_data
+    from fsdp_trainer.data.store.component_store import Reporter
+
+    prepared = build_data(cfg, Reporter(lambda line: None, lambda line: None))[2]
+    if prepared.streamed:
+        return full, ["data.stream: rows are full"]
+    order = OrderMaker.of(cfg, packs=run.config.packs).training(cfg.data, prepared)
+    rows = order.read_rows(np.arange(count))
+    if choice.method.compares_answers:
+        rows = replace(rows, reference=[[0.0 for _ in of_row] for of_row in rows.documents])
+    return rows, []
+
+
+def is_on_disk(path: Any) -> bool:
+    """Return True for the demo's data, and for files and folders that exist."""
+    if isinstance(path, str):
+        return path.startswith("demo:") or Path(path).exists()
+    return all(isinstance(each, str) and is_on_disk(each) for each in path)

@@ -159,6 +159,31 @@ def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
         assert reply["bytes_sent"][name] == pytest.approx(planned, rel=0.05), name
 
 
+def test_rows_are_those_of_the_data_if_it_is_here(capsys, tmp_path):
+    short, gone = tmp_path / "short.jsonl", tmp_path / "gone.jsonl"
+    short.write_text("".join(json.dumps({"text": "a" * 9}) + "\n" for _ in range(40)))
+    words = ["plan.world_size=2", "data.packing=none", "data.pad_to_multiple=16"]
+    tokens = {}
+    for name in (short, gone):
+        reply = answer(capsys, *words, "batch.seq_len=512", "batch.rows=4", f"data.path={name}")
+        tokens[name] = reply["kinds"][0]["by_category"]["activations"]
+    assert tokens[short] < tokens[gone] / 8, "16 tokens in place of 512"
+    assert reply["left_out"] == [f"data.path={gone}: it is not on this disk, and rows are full"]
+
+
+def test_a_search_rehearses_its_fastest_three(capsys):
+    words = ["plan.world_size=2", "plan.search=true", "batch.rows=8"]
+    assert main(["plan", *GPUS, *words, "plan.rehearse=true"]) == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    for layout in layouts[:3]:
+        assert layout["rehearsed"]["finishes"]
+        assert layout["rehearsed"]["fits"]
+        assert layout["rehearsed"]["peak_gib"] == pytest.approx(layout["peak_gib"], rel=0.01)
+    assert "rehearsed" not in layouts[3]
+    assert main(["plan", *GPUS, "plan.world_size=2", "plan.rehearse=true"]) == 2
+    assert "Use  plan.search=true" in capsys.readouterr().err
+
+
 def test_the_page_has_a_picture_of_the_memory_of_each_kind(tmp_path, capsys):
     page = tmp_path / "page.html"
     words = ["plan.gpu=h100", "plan.world_size=3", "batch.rows=6", f"rehearse.html={page}"]
@@ -172,12 +197,20 @@ def test_the_page_has_a_picture_of_the_memory_of_each_kind(tmp_path, capsys):
     assert "all_gather" in out
 
 
+def test_a_plan_refuses_groups_that_cannot_share_the_model(capsys):
+    words = ["plan.gpu=h100", "plan.world_size=3", "sharding.tensor=3"]
+    assert main(["plan", *WORDS, *words]) == 2
+    assert "sharding.tensor=3  must divide" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["objective=kto"], "objective=kto  its metrics"),
         (["plan.gpu=[h100,a100]"], "plan.gpu=[h100,a100]  a rehearsal is of one cluster"),
         (["plan.world_size=[2,4]"], "Use  plan.world_size=4"),
+        (["plan.world_size=3", "sharding.tensor=3"], "sharding.tensor=3  "),
+        (["rehearse.html=nowhere/page.html"], "there is no such folder"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(words, said, capsys):

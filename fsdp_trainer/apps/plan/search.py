@@ -20,9 +20,10 @@ class Choice(NamedTuple):
 
 
 class PlannedLayout(NamedTuple):
-    """A layout: its overrides, and the plan with them."""
+    """A layout: its overrides, and the run and the plan with them."""
 
     overrides: tuple[str, ...]
+    run: Candidate
     plan: RunPlan
 
     @property
@@ -296,7 +297,7 @@ class Search:
     def _try(self, run: Candidate, overrides: tuple[str, ...]) -> RunPlan:
         """Plan a layout and add it if it fits."""
         self.tried += 1
-        layout = PlannedLayout(overrides, run.plan())
+        layout = PlannedLayout(overrides, run, run.plan())
         if self._fits(layout.plan) and not run.is_refused():
             self.layouts.append(layout)
         if not self.nearest or lack(layout) < lack(self.nearest):

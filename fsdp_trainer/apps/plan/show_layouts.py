@@ -1,5 +1,6 @@
 """Output of a search for layouts, as text or JSON."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -8,6 +9,7 @@ from rich.text import Text
 
 from fsdp_trainer.apps.plan.search import PlannedLayout, Search
 from fsdp_trainer.apps.plan.show import UNTIMED, one_world, show_head
+from fsdp_trainer.apps.rehearse.comparison import PlanComparison
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import short
@@ -23,13 +25,25 @@ FIGURES = (
 """Figures of a layout, with the same names as those of a single plan."""
 
 
-def layouts_as_json(cfg: PlanConfig, search: Search, assumed: list[str]) -> dict[str, Any]:
-    """Return the layouts, fastest first. nearest: the layout with least memory, if none fits."""
+def layouts_as_json(
+    cfg: PlanConfig, search: Search, assumed: list[str], rehearsed: Sequence[PlanComparison] = ()
+) -> dict[str, Any]:
+    """Return the layouts, fastest first. nearest: the layout with least memory, if none fits.
+
+    rehearsed: the rehearsals of the first layouts.
+    """
     nearest = None
     if search.nearest and not search.layouts:
         nearest = layout_as_json(cfg, search.nearest)
+    layouts = [layout_as_json(cfg, layout) for layout in search.layouts]
+    for layout, one in zip(layouts, rehearsed, strict=False):
+        layout["rehearsed"] = {
+            "finishes": one.rehearsal.finishes,
+            "fits": one.fits,
+            "peak_gib": round(one.peak_bytes / GIB, 3),
+        }
     return {
-        "layouts": [layout_as_json(cfg, layout) for layout in search.layouts],
+        "layouts": layouts,
         "nearest": nearest,
         "tried": search.tried,
         "gpu": search.device.name,
@@ -45,8 +59,17 @@ def layout_as_json(cfg: PlanConfig, layout: PlannedLayout) -> dict[str, Any]:
     return {"overrides": layout.overrides} | {name: figures[name] for name in FIGURES}
 
 
-def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: list[str]) -> None:
-    """Print the fastest layouts and their overrides or, if none fits, the one with least memory."""
+def show_layouts(
+    cfg: PlanConfig,
+    config: ModelConfig,
+    search: Search,
+    assumed: list[str],
+    rehearsed: Sequence[PlanComparison] = (),
+) -> None:
+    """Print the fastest layouts and their overrides or, if none fits, the one with least memory.
+
+    rehearsed: the rehearsals of the first layouts.
+    """
     console = Terminal()
     show_head(console, cfg, config, assumed)
     device = search.device
@@ -57,6 +80,16 @@ def show_layouts(cfg: PlanConfig, config: ModelConfig, search: Search, assumed: 
         console.print(table_of(search.layouts[:SHOWN]))
         if len(search.layouts) > SHOWN:
             console.print(f"{len(search.layouts) - SHOWN} slower ones:  plan.format=json")
+        for layout, one in zip(search.layouts, rehearsed, strict=False):
+            answer = "finishes and fits" if one.passes else "does not finish or does not fit"
+            style = "green" if one.passes else "bold red"
+            console.print(
+                Text.assemble(
+                    f"rehearsed  {typed(layout)}: ",
+                    (answer, style),
+                    f", {one.peak_bytes / GIB:,.1f} GiB",
+                )
+            )
         if device.flops is None:
             console.print(f"{UNTIMED}; they are sorted as on an H100")
     elif search.nearest:

@@ -11,6 +11,7 @@ from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.rehearse.rehearsal import EVERYONE, Rehearsal, rehearse
 from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run, without_left_out
+from fsdp_trainer.rehearse.rows import rows_of_run
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class PlanComparison:
         return self.peak_bytes <= self.plan.memory_bytes
 
     @property
+    def passes(self) -> bool:
+        """True if every rank finishes its step and fits."""
+        return self.rehearsal.finishes and self.fits
+
+    @property
     def sent(self) -> dict[str, tuple[float, float]]:
         """Bytes that the busiest rank sends, rehearsed and planned, by dimension."""
         busiest = self.rehearsal.busiest
@@ -77,6 +83,7 @@ def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     same = rehearsed.plan()
     planned = PlannedRun.of(rehearsed.cfg, run.config, run.world, run.known)
     stages = classes_of_stages(planned.model.whole, planned.layout)
-    rehearsal = rehearse(rehearsed_run(rehearsed), stages, report)
+    rows, notes = rows_of_run(rehearsed)
+    rehearsal = rehearse(rehearsed_run(rehearsed, rows), stages, report)
     seconds = time.perf_counter() - started
-    return PlanComparison(rehearsal, run.plan(), same, left_out, seconds)
+    return PlanComparison(rehearsal, run.plan(), same, [*left_out, *notes], seconds)

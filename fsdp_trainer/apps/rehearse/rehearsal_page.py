@@ -17,7 +17,7 @@ POINTS = 800
 """Points of a curve that are drawn."""
 
 
-def write_page(file: str, answer: PlanComparison, cfg: RehearseConfig) -> None:
+def write_page(file: Path, answer: PlanComparison, cfg: RehearseConfig) -> None:
     """Write the page to a file. Raises UserError if that fails."""
     page = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
@@ -37,10 +37,14 @@ def write_page(file: str, answer: PlanComparison, cfg: RehearseConfig) -> None:
         height=HEIGHT,
     )
     try:
-        Path(file).write_text(text, encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem(f"rehearse.html={file}", str(error))
-        raise UserError("the page cannot be written", [problem]) from None
+        raise cannot_write(file, str(error)) from None
+
+
+def cannot_write(file: Path, reason: str) -> UserError:
+    """Return the error for a page that cannot be written."""
+    return UserError("the page cannot be written", [Problem(f"rehearse.html={file}", reason)])
 
 
 def picture(step: RankStep) -> list[tuple[str, str]]:

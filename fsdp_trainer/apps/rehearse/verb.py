@@ -1,6 +1,7 @@
 """The command `rehearse`: one step of each kind of rank, on fake tensors, beside the plan."""
 
 import json
+from pathlib import Path
 
 from fsdp_trainer.apps.plan.verb import DOES_NOT_FIT
 from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
@@ -18,15 +19,19 @@ def rehearse_verb(cfg: RehearseConfig) -> int:
     ):
         raise nothing_to_plan_for()  # before torch is imported
     from fsdp_trainer.apps.rehearse.comparison import compare
-    from fsdp_trainer.apps.rehearse.rehearsal_page import write_page
+    from fsdp_trainer.apps.rehearse.rehearsal_page import cannot_write, write_page
     from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show
     from fsdp_trainer.observe.console import Console
     from fsdp_trainer.plan.changes import Candidate
-    from fsdp_trainer.plan.plan_inputs import architecture, single_target
+    from fsdp_trainer.plan.plan_inputs import architecture, require_sharing, single_target
     from fsdp_trainer.plan.second_model import assumed_of
 
+    page = Path(cfg.rehearse.html).expanduser() if cfg.rehearse.html else None
+    if page and not page.parent.is_dir():
+        raise cannot_write(page, "there is no such folder")
     config, assumed = architecture(cfg)
     world, device = single_target(cfg, "a rehearsal is of one cluster")
+    require_sharing(cfg, config)
     is_json = cfg.plan.format == "json"
     console = Console(quiet=is_json)
     answer = compare(Candidate(cfg, config, world, device), console.paced())
@@ -35,7 +40,7 @@ def rehearse_verb(cfg: RehearseConfig) -> int:
         print(json.dumps(as_json(answer, assumed), allow_nan=False))
     else:
         show(cfg, answer, assumed)
-    if cfg.rehearse.html:
-        write_page(cfg.rehearse.html, answer, cfg)
-        console.say(f"wrote  {cfg.rehearse.html}")
-    return 0 if answer.fits and answer.rehearsal.finishes else DOES_NOT_FIT
+    if page:
+        write_page(page, answer, cfg)
+        console.say(f"wrote  {page}")
+    return 0 if answer.passes else DOES_NOT_FIT

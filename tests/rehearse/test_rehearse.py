@@ -62,6 +62,8 @@ def test_a_step_that_fails_is_told_with_its_place(capsys):
     with patch.object(Head, "chunks", fail):
         reply = answer(capsys, "plan.world_size=2", code=3)
     assert not reply["finishes"]
+    assert not reply["fits"]
+    assert reply["peak_gib"] is None
     assert "cannot be multiplied (8x3 and 4x2)" in reply["kinds"][0]["problem"]
     assert "models/head.py" in reply["kinds"][0]["problem"]
 

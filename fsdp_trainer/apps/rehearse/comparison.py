@@ -50,8 +50,8 @@ class PlanComparison:
 
     @property
     def fits(self) -> bool:
-        """True if the device has enough memory for that peak."""
-        return self.peak_bytes <= self.plan.memory_bytes
+        """True if the device has enough memory for that peak; False if no kind finished a step."""
+        return self.tensors > 0 and self.peak_bytes <= self.plan.memory_bytes
 
     @property
     def passes(self) -> bool:

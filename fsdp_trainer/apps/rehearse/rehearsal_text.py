@@ -28,7 +28,7 @@ def as_json(answer: PlanComparison, assumed: list[str]) -> dict[str, Any]:
         "memory_gib": round(answer.device.memory_gib, 2),
         "world_size": answer.plan.world_size,
         "micro_batches": answer.same.micro_batches,
-        "peak_gib": round(answer.peak_bytes / GIB, 3),
+        "peak_gib": round(answer.peak_bytes / GIB, 3) if answer.tensors else None,
         "plan_peak_gib": round(answer.plan.peak_bytes / GIB, 3),
         "tensors_gib": round(answer.tensors / GIB, 3),
         "plan_tensors_gib": round(answer.planned_tensors / GIB, 3),

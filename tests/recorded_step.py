@@ -8,15 +8,11 @@ from pathlib import Path
 import inject
 import torch.distributed as dist
 
+from fsdp_trainer.apps.rehearse.comparison import compare
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.pipeline_stages import classes_of_stages
 from fsdp_trainer.plan.plan_inputs import architecture, single_target
-from fsdp_trainer.plan.planned_run import PlannedRun
 from fsdp_trainer.rehearse.rank_step import hold_states, names_of_groups
-from fsdp_trainer.rehearse.rehearsal import rehearse
-from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run
-from fsdp_trainer.rehearse.rows import rows_of_run
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
 
 RECORDED = 2
@@ -83,7 +79,4 @@ def rehearsal_of(words, ranks):
     cfg = compose("rehearse", words, None, inputs=False)
     config, _ = architecture(cfg)
     run = Candidate(cfg, config, *single_target(cfg, ""))
-    planned = PlannedRun.of(cfg, config, ranks)
-    stages = classes_of_stages(planned.model.whole, planned.layout)
-    rows, _ = rows_of_run(run)
-    return rehearse(rehearsed_run(run, rows), stages)
+    return compare(run, lambda line: None).rehearsal

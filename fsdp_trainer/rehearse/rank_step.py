@@ -17,13 +17,11 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.registry import build_method
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.stored_columns import RunRows
-from fsdp_trainer.models.config import EXPERTS
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
-from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.rehearse.collectives import Collective
@@ -36,7 +34,7 @@ from fsdp_trainer.rehearse.rows import (
     plan_of_step,
 )
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
-from fsdp_trainer.run.build import build_model, build_step
+from fsdp_trainer.run.build import batch_options, build_model, build_step
 from fsdp_trainer.training.batches import Assembler
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import new_loss_scale
@@ -143,25 +141,11 @@ class RankParts:
 
     def _batches(self) -> RehearsedBatches:
         """Return the micro-batches of this rank."""
-        run, cfg, dims = self.run, self.run.cfg, self.dims
+        run, cfg = self.run, self.run.cfg
         part = run.config.on_tensor_rank(cfg.sharding.tensor)
         method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
-        assembler = Assembler(
-            cfg.batch.seq_len,
-            1,
-            micro_rows=cfg.batch.micro_rows,
-            rank=dims.batch_rank,
-            ranks=dims.batch_ranks,
-            device=self.device,
-            pad_to_multiple=cfg.data.pad_to_multiple,
-            same_rows=dims.same_rows,
-            stages=dims.sizes["pipeline"],
-            mark_tokens=EXPERTS in run.config.feed_forwards,
-            context=context_ranks(dims, method, run.config.windows),
-            attention=run.attention,
-            last_tokens=cfg.objective.method.scores,
-            number_documents=cfg.objective.method.compares_answers,
-        )
+        options = batch_options(self.setup, run.attention, method, None)
+        assembler = Assembler(cfg.batch.seq_len, 1, **vars(options))
         plan = plan_of_step(cfg.batch.rows, run.rows)
         return RehearsedBatches(assembler, plan, run.rows, run.layout.micro_batches)
 

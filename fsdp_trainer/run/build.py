@@ -287,7 +287,21 @@ def source_context(
     """Return what a data source needs besides its rows."""
     cfg, config, dims, world = setup.cfg, setup.config, setup.dims, setup.world
     workers = min(8, cores() * world.nodes // world.size)
-    options = BatchOptions(
+    images = image_loader(setup, model, workers)
+    options = batch_options(setup, attention.layout, context.method, images)
+    cost = config.attention_cost
+    return SourceContext(cfg, options, dims, workers, cost, setup.signals, setup.observer)
+
+
+def batch_options(
+    setup: RunSetup, attention: str, method: str, images: ImageLoader | None
+) -> BatchOptions:
+    """Return the form of this rank's micro-batches.
+
+    attention: a key of LAYOUTS. method: how ranks that split rows compute attention.
+    """
+    cfg, config, dims = setup.cfg, setup.config, setup.dims
+    return BatchOptions(
         micro_rows=cfg.batch.micro_rows,
         rank=dims.batch_rank,
         ranks=dims.batch_ranks,
@@ -296,14 +310,12 @@ def source_context(
         device=setup.device,
         mark_tokens=EXPERTS in config.feed_forwards,
         pad_to_multiple=cfg.data.pad_to_multiple,
-        context=context_ranks(dims, context.method, config.windows),
-        attention=attention.layout,
+        context=context_ranks(dims, method, config.windows),
+        attention=attention,
         last_tokens=cfg.objective.method.scores,
         number_documents=cfg.objective.method.compares_answers,
-        images=image_loader(setup, model, workers),
+        images=images,
     )
-    cost = config.attention_cost
-    return SourceContext(cfg, options, dims, workers, cost, setup.signals, setup.observer)
 
 
 def find_where_to_start(

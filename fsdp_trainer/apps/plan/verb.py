@@ -22,10 +22,7 @@ def plan(cfg: PlanConfig) -> int:
 
     Returns 0 if any of them fits, else 3. Raises UserError if the model or the device is unknown.
     """
-    if not (
-        cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
-    ):
-        raise nothing_to_plan_for()  # before torch is imported
+    require_device(cfg)  # before torch is imported
     from fsdp_trainer.apps.plan.device_plans import plans_for_device
     from fsdp_trainer.apps.plan.show import as_json, show
     from fsdp_trainer.apps.plan.show_gpus import show_gpus
@@ -58,6 +55,13 @@ def plan(cfg: PlanConfig) -> int:
         show(cfg, config, answers[0])
     fits = any(plan.fits for answer in answers for plan in answer.plans)
     return 0 if fits else DOES_NOT_FIT
+
+
+def require_device(cfg: PlanConfig) -> None:
+    """Raise UserError if no device is named and this machine has none."""
+    named = cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu"
+    if not (named or has_gpus(cfg.launch)):
+        raise nothing_to_plan_for()
 
 
 def search(cfg: PlanConfig, config: "ModelConfig", assumed: list[str]) -> int:

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from fsdp_trainer.apps.plan.verb import DOES_NOT_FIT
-from fsdp_trainer.config.devices import has_gpus, nothing_to_plan_for
+from fsdp_trainer.apps.plan.verb import DOES_NOT_FIT, require_device
 from fsdp_trainer.config.verbs import RehearseConfig
 
 
@@ -14,10 +13,7 @@ def rehearse_verb(cfg: RehearseConfig) -> int:
     Returns 0 if all finish their step and fit the device, else 3. Raises UserError if the model or
     the device is unknown, or for a run that cannot be rehearsed.
     """
-    if not (
-        cfg.plan.gpu or cfg.plan.memory_gib or cfg.launch.device == "cpu" or has_gpus(cfg.launch)
-    ):
-        raise nothing_to_plan_for()  # before torch is imported
+    require_device(cfg)  # before torch is imported
     from fsdp_trainer.apps.rehearse.comparison import compare
     from fsdp_trainer.apps.rehearse.rehearsal_page import cannot_write, write_page
     from fsdp_trainer.apps.rehearse.rehearsal_text import as_json, show

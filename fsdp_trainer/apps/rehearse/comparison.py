@@ -75,6 +75,15 @@ class PlanComparison:
         rehearsed = busiest.across(self.device.linked_gpus) if busiest.step else 0.0
         return rehearsed, sum(wire.across for wire in self.same.wire.values())
 
+    @property
+    def figures(self) -> list[tuple[str, float, float]]:
+        """Names of figures in bytes, each rehearsed and planned."""
+        rows = [("peak of tensors", float(self.tensors), self.planned_tensors)]
+        rows += [(f"sent: {name}", *pair) for name, pair in self.sent.items()]
+        if any(self.across):
+            rows.append(("sent to other nodes", *self.across))
+        return rows
+
 
 def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     """Rehearse a run and plan it. report: gets lines on progress. Raises UserError."""
@@ -86,4 +95,5 @@ def compare(run: Candidate, report: Callable[[str], None]) -> PlanComparison:
     rows, notes = rows_of_run(rehearsed)
     rehearsal = rehearse(rehearsed_run(rehearsed, rows), stages, report)
     seconds = time.perf_counter() - started
-    return PlanComparison(rehearsal, run.plan(), same, [*left_out, *notes], seconds)
+    plan = run.plan() if left_out else same
+    return PlanComparison(rehearsal, plan, same, [*left_out, *notes], seconds)

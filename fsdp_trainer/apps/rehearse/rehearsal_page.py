@@ -23,12 +23,10 @@ def write_page(file: Path, answer: PlanComparison, cfg: RehearseConfig) -> None:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
     )
     busiest = answer.rehearsal.busiest
-    rows = [("peak of tensors", float(answer.tensors), answer.planned_tensors)]
-    rows += [(f"sent: {name}", *pair) for name, pair in answer.sent.items()]
     text = page.get_template("rehearsal.html.jinja").render(
         title=str(cfg.run.name or cfg.model.name),
         answer=answer,
-        rows=[(n, size(a), size(b), difference(a, b).plain) for n, a, b in rows],
+        rows=[(n, size(a), size(b), difference(a, b).plain) for n, a, b in answer.figures],
         pictures=[(one.kind, picture(one.step)) for one in answer.rehearsal.kinds if one.step],
         legend=list(zip(CATEGORIES, COLOURS, strict=True)),
         collectives=collectives_json(busiest) if busiest.step else [],

@@ -136,11 +136,7 @@ def table_of_kinds(kinds: Iterable[RehearsedKind]) -> Table:
 def figures(answer: PlanComparison) -> Table:
     """Return a table of what was rehearsed beside what is planned."""
     table = new_table("", "rehearsed→", "planned→", "difference→")
-    rows = [("peak of tensors", float(answer.tensors), answer.planned_tensors)]
-    rows += [(f"sent: {name}", *pair) for name, pair in answer.sent.items()]
-    if any(answer.across):
-        rows.append(("sent to other nodes", *answer.across))
-    for name, rehearsed, planned in rows:
+    for name, rehearsed, planned in answer.figures:
         table.add_row(name, size(rehearsed), size(planned), difference(rehearsed, planned))
     return table
 

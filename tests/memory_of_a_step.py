@@ -136,16 +136,16 @@ def peak_of_stages(cfg, config):
     return peak_of_step(model, dims, optimizer, lambda: pipeline.train([batch] * count, objectives))
 
 
-def steps_with_images(cases, counter):
-    """Return this rank's peak bytes in a step with images, and what `counter` counts, for each.
+def steps_with_images(cases, count):
+    """Return this rank's peak bytes in a step with images, and `count` of a step, for each.
 
-    cases: (cfg, config, arrays of one image, its tokens). counter: a class of modes.
+    cases: (cfg, config, arrays of one image, its tokens). count: is given a function.
     """
     dist.init_process_group("gloo")
-    return [_step_with_images(*case, counter()) for case in cases]
+    return [_step_with_images(*case, count) for case in cases]
 
 
-def _step_with_images(cfg, config, arrays, tokens, counter):
+def _step_with_images(cfg, config, arrays, tokens, count):
     cpu = torch.device("cpu")
     dims = Dims(layout_of(cfg), "cpu", timeout=60)
     adapters = resolve_adapters(cfg.adapter, config)
@@ -165,11 +165,10 @@ def _step_with_images(cfg, config, arrays, tokens, counter):
         batch.images = ImageInputs(own, tokens, positions if "image_grid_thw" in own else None)
         micro_step(model, cfg, batch)
 
-    with counter:
-        compute()
+    counted = count(compute)
     optimizer.step()
     optimizer.zero_grad()
-    return peak_of_step(model, dims, optimizer, compute), counter.result()
+    return peak_of_step(model, dims, optimizer, compute), counted
 
 
 def peak_of_step(model, dims, optimizer, compute):

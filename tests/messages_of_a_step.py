@@ -1,6 +1,6 @@
 """Messages of a training step, measured on fake tensors and fake ranks, or on real ranks."""
 
-from collections import Counter
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -9,7 +9,6 @@ from layouts import layout_of
 from memory_of_a_step import batch_of_rank, micro_step, peak_of_step, route_evenly, whole_batch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_trainer.models.adapters.adapter_targets import resolve_adapters
 from fsdp_trainer.models.decoder import Decoder
@@ -21,13 +20,12 @@ from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize
 from fsdp_trainer.parallel.pipeline import Pipeline
+from fsdp_trainer.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.training.gradients import GradientSync
 from fsdp_trainer.training.objective import CrossEntropy
 from fsdp_trainer.training.weights import draw_weights
 
 SMALL = 2**20  # bytes; the plan leaves out the few numbers per token that the head gathers
-GATHER, REDUCE = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
-ALL_TO_ALL = "c10d::alltoall_base_"
 
 
 class Message(NamedTuple):
@@ -37,23 +35,26 @@ class Message(NamedTuple):
     gathers: bool
 
 
-class Messages(TorchDispatchMode):
-    """Counter of collectives, and of the bytes that they gather or reduce on all ranks together."""
+def collectives_of(compute):
+    """Return the collectives between several ranks that this rank starts, as `rehearse` counts."""
+    with StepRecorder() as recorder:
+        compute()
+    return [one for one in recorder.collectives if len(one.ranks) > 1]
 
-    def __init__(self):
-        super().__init__()
-        self.count, self.bytes = Counter(), Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name in (GATHER, REDUCE):
-            gathers = name == GATHER
-            whole, part = args[:2] if gathers else (args[1], args[0])
-            message = Message(whole.numel() // part.numel(), gathers)
-            if whole.nbytes >= SMALL:
-                self.count[message] += 1
-                self.bytes[message] += whole.nbytes
-        return func(*args, **(kwargs or {}))
+def by_message(collectives):
+    """Return the collectives that gather, or reduce and scatter, as a list for each Message."""
+    kinds = defaultdict(list)
+    for one in collectives:
+        if one.op in ("all_gather", "reduce_scatter"):
+            kinds[Message(len(one.ranks), one.op == "all_gather")].append(one)
+    return kinds
+
+
+def bytes_sent(collectives):
+    """Return the bytes that this rank sends in gathers and reductions, by Message."""
+    kinds = by_message(collectives).items()
+    return {message: sum(one.sent for one in alike) for message, alike in kinds}
 
 
 def messages_of(cases, ranks):
@@ -73,29 +74,12 @@ def messages(cfg, config, ranks):
             model.to_empty(device="cpu")
             sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
             sync.before(last=True)
-            with Messages() as measure:
-                micro_step(model, cfg)
-        return dict(measure.count), dict(measure.bytes)
+            called = collectives_of(lambda: micro_step(model, cfg))
+        kinds = by_message(one for one in called if one.bytes >= SMALL).items()
+        count = {message: len(alike) for message, alike in kinds}
+        return count, {message: sum(one.bytes for one in alike) for message, alike in kinds}
     finally:
         dist.destroy_process_group()
-
-
-class Sent(TorchDispatchMode):
-    """Counter of the bytes that a rank sends to another one, gathers and reduces."""
-
-    def __init__(self):
-        super().__init__()
-        self.passed, self.gathered, self.reduced = 0, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name == "c10d::send":
-            self.passed += sum(tensor.nbytes for tensor in args[0])
-        elif name == GATHER:
-            self.gathered += args[0].nbytes
-        elif name == REDUCE:
-            self.reduced += args[1].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def messages_of_stages(cfg, config):
@@ -111,38 +95,27 @@ def messages_of_stages(cfg, config):
     batch = whole_batch(cfg)
     objective = CrossEntropy(batch.weights)
     pipeline.train([batch] * count, [objective] * count)  # warm-up: the first run sends more
-    with Sent() as sent:
-        pipeline.train([batch] * count, [objective] * count)
-    return sent.passed, sent.gathered, sent.reduced
+    called = collectives_of(lambda: pipeline.train([batch] * count, [objective] * count))
+    ops = ("send", "all_gather", "reduce_scatter")
+    return tuple(sum(one.bytes for one in called if one.op == op) for op in ops)
 
 
-class SentByKind(TorchDispatchMode):
-    """Counter of the bytes that a rank sends to others, by (number of ranks, gathers).
+class SentByKind(NamedTuple):
+    """A rank's messages: bytes by Message, bytes of rows, and the exchanges of row counts.
 
-    rows: bytes sent to other ranks' experts and back, or to owners. waits: number of exchanges of
-    row counts.
+    Rows go to other ranks' experts and back, or to owners. It holds where no heads are exchanged.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.bytes, self.rows, self.waits = Counter(), 0, 0
+    bytes: dict[Message, float]
+    rows: float
+    waits: int
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name in (GATHER, REDUCE):
-            whole, part = sorted((args[0].nbytes, args[1].nbytes), reverse=True)
-            self.bytes[whole // part, name == GATHER] += whole - part
-        elif name == ALL_TO_ALL and args[1].dtype == torch.int64:
-            self.waits += 1
-        elif name == ALL_TO_ALL and args[4]:  # without sizes they exchange heads
-            own = dist.ProcessGroup.unbox(args[2]).rank()
-            others = sum(args[4]) - args[4][own]
-            self.rows += others * args[1][:1].nbytes
-        return func(*args, **(kwargs or {}))
-
-    def result(self):
-        """Return the counters as values that a rank can send back."""
-        return dict(self.bytes), self.rows, self.waits
+    @classmethod
+    def of(cls, collectives):
+        exchanges = [one for one in collectives if one.op == "all_to_all"]
+        rows = sum(one.sent for one in exchanges if one.dtype != "int64")
+        waits = sum(one.dtype == "int64" for one in exchanges)
+        return cls(bytes_sent(collectives), rows, waits)
 
 
 class OfExperts(NamedTuple):
@@ -194,13 +167,12 @@ def _sent_in_a_step(model, dims, cfg):
     config = model.config
     sync = GradientSync(model, cfg.sharding.accumulate, dims.sizes["replicate"] > 1)
     sync.before(last=True)
-    with SentByKind() as sent:
-        micro_step(model, cfg, batch_of_rank(cfg, config, dims))
-    return sent.result()
+    batch = batch_of_rank(cfg, config, dims)
+    return SentByKind.of(collectives_of(lambda: micro_step(model, cfg, batch)))
 
 
 def rows_of_512_ranks(cfg, config):
-    """Return the result of messages_of_experts for the first of 512 fake ranks, on fake tensors."""
+    """Return SentByKind of a step for the first of 512 fake ranks, on fake tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=512)
     ranks = cfg.sharding.expert
     even = cfg.batch.micro_rows * cfg.batch.seq_len * config.num_experts_per_tok // ranks
@@ -230,6 +202,4 @@ def _messages_of_owners(cfg, config):
     optimizer = build_optimizer(model, cfg.optim, ranks=dims.stage_group)
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    with SentByKind() as sent:
-        optimizer.step()
-    return sent.rows
+    return SentByKind.of(collectives_of(optimizer.step)).rows

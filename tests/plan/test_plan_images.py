@@ -9,7 +9,7 @@ import torch
 from folders import REPO
 from image_models import CONFIGS
 from memory_of_a_step import only_tensors, steps_with_images
-from messages_of_a_step import SentByKind
+from messages_of_a_step import Message, bytes_sent, collectives_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fsdp_trainer.cli import main
@@ -64,6 +64,11 @@ def image_of(kind):
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, SIDE, SIDE]])}, SIDE**2 // 4
 
 
+def messages_sent(compute):
+    """Return the bytes that this rank sends meanwhile in gathers and reductions, by Message."""
+    return bytes_sent(collectives_of(compute))
+
+
 def configured(tokens, **keys):
     cfg = PlanConfig()
     cfg.batch.seq_len, cfg.batch.rows, cfg.precision.param_dtype = 2 * tokens, 2, "float32"
@@ -80,16 +85,16 @@ def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, t
     config = architecture(tmp_path, kind)
     arrays, tokens = image_of(kind)
     cases = [(configured(tokens, **keys), config, arrays, tokens) for keys in CASES.values()]
-    measured = world.call(2, steps_with_images, cases, SentByKind)
+    measured = world.call(2, steps_with_images, cases, messages_sent)
     for name, (cfg, *_), ranks in zip(CASES, cases, zip(*measured, strict=True), strict=True):
         run = PlannedRun.of(cfg, config, 2)
         with only_tensors():
             peak = memory(run, "cpu").peak
         held = max(peak for peak, _ in ranks)
         assert peak.total - peak.bytes["allowance"] == pytest.approx(held, rel=0.08), (name, peak)
-        sent, planned = ranks[0][1][0], wire(run, DEVICES["h100"])["shard"]
-        assert planned.gathered == pytest.approx(sent[2, True], rel=0.01), name
-        assert planned.reduced == pytest.approx(sent.get((2, False), 0), rel=0.01), name
+        sent, planned = ranks[0][1], wire(run, DEVICES["h100"])["shard"]
+        assert planned.gathered == pytest.approx(sent[Message(2, True)], rel=0.01), name
+        assert planned.reduced == pytest.approx(sent.get(Message(2, False), 0), rel=0.01), name
 
 
 def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path):

@@ -66,9 +66,10 @@ def set_kernel_priority(
     first = BACKENDS.get(choice.kernel, SDPBackend.FLASH_ATTENTION)
     others = (backend for name, backend in BACKENDS.items() if name != "cudnn")
     order = list(dict.fromkeys([first, *others]))
-    _priority.enter_context(sdpa_kernel(order, set_priority=True))
     if required and choice.layout != "varlen":
+        # before the order is set: the first call on Hopper makes torch put cuDNN, then flash first
         _try(choice, first, config, dtype, device)
+    _priority.enter_context(sdpa_kernel(order, set_priority=True))
 
 
 def _try(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_trainer.config.schema import ActivationCheckpoint
 from fsdp_trainer.errors import UserError
+from fsdp_trainer.models import attention_kernels
 from fsdp_trainer.models.attention import LAYOUTS, DocumentAttention, OneDocument
 from fsdp_trainer.models.attention_choice import AttentionChoice, AttentionContext, choose
 from fsdp_trainer.models.attention_kernels import set_kernel_priority
@@ -20,7 +21,7 @@ from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.document_calls import plan_calls
 from fsdp_trainer.models.initialize import initialize_weights
-from fsdp_trainer.models.sdpa import SOFTCAP_QUERIES, Scoring
+from fsdp_trainer.models.sdpa import SOFTCAP_QUERIES, Scoring, sdpa
 from fsdp_trainer.parallel.activation_checkpoint import checkpoint_activations
 from fsdp_trainer.training.objective import CrossEntropy
 
@@ -368,6 +369,23 @@ def test_a_kernel_stays_preferred_until_the_next_run():
         AttentionChoice("documents", None, ""), config, torch.float32, CPU, required=False
     )
     assert _cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def test_a_kernel_is_preferred_although_the_first_call_on_hopper_sets_another_order(monkeypatch):
+    config, before = ModelConfig(vocab_size=8), _cur_sdpa_kernel_backends(with_priority=True)
+    cudnn_first = [int(SDPBackend.CUDNN_ATTENTION), *map(int, before)]
+
+    def first_call(*arguments):
+        torch._C._set_sdp_priority_order(list(dict.fromkeys(cudnn_first)))
+        return sdpa(*arguments)
+
+    monkeypatch.setattr(attention_kernels, "sdpa", first_call)
+    options = config, torch.float32, CPU
+    set_kernel_priority(AttentionChoice("documents", "math", ""), *options, required=True)
+    order = _cur_sdpa_kernel_backends(with_priority=True)
+    set_kernel_priority(AttentionChoice("documents", None, ""), *options, required=False)
+    torch._C._set_sdp_priority_order([*map(int, before)])
+    assert order[0] == SDPBackend.MATH
 
 
 @pytest.mark.slow

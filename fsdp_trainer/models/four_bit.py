@@ -92,8 +92,8 @@ def decode(encoded: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
 
 def level_pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the levels of the two codes of each byte: [256, 2]. Synchronises with a GPU."""
-    levels = torch.tensor(LEVELS, dtype=dtype, device=device)
-    return torch.cartesian_prod(levels, levels)
+    levels = torch.tensor(LEVELS, dtype=dtype, device="cpu")
+    return torch.cartesian_prod(levels, levels).to(device)
 
 
 class DecodedProduct(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import to_device
 from fsdp_trainer.models.attention import PackedAttention
 from fsdp_trainer.models.config import ModelConfig
 
@@ -50,8 +51,9 @@ class Rope:
         positions: [batch, length]; layout: provides the documents' lengths, by which longrope
         chooses its frequencies.
         """
-        self.frequencies = self.frequencies.to(positions.device)
-        self.long = self.long.to(positions.device)
+        if self.frequencies.device != positions.device:
+            self.frequencies = to_device(self.frequencies, positions.device)
+            self.long = to_device(self.long, positions.device)
         frequencies = self.frequencies
         if self.long_from is not None:
             is_long = layout.document_lengths(positions)[..., None] > self.long_from

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import to_device
+
 
 @lru_cache
 def values(signed: bool) -> tuple[float, ...]:
@@ -46,7 +48,7 @@ def table(signed: bool, device: torch.device) -> Table:
     smallest = torch.where(upper < 0, upper | 0xFFFF, upper).view(torch.float32)
     starts = torch.bucketize(smallest, middles, out_int32=True)
     largest = torch.cat([middles, torch.tensor([torch.inf])])
-    return Table(code.to(device), largest.to(device), starts.to(device))
+    return Table(to_device(code, device), to_device(largest, device), to_device(starts, device))
 
 
 def encode(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:

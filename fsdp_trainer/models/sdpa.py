@@ -58,7 +58,7 @@ def sdpa(
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scale = scoring.scale or q.shape[-1] ** -0.5
         return SinkAttention.apply(q, k, v, scoring.sinks, mask, causal, scale).transpose(1, 2)
-    if groups > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+    if groups > 1 and runs_on_gpu(q) and (mask is not None or q.dtype == torch.float32):
         # the only fused kernel for these (memory-efficient) needs as many kv heads as heads; the
         # unfused one would store all scores
         k = k.repeat_interleave(groups, dim=1)
@@ -74,6 +74,11 @@ def sdpa(
         enable_gqa=groups > 1,
     )
     return result.transpose(1, 2)
+
+
+def runs_on_gpu(tensor: Tensor) -> bool:
+    """Return True if the kernels of a GPU compute with a tensor."""
+    return tensor.is_cuda
 
 
 class SinkAttention(torch.autograd.Function):

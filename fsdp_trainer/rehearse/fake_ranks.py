@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base import torch_private
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.models import head
+from fsdp_trainer.models import head, sdpa
 from fsdp_trainer.models.attention import LAYOUTS, PLAIN, Scoring, VarlenAttention
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim import eight_bit, muon_owners
@@ -23,6 +23,7 @@ from fsdp_trainer.optim.muon_owners import Part, ShardLayout, stack_shape
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.experts import ExpertRanks
 from fsdp_trainer.rehearse.kinds import positions_of
+from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
 
 T = TypeVar("T")
 
@@ -44,24 +45,20 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 @contextmanager
-def fake_tensors(device: str, layout: Layout, expert_rows: int) -> Iterator[None]:
+def fake_tensors(run: Rehearsed, expert_rows: int) -> Iterator[None]:
     """Give all new tensors no storage, and replace what would read their numbers.
 
-    device: cuda or cpu, the device that is rehearsed; layout: of the ranks; expert_rows: rows that
-    a rank sends to the
-    experts of one block in a micro-batch.
+    expert_rows: rows that a rank sends to the experts of one block in a micro-batch.
     """
     with ExitStack() as stack:
-        for replaced in stand_ins(device, layout, expert_rows):
+        for replaced in stand_ins(run, expert_rows):
             stack.enter_context(replaced)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.device("cpu"))
         yield
 
 
-def stand_ins(
-    device: str, layout: Layout, expert_rows: int
-) -> Iterator[AbstractContextManager[Any]]:
+def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManager[Any]]:
     """Yield the replacements of the functions that read numbers, or that ask for a GPU."""
 
     def even_rows(ranks: ExpertRanks, _counts: Tensor, _received: Tensor) -> list[list[int]]:
@@ -74,10 +71,16 @@ def stand_ins(
     yield patch.object(torch_private, offsets.__name__, with_real_tensors(offsets))
     # computed once, from numbers
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
-    yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, layout))
-    yield patch.object(TrainerOptimizer, "step_unless", step_always)
+    yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))
+    yield patch.object(TrainerOptimizer, "step_unless", step_unread(TrainerOptimizer.step_unless))
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
+    if run.tensors == "cpu":
+        yield from stand_ins_for_cuda(run.device)
+
+
+def stand_ins_for_cuda(device: str) -> Iterator[AbstractContextManager[Any]]:
+    """Yield the replacements of what tensors on a CPU cannot do, or do otherwise than a GPU."""
     # flex attention has no backward on a CPU
     yield patch.dict(LAYOUTS, flex=WithoutScoring)
     if device == "cuda":
@@ -85,6 +88,8 @@ def stand_ins(
         of_gpu = partialmethod(lambda own, tokens, _device: rows_at_once(own, tokens, "cuda"))
         yield patch.object(Head, "rows_at_once", of_gpu)
         yield patch.object(head, "_Accumulator", SumInPlace)
+        # attention with a mask keeps more
+        yield patch.object(sdpa, "runs_on_gpu", lambda _tensor: True)
 
 
 def with_real_tensors(function: Callable[..., T]) -> Callable[..., T]:
@@ -127,9 +132,16 @@ def part_at(parameter: Tensor, position: dict[str, int]) -> Part:
     return matrices, rows, columns
 
 
-def step_always(optimizer: TrainerOptimizer, _skip: Tensor) -> None:
-    """Update the weights: the host cannot read the verdict."""
-    optimizer.step()
+def step_unread(step_unless: Callable[..., None]) -> Callable[..., None]:
+    """Return `step_unless` for a host that cannot read the verdict."""
+
+    def step(optimizer: TrainerOptimizer, skip: Tensor) -> None:
+        if optimizer.skips_on_device:
+            step_unless(optimizer, skip)
+        else:
+            optimizer.step()
+
+    return step
 
 
 class WithoutScoring(VarlenAttention):

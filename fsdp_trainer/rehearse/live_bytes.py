@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter
 
 CATEGORIES = (
@@ -40,6 +40,11 @@ class Peak(NamedTuple):
 NO_PEAK = Peak(dict.fromkeys(CATEGORIES, 0), "", "", "")
 
 
+def name_of(operator: Any) -> str:
+    """Return the name of an operator. One of higher order, as flex attention, has no schema."""
+    return operator._schema.name if hasattr(operator, "_schema") else operator.name()
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of all live storages that operators create, in any mode below it.
 
@@ -47,6 +52,8 @@ class LiveBytes(TorchDispatchMode):
     category; peak: the moment with most bytes since the last `begin`; curve: bytes by category at
     moments of equal distance, in operators.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -136,9 +143,9 @@ class LiveBytes(TorchDispatchMode):
         self.total -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is DTensor for kind in types):
-            return NotImplemented
-        self._operator = func._schema.name
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor calls operators on its part
+        self._operator = name_of(func)
         self.before(func, args)
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):

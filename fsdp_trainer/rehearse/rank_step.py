@@ -1,6 +1,7 @@
 """One rank of a rehearsal: the trainer's own build, and one step, on tensors without storage."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,10 +68,15 @@ class RankStep:
     groups: dict[tuple[int, ...], str]
 
 
-def step_of_rank(run: Rehearsed, rank: int) -> RankStep:
-    """Build the trainer as `rank`, run one step and stage a checkpoint, on fake tensors."""
+def step_of_rank(
+    run: Rehearsed, rank: int, watch: AbstractContextManager[Any] | None = None
+) -> RankStep:
+    """Build the trainer as `rank`, run one step and stage a checkpoint, on fake tensors.
+
+    watch: entered for the step.
+    """
     phases.begin()
-    return with_parts(run, rank, RankParts.step)
+    return with_parts(run, rank, lambda parts: parts.step(watch or nullcontext()))
 
 
 def with_parts(run: Rehearsed, rank: int, use: "Callable[[RankParts], T]") -> T:
@@ -84,11 +90,11 @@ class RankParts:
 
     def __init__(self, run: Rehearsed, rank: int, second: Path | None):
         """second: folder of a second model."""
-        cfg, cpu = run.cfg, torch.device("cpu")
-        self.run, self.rank, self.device = run, rank, cpu
-        self.dims = Dims(run.layout, cpu.type, parse_duration(cfg.launch.timeout))
+        cfg, device = run.cfg, torch.device(run.tensors)
+        self.run, self.rank, self.device = run, rank, device
+        self.dims = Dims(run.layout, device.type, parse_duration(cfg.launch.timeout))
         nothing: Any = None  # what neither building nor a step asks for
-        world = World(rank, run.world, 0, 0, 1, "", "", nothing, cpu)
+        world = World(rank, run.world, 0, 0, 1, "", "", nothing, device)
         inputs = RunInputs(nothing, nothing, EmptyData(), None, second)  # type: ignore[arg-type]
         trained = ModelSetup.resolve(run.config, cfg.adapter, cfg.train.freeze)
         setup = RunSetup(cfg, inputs, trained, world, self.dims, False, Path(), nothing, nothing)
@@ -102,14 +108,14 @@ class RankParts:
         """The model in training, and second models in memory."""
         return [self.model, *(frozen.model for frozen in self.method.frozen_models)]
 
-    def step(self) -> RankStep:
-        """Run one step and stage a checkpoint."""
+    def step(self, watch: AbstractContextManager[Any]) -> RankStep:
+        """Run one step, inside of `watch`, and stage a checkpoint."""
         run, cfg = self.run, self.run.cfg
         recorder = StepRecorder(gloo=run.device == "cpu")
         batches = self._batches()
-        with fake_tensors(run.device, run.layout, run.expert_rows(batches.length)):
+        with fake_tensors(run, run.expert_rows(batches.length)):
             for model in self.models:
-                allocate(model, self.device)
+                allocate(model, self.setup.model_device, self.device)
             make = with_real_tensors(build_optimizer)
             optimizer = make(self.model, cfg.optim, cfg.run.seed, self.dims.stage_group)
             make_states(optimizer)
@@ -118,7 +124,7 @@ class RankParts:
             marks: list[int] = []
             each = self._marked(batches, recorder, marks)
             phases.enter("data", 1)
-            with recorder.watching(self.model):
+            with watch, recorder.watching(self.model):
                 runner.train_step(batches, each, cfg.optim.lr)
             staged = staged_bytes(self.model, optimizer, runner)
         return RankStep(
@@ -136,7 +142,7 @@ class RankParts:
         setup, cfg = self.setup, self.run.cfg
         loss_scale = new_loss_scale(cfg.precision, self.device)
         forward_backward = build_step(setup, self.method, self.model, [""], loss_scale)
-        guard = Guard(cfg.train, self.device, *NO_STEPS_BEFORE)
+        guard = Guard(cfg.train, setup.model_device, *NO_STEPS_BEFORE)
         return StepRunner(cfg, self.model, self.dims, optimizer, forward_backward, guard)
 
     def _batches(self) -> RehearsedBatches:

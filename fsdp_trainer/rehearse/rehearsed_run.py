@@ -41,7 +41,8 @@ class Rehearsed:
     cfg: its configuration, without what fake tensors cannot do; config: the trained model's
     architecture; world: number of ranks; device: cuda or cpu; attention: a key of LAYOUTS;
     second: the architecture of a second model in memory, None if there is none or if it is that of
-    the trained model; rows: those of a micro-batch.
+    the trained model; rows: those of a micro-batch; tensors: cpu or cuda, where the tensors without
+    storage lie.
     """
 
     cfg: TrainConfig
@@ -51,6 +52,7 @@ class Rehearsed:
     attention: str
     second: ModelConfig | None
     rows: Rows
+    tensors: str = "cpu"
 
     @property
     def layout(self) -> Layout:

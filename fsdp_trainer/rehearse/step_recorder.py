@@ -13,7 +13,7 @@ from torch.nn.modules.module import (
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.torch_private import around_units, is_in_backward, unsharded_gradients
 from fsdp_trainer.rehearse.collectives import Collective, collective_of
-from fsdp_trainer.rehearse.live_bytes import LiveBytes
+from fsdp_trainer.rehearse.live_bytes import LiveBytes, name_of
 
 HEAD = "lm_head"
 ROOT = "root"
@@ -55,7 +55,7 @@ class StepRecorder(LiveBytes):
                 hook.remove()
 
     def before(self, func: Any, args: Any) -> None:
-        name = func._schema.name
+        name = name_of(func)
         if not name.startswith("c10d::"):
             return
         called = collective_of(name, args, self._unit or self._where())

@@ -1,6 +1,7 @@
 # Everything runs in .venv, which `make setup` fills from constraints.txt. Nothing else need be installed but Python 3.11+ and pip.
 PYTHON ?= python3
 VENV ?= .venv
+CUDA_VENV ?= .venv-cuda
 JOBS ?= 2
 BASE ?= 42cc08c
 SEED ?= 1
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults fuzz soak same lint docs bench bench-gpu first-gpu clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-faults fuzz soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -63,8 +64,17 @@ bench-gpu: $(VENV)/.for-benchmarks  ## the benchmark for one GPU
 first-gpu: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## on one GPU, 25 minutes: all that only a GPU can show, in one file; ARGS=--device=cpu tries the steps without one
 	$(BIN)/python -m benchmarks.first_gpu $(ARGS)
 
+cuda-shapes: $(CUDA_VENV)/.for-cuda  ## a step of every kind of run with CUDA's operators, without a GPU; ARGS=--only=WORD. Installs 5 GB
+	$(CUDA_VENV)/bin/python -m tools.cuda_shapes $(ARGS)
+
 clean:           ## the environment and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
+
+# the build for CUDA is PyPI's, also where another index or folder of packages is configured
+$(CUDA_VENV)/.for-cuda: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(CUDA_VENV)
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CUDA_VENV)/bin/pip install -q -c constraints.txt -e ".[ao,hf]" "nvidia-cuda-crt==13.0.*"
+	@touch $@
 
 $(VENV)/.for-users: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,66 @@
+"""Compilation of a block for an H100, forward and backward, which are not run."""
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._functorch import config as autograd_config
+from torch._inductor import config as inductor_config
+from torch._inductor import metrics, output_code
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_trainer.config.composing.compose import compose
+from fsdp_trainer.models.attention import LAYOUTS
+from fsdp_trainer.models.decoder import Decoder, MicroBatch
+from fsdp_trainer.parallel.compile import compile_blocks
+from fsdp_trainer.plan.plan_inputs import architecture
+from fsdp_trainer.training.objective import CrossEntropy
+
+CUDA = torch.device("cuda")
+
+
+class CompiledError(Exception):
+    """Raised in place of a call of the compiled block."""
+
+
+def stop(_graph: Any, _inputs: Any) -> None:
+    """Raise CompiledError."""
+    raise CompiledError
+
+
+def kernels_of_block(words: list[str]) -> int:
+    """Compile the first block of a model. Return the number of Triton's kernels for sm_90.
+
+    words: overrides of a rehearsal, with the layout of attention.
+    """
+    cfg = compose("rehearse", words, None, inputs=False)
+    config, _ = architecture(cfg)
+    length = cfg.batch.seq_len
+    with torch.device("meta"):
+        model = Decoder(config).to(getattr(torch, cfg.precision.param_dtype))
+    torch._dynamo.reset()
+    metrics.reset()
+    with (
+        patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor),
+        patch.object(output_code.CompiledFxGraph, "__call__", stop),
+        autograd_config.patch(force_non_lazy_backward_lowering=True),
+        # constants would be computed, products of odd sizes timed, earlier code taken from disk
+        inductor_config.patch(
+            joint_graph_constant_folding=False, shape_padding=False, force_disable_caches=True
+        ),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
+        model.to_empty(device="cuda")
+        compile_blocks(model, cfg.compile)
+        documents = [[length - length // 4, length // 4]]
+        layout = LAYOUTS[cfg.model.attention](documents, length, CUDA)
+        places = torch.zeros(1, length, dtype=torch.int64, device=CUDA)
+        weights = torch.ones(length, device=CUDA)
+        flat = places.flatten()
+        batch = MicroBatch(places, places, layout, flat, flat, weights)
+        try:
+            model(batch, CrossEntropy(weights))
+        except CompiledError:
+            return metrics.generated_kernel_count
+    raise AssertionError("no block was compiled")

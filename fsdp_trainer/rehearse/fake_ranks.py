@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, partialmethod
+from itertools import islice
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from fsdp_trainer.models import head, sdpa
 from fsdp_trainer.models.attention import LAYOUTS, PLAIN, Scoring, VarlenAttention
 from fsdp_trainer.models.head import Head
 from fsdp_trainer.optim import eight_bit, muon_owners
+from fsdp_trainer.optim.compact import CompactOptimizer, NumberChunk
 from fsdp_trainer.optim.muon_owners import Part, ShardLayout, stack_shape
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.experts import ExpertRanks
@@ -73,6 +75,7 @@ def stand_ins(run: Rehearsed, expert_rows: int) -> Iterator[AbstractContextManag
     yield patch.object(eight_bit, "table", with_real_tensors(eight_bit.table))
     yield patch.object(muon_owners, "layouts_of", partial(layouts_of_all, run.layout))
     yield patch.object(TrainerOptimizer, "step_unless", step_unread(TrainerOptimizer.step_unless))
+    yield patch.object(CompactOptimizer, "chunks", first_only(CompactOptimizer.chunks))
     yield torch_private.no_pipeline_vote()
     yield torch_private.metadata_outside_modes()
     if run.tensors == "cpu":
@@ -142,6 +145,14 @@ def step_unread(step_unless: Callable[..., None]) -> Callable[..., None]:
             optimizer.step()
 
     return step
+
+
+def first_only(chunks: Callable[..., Iterator[NumberChunk]]) -> Callable[..., Any]:
+    """Return `chunks` that yields the first one: the others are as large, or smaller.
+
+    A matrix of experts has hundreds, which are updated one after the other.
+    """
+    return lambda *args: islice(chunks(*args), 1)
 
 
 class WithoutScoring(VarlenAttention):

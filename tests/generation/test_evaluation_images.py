@@ -65,10 +65,14 @@ def evaluate(world, model, task, *options, ranks=1, **expected):
     return ranks[0]
 
 
-def inputs_of(folder, model, question, image):
+def inputs_of(folder, model, question, image, chat=False):
     """Return what transformers' own processor makes of a question with an image."""
     processor = ImageProcessor(str(model)).processor
     text = f"say. {processor.image_token}{question}"
+    if chat:
+        parts = [{"type": "text", "text": "say. "}, {"type": "image"}]
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+        text = processor.apply_chat_template([turn], add_generation_prompt=True)
     picture = Image.open(folder / image)
     return processor, processor(text=[text], images=[picture], return_tensors="pt")
 
@@ -111,18 +115,20 @@ def test_choices_about_images_are_those_of_transformers_on_any_ranks(
         assert metrics["choice"]["acc"] == pytest.approx(0.8), ranks
 
 
-def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures):
+@pytest.mark.parametrize("chat", [False, True])
+def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures, chat):
     model = make_image_folder(tmp_path / "llava", "llava")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
     rows = []
     for i in range(3):
-        processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png")
+        processor, inputs = inputs_of(pictures, model, f"{i}?", f"pictures/{i}.png", chat)
         length = inputs["input_ids"].shape[1]
         tokens = theirs.generate(**inputs, max_new_tokens=12, do_sample=False)[0, length:]
         text = processor.tokenizer.decode(tokens, skip_special_tokens=True)
         rows.append({"question": f"{i}?", "images": [f"pictures/{i}.png"], "answer": text})
     task = task_of(pictures, "written", rows)
     for options, ranks in (([], 1), (["sharded=true", "rows=1"], 2)):
+        options = [*options, f"chat={str(chat).lower()}"]
         metrics = json.loads(evaluate(world, model, task, *options, ranks=ranks).out)
         assert metrics["written"]["exact_match"] == 1, ranks
 

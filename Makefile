@@ -67,8 +67,8 @@ first-gpu: $(VENV)/.for-developers $(VENV)/.for-benchmarks  ## on one GPU, 25 mi
 cuda-shapes: $(CUDA_VENV)/.for-cuda  ## a step of every kind of run with CUDA's operators, without a GPU; ARGS=--only=WORD. Installs 5 GB
 	$(CUDA_VENV)/bin/python -m tools.cuda_shapes $(ARGS)
 
-clean:           ## the environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist
+clean:           ## the environments and caches; runs stay
+	rm -rf $(VENV) $(CUDA_VENV) .pytest_cache .mypy_cache .ruff_cache dist
 
 # the build for CUDA is PyPI's, also where another index or folder of packages is configured
 $(CUDA_VENV)/.for-cuda: pyproject.toml constraints.txt

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from fsdp_trainer.data.files.sources import RecordError
 from fsdp_trainer.data.images.sample_images import SampleImage
-from fsdp_trainer.data.records.images import COLUMN_MARK, MARK, images_of
+from fsdp_trainer.data.records.images import COLUMN_MARK, images_of, with_marks
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):
         reader = self.scorer.images
         mark = "" if reader is None else reader.processor.mark
         if reader is not None:
-            chat_history = [with_places_of_images(turn) for turn in chat_history]
+            chat_history = [with_marks(turn) for turn in chat_history]
         if add_generation_prompt:
             return self.template.ask(chat_history, mark)
         return self.template.render(self.template.adapt(chat_history, None, image_mark=mark))
@@ -254,12 +254,6 @@ class HarnessModel(TemplateLM):
         stop_ids = self.text_tokenizer.stop_ids
         answers = self.scorer.continuations(asked, stop_ids, sampling, is_over)
         return [postprocess_generated_text(decode(answer), until, None) for answer in answers]
-
-
-def with_places_of_images(turn: dict[str, Any]) -> dict[str, Any]:
-    """Return a turn whose marks of images are the places of images for a chat template."""
-    text = turn["content"].replace(COLUMN_MARK, MARK)
-    return turn | {"content": text, "images": [None] * text.count(MARK)}
 
 
 def as_files(visual: Any) -> Any:

@@ -101,7 +101,7 @@ def with_column(messages: list[dict[str, Any]], images: list[Image]) -> list[dic
     before the text of the first user's turn. Raises RecordError if their numbers differ.
     """
     if not any(image == NEXT for image in images_in(messages)):
-        messages = [_with_marks(message) for message in messages]
+        messages = [with_marks(message) for message in messages]
     places = sum(image == NEXT for image in images_in(messages))
     if not places:
         first = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), 0)
@@ -122,7 +122,7 @@ def with_column(messages: list[dict[str, Any]], images: list[Image]) -> list[dic
     ]
 
 
-def _with_marks(message: dict[str, Any]) -> dict[str, Any]:
+def with_marks(message: dict[str, Any]) -> dict[str, Any]:
     """Return a turn whose marks for images of a column stand for the next ones."""
     content, own = message["content"], iter(message.get("images", ()))
     marks = EITHER_MARK.findall(content)

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import sys
-from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share the machine's cores
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,7 +16,6 @@ from world import Run, World, write_chats
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
 internal_errors: list[str] = []
-files_begun: list[Path | None] = [None]
 
 
 def pytest_internalerror(excrepr):
@@ -34,15 +32,14 @@ def pytest_unconfigure():
         print(f"\nthe first internal error ended with:\n{internal_errors[0][-3000:]}")
 
 
-def pytest_runtest_setup(item):
+@pytest.fixture(scope="module", autouse=True)
+def loaded_is_exempt():
     """Exempt all that is loaded from garbage collection, before the first test of a file.
 
     Going through all objects of torch and transformers again and again takes a tenth of the time.
     """
-    if files_begun[-1] != item.path:
-        files_begun.append(item.path)
-        gc.collect()
-        gc.freeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,8 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +51,10 @@ def run(library: str, names: list[str]) -> list[dict[str, Any]]:
     words = [sys.executable, "-m", "tools.cuda_shapes.run_cases", *names]
     done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    problem = f"the process ended: {done.stderr[-600:]}"
+    results += [{"name": name, "problem": problem, "waits": {}} for name in names[len(results) :]]
     for result in results:
         print(describe(result), flush=True)
-    for name in names[len(results) :]:
-        problem = f"the process ended: {done.stderr[-600:]}"
-        results.append({"name": name, "problem": problem, "operators": {}, "waits": {}})
-        print(describe(results[-1]), flush=True)
     return results
 
 
@@ -79,7 +79,7 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, add_help=True)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -90,9 +90,7 @@ def main() -> int:
             write_config(name, ROOT / CONFIGS / name)
     parts = [names[i :: 4 * options.jobs] for i in range(4 * options.jobs)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = [
-            one for part in pool.map(lambda p: run(library, p), filter(None, parts)) for one in part
-        ]
+        results = [*chain(*pool.map(partial(run, library), filter(None, parts)))]
     results.sort(key=lambda one: names.index(one["name"]))
     file = BUILD / "cuda-shapes.json"
     file.write_text(json.dumps(results, indent=1) + "\n")

@@ -8,10 +8,16 @@ COMMON = [
     "plan.gpu=h100", "plan.world_size=8", "batch.seq_len=2048", "batch.rows=16",
     "batch.micro_rows=1",
 ]  # fmt: skip
-LLAMA = ["model=llama3_8b", "model.num_hidden_layers=2"]
-MIXTURE = ["model=qwen3_30b_a3b", "model.num_hidden_layers=2"]
 BLOCKS = {"deepseek_v3": 4, "moonlight_16b_a3b": 3, "gemma3_4b": 6}
 """Blocks of models whose blocks differ, so that each kind is among them; others have 2."""
+
+
+def of_model(name: str) -> list[str]:
+    """Return the overrides that take a few blocks of a published model."""
+    return [f"model={name}", f"model.num_hidden_layers={BLOCKS.get(name, 2)}"]
+
+
+LLAMA, MIXTURE = of_model("llama3_8b"), of_model("qwen3_30b_a3b")
 MODELS = [
     "llama3_8b", "llama3_2_1b", "mistral_7b", "mixtral_8x7b", "qwen2_5_7b", "qwen3_8b",
     "qwen3_30b_a3b", "qwen1_5_moe_a2_7b", "gemma2_9b", "gemma3_4b", "olmo2_7b", "olmoe_7b",
@@ -67,8 +73,7 @@ EXPERTS = {
 RECIPES = {
     "distil": ["+recipe=qwen3_0_6b_distil"],
     "experts 4 of DeepSeek": [
-        "model=deepseek_v3", "model.num_hidden_layers=4", "sharding.expert=4",
-        "activation_checkpoint=full",
+        *of_model("deepseek_v3"), "sharding.expert=4", "activation_checkpoint=full",
     ],
 }  # fmt: skip
 OTHERS = {
@@ -106,15 +111,11 @@ WAITING = {
 SCORING = {
     "": (LLAMA, ["documents", "mask", "varlen", "flex"]),
     ", window": (
-        ["model=mistral_7b", "model.num_hidden_layers=2", "model.sliding_window=512"],
+        [*of_model("mistral_7b"), "model.sliding_window=512"],
         ["documents", "mask", "varlen", "flex"],
     ),
-    ", soft cap": (
-        ["model=gemma2_9b", "model.num_hidden_layers=2"], ["documents", "mask", "flex"],
-    ),
-    ", sinks": (
-        ["model=gpt_oss_20b", "model.num_hidden_layers=2"], ["documents", "mask", "flex"],
-    ),
+    ", soft cap": (of_model("gemma2_9b"), ["documents", "mask", "flex"]),
+    ", sinks": (of_model("gpt_oss_20b"), ["documents", "mask", "flex"]),
 }  # fmt: skip
 """A model that scores in a special way, and the layouts of attention that can."""
 
@@ -165,8 +166,3 @@ def steps() -> dict[str, list[str]]:
         cases[name] = [*LLAMA, *words]
     cases |= {name: [*MIXTURE, *words] for name, words in EXPERTS.items()} | RECIPES
     return {name: [*COMMON, *words] for name, words in cases.items()}
-
-
-def of_model(name: str) -> list[str]:
-    """Return the overrides that take a few blocks of a published model."""
-    return [f"model={name}", f"model.num_hidden_layers={BLOCKS.get(name, 2)}"]

@@ -4,7 +4,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch._functorch import config as autograd_config
 from torch._inductor import config as inductor_config
 from torch._inductor import metrics, output_code
@@ -16,6 +15,7 @@ from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.parallel.compile import compile_blocks
 from fsdp_trainer.plan.plan_inputs import architecture
 from fsdp_trainer.training.objective import CrossEntropy
+from tools.cuda_shapes.host_waits import without_pinning
 
 CUDA = torch.device("cuda")
 
@@ -42,7 +42,7 @@ def kernels_of_block(words: list[str]) -> int:
     torch._dynamo.reset()
     metrics.reset()
     with (
-        patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor),
+        without_pinning(),
         patch.object(output_code.CompiledFxGraph, "__call__", stop),
         autograd_config.patch(force_non_lazy_backward_lowering=True),
         # constants would be computed, products of odd sizes timed, earlier code taken from disk

@@ -61,13 +61,13 @@ class HostWaits(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Also count explicit waits, and let memory be pinned, which fake tensors cannot."""
+        """Also count explicit waits, and pin no memory."""
 
         def waits(what: str) -> Any:
             return lambda *_args, **_options: self.note(what)
 
         with ExitStack() as stack:
-            stack.enter_context(patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor))
+            stack.enter_context(without_pinning())
             for owner, what in (
                 (torch.cuda, "a device"),
                 (torch.cuda.Stream, "a stream"),
@@ -75,6 +75,11 @@ class HostWaits(TorchDispatchMode):
             ):
                 stack.enter_context(patch.object(owner, "synchronize", waits(what)))
             yield
+
+
+def without_pinning() -> Any:
+    """Return a context in which no memory is pinned: fake tensors cannot."""
+    return patch.object(Tensor, "pin_memory", lambda tensor, *_: tensor)
 
 
 def on_gpu(value: Any) -> bool:

@@ -36,7 +36,8 @@ def rehearsed_of(words: list[str]) -> Rehearsed:
     config, _ = architecture(cfg)
     run = Candidate(cfg, config, *single_target(cfg, ""))
     rehearsed = rehearsed_run(run, rows_of_run(run)[0])
-    method = context_method(cfg.sharding, cfg.batch.seq_len, config.on_tensor_rank(1)).method
+    part = config.on_tensor_rank(cfg.sharding.tensor)
+    method = context_method(cfg.sharding, cfg.batch.seq_len, part).method
     with FakeTensorMode():
         choice = choose_attention(cfg, [config], 1.0, CUDA, False, method)
     return replace(rehearsed, attention=choice.layout)

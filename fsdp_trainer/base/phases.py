@@ -14,11 +14,11 @@ PHASES = (
     *("start", "data", "forward", "backward", "clip", "update", "profile"),
     *("validation", "samples", "evaluation", "rollouts", "rewards", "log", "read"),
     *CHECKPOINT,
-    *("agree", "export", "end", "rewind", "check", "compile"),
+    *("agree", "export", "end", "rewind", "check", "compile", "groups"),
 )
 """All phases, in the order of a step. `read` waits until the device has finished its work, `agree`
 is the all-reduce that decides whether to stop, `check` looks for wrong bits, `compile` interrupts
-another phase."""
+another phase, `groups` waits for other groups of ranks and for sums over them."""
 
 
 @dataclass

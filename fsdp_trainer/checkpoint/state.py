@@ -1,13 +1,13 @@
 """The flat state dict of a checkpoint: `weights/NAME` and `optimizer/NAME/KEY`."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_trainer.base.torch_private import dtensor_like
-from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.decoder import stored_buffers
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
@@ -66,21 +66,23 @@ def parameter_of(name: str) -> str:
     return name.removeprefix(WEIGHTS)
 
 
-def prepare_optimizer(model: nn.Module, optimizer: TrainerOptimizer, checkpoint: str) -> None:
-    """Give a new optimizer empty state for each parameter whose state the checkpoint holds.
+def prepare_optimizer(
+    model: nn.Module, optimizer: TrainerOptimizer, names: Iterable[str], source: str
+) -> None:
+    """Give a new optimizer empty state for each parameter whose state is among `names`.
 
-    The state is then loaded in place. Raises UserError if the checkpoint keeps it in another
-    number format.
+    The state is then loaded in place. names: of the tensors of a checkpoint. Raises UserError if
+    `source`, where they come from, keeps it in another number format.
     """
     stored: dict[str, set[str]] = defaultdict(set)
-    for full in StoredTensors(checkpoint).shapes:
+    for full in names:
         if full.startswith(OPTIMIZER):
             name, _, key = full.removeprefix(OPTIMIZER).rpartition("/")
             stored[name].add(key)
     for name, parameter in stored_parameters(model).items():
         if name in stored:
             state = optimizer.empty_state(parameter)
-            _require_same_keys(name, set(state), stored[name], checkpoint)
+            _require_same_keys(name, set(state), stored[name], source)
             optimizer.state[parameter].update(state)
 
 

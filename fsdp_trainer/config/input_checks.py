@@ -59,6 +59,10 @@ NOT_INSTALLED = {
         "TensorBoard is not installed:  pip install 'fsdp_trainer[tensorboard]'",
     ),
     "logging.mlflow": ("mlflow", "MLflow is not installed:  pip install 'fsdp_trainer[mlflow]'"),
+    "replicas.method": (
+        "torchft",
+        "torchft is not installed:  pip install 'fsdp_trainer[replicas]'",
+    ),
     "precision.float8": ("torchao", "torchao is not installed:  pip install 'fsdp_trainer[ao]'"),
 }
 """By key, the optional package that it needs, and the message if that is not installed."""
@@ -167,7 +171,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
     _check_hosts(cfg.launch.hosts, report)
     for key, (package, reason) in NOT_INSTALLED.items():
         value = value_of(cfg, key)
-        if value and importlib.util.find_spec(package) is None:
+        if value and value != "none" and importlib.util.find_spec(package) is None:
             report.add(key, value, reason)
     resume = cfg.checkpoint.resume
     if resume not in ("auto", "never") and find_checkpoint(resume) is None:

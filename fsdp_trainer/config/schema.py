@@ -6,7 +6,7 @@ in `docs/configuration.md` too. This file imports nothing heavy, so that mistake
 before torch is imported.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fsdp_trainer.config.keys import key
@@ -707,6 +707,46 @@ class Sharding:
 
 
 @dataclass
+class Replicas:
+    """Groups of ranks that share a run's steps, and may leave and join while the others go on.
+
+    Each group is a launch of the same command with another replicas.id. See docs/replicas.md.
+    """
+
+    method: str = key(
+        "none",
+        "`none`: all ranks are one group; `sync`: the groups divide the rows of each step and sum"
+        " their gradients; `diloco`: each group trains by itself, and every so many steps they"
+        " average what they have changed",
+        choices=("none", "sync", "diloco"),
+    )
+    id: int = key(0, "number of this group, another one for each", minimum=0)
+    lighthouse: str | None = key(
+        None, "where the groups find each other: HOST:PORT of  fsdp-trainer lighthouse"
+    )
+    min: int = key(1, "with fewer groups than this, those present wait", minimum=1)
+    every: int = key(50, "diloco: optimizer steps between two averages", minimum=1)
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer step", above=0)
+    outer_momentum: float = key(
+        0.9, "diloco: Nesterov momentum of the outer step", minimum=0, maximum=1
+    )
+    fragments: int = key(
+        1,
+        "diloco: parts of the model, each averaged at another step of every `every`; 1: all at"
+        " once",
+        minimum=1,
+    )
+    delay: int = key(0, "diloco: steps that go on while a part's average is on its way", minimum=0)
+    mixing: float = key(
+        0.0,
+        "diloco: share of a group's own weights that stays in the average",
+        minimum=0,
+        maximum=1,
+    )
+    quantize: bool = key(False, "diloco: exchange what has changed as 8-bit numbers")
+
+
+@dataclass
 class ActivationCheckpoint:
     """Trade compute for activation memory."""
 
@@ -1027,6 +1067,12 @@ class Launch:
     nproc_per_node: int | Literal["auto"] = key(
         "auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1
     )
+    groups: int = key(
+        1,
+        "with replicas.method: groups of nproc_per_node ranks to start on this machine, and a"
+        " lighthouse for them; to try them out",
+        minimum=1,
+    )
     nodes: int = key(
         1,
         "how many nodes are given the same command; each starts its own ranks. Slurm says so"
@@ -1089,6 +1135,7 @@ class TrainConfig:
     adapter: Adapter = field(default_factory=Adapter)
     objective: ObjectiveChoice = field(default_factory=ObjectiveChoice)
     sharding: Sharding = field(default_factory=Sharding)
+    replicas: Replicas = field(default_factory=Replicas)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     precision: Precision = field(default_factory=Precision)
     compile: Compile = field(default_factory=Compile)
@@ -1102,6 +1149,14 @@ class TrainConfig:
     def second_model(self) -> SecondModel | None:
         """The frozen model beside the one in training; None: there is none."""
         return second_model(self.objective, self.adapter.has_base)
+
+    def of_group(self, number: int, lighthouse: str) -> "TrainConfig":
+        """Return the configuration of one of the groups that launch.groups starts."""
+        return replace(
+            self,
+            launch=replace(self.launch, groups=1),
+            replicas=replace(self.replicas, id=number, lighthouse=lighthouse),
+        )
 
 
 GROUPS = (

@@ -510,6 +510,19 @@ class QuickstartConfig:
     questions: int = key(100, "held-out questions to ask before and after", minimum=1)
 
 
+@dataclass
+class LighthouseConfig:
+    """Serves the place where groups of ranks find each other; replicas.lighthouse names it."""
+
+    host: str = key("0.0.0.0", "address to listen at")
+    port: int = key(29510, "port to listen at; 0: any that is free", minimum=0, maximum=65535)
+    patience: str = key(
+        "60s",
+        "how long groups that are ready wait for one that is alive but busy, as with a checkpoint",
+    )
+    silence: str = key("3s", "a group that sends no sign of life for this long has left")
+
+
 PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "rehearse": RehearseConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
@@ -518,4 +531,5 @@ PRIMARY: dict[str, type] = {
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,
     "chain": ChainConfig, "quickstart": QuickstartConfig, "launch-files": LaunchFilesConfig,
+    "lighthouse": LighthouseConfig,
 }  # fmt: skip

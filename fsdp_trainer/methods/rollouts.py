@@ -24,6 +24,7 @@ from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
 from fsdp_trainer.training.batches import (
     REMEMBERED_STEPS,
     Assembler,
+    GroupPart,
     RowBatches,
     StepPlan,
     ranks_with_highest,
@@ -133,7 +134,7 @@ class RolloutSource:
     def total_steps(self, progress: Progress) -> int:
         return self.prompts.total_steps(progress)
 
-    def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
+    def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
         """Begin to read the rows after `progress`. Answers are made when a step needs them."""
         what = f"prompts prepared in {self.order.folder}"
         self._answers = self._stored(progress)

@@ -59,6 +59,7 @@ class Observer:
         self.last_loss: float | None = None
         """Loss of the last step whose line was written."""
         self._step_seconds: list[float] = []
+        self._stands_by = False
 
     def call(self, method: str, *arguments: Any) -> None:
         """Call a method of all registered callbacks."""
@@ -82,6 +83,21 @@ class Observer:
         resolved: the resolved configuration. step: the last step that the run has done.
         """
         self.trackers = Trackers(cfg, run, resolved, self.console.say, step)
+
+    def stand_by(self) -> None:
+        """Leave files and trackers to another group of ranks, until they are opened again."""
+        self._stands_by = True
+        if self.records:
+            self.records.stand_by()
+        if self.trackers:
+            self.trackers.close(0)
+            self.trackers = None
+
+    def take_up(self, step: int) -> None:
+        """Begin to write the files, at the end of `step`. Called on rank 0 only."""
+        self._stands_by = False
+        assert self.records
+        self.records.take_up(step)
 
     def event(self, name: str, **details: Any) -> None:
         """Append an event to events.jsonl and pass it to the trackers."""
@@ -126,7 +142,8 @@ class Observer:
         seconds_left = steps_left * sum(self._step_seconds) / len(self._step_seconds)
         self.last_loss = lines[-1]["loss"]
         text = progress_line(lines[-1], total_steps, seconds_left, self.console.width)
-        self.console.progress(text, last)
+        if not self._stands_by:
+            self.console.progress(text, last)
 
     def _line(
         self,
@@ -135,7 +152,7 @@ class Observer:
         seconds: float,
         memory: float,
     ) -> dict[str, Any]:
-        plan = report.plan
+        plan = report.plan.whole
         rates = {
             "tokens_per_second": plan.tokens / seconds,
             "step_seconds": seconds,

@@ -14,6 +14,8 @@ from threading import Lock
 from typing import Any
 
 KEPT_BYTES = 2**26  # unwritten lines of each file that are kept in memory
+STANDBY_LINES = 1000
+"""Lines kept while another process writes; it can only be ahead by those of a few steps."""
 SLOW_SECONDS = 10.0
 PAUSES = (0.5, 1.0, 2.0)  # seconds between attempts to write the last lines at the end
 
@@ -35,6 +37,16 @@ class LineFile:
             self._dropped += 1
         else:
             self.unwritten += text.encode()
+
+    def keep(self, texts: list[str]) -> None:
+        """Add to the unwritten lines, of which only the last STANDBY_LINES are kept."""
+        lines = [*bytes(self.unwritten).splitlines(keepends=True), *map(str.encode, texts)]
+        self.unwritten = bytearray(b"".join(lines[-STANDBY_LINES:]))
+
+    def drop_unwritten(self, step: float) -> None:
+        """Drop unwritten lines up to `step`, which the file has already."""
+        lines = bytes(self.unwritten).splitlines(keepends=True)
+        self.unwritten = bytearray(b"".join(line for line in lines if not not_after(line, step)))
 
     def cut_after(self, step: float) -> None:
         """Drop lines of later steps, and incomplete ones.
@@ -97,6 +109,22 @@ class Records:
         self.events = LineFile(run / "events.jsonl", say)
         self.samples = LineFile(run / "samples.jsonl", say)
         self._say, self._lock, self._closed = say, Lock(), False
+        self._stands_by = False
+
+    def stand_by(self) -> None:
+        """Leave the files to another process until `take_up`, and keep the lines of metrics."""
+        self._stands_by = True
+
+    def take_up(self, step: float) -> None:
+        """Begin to write, at the end of `step`.
+
+        Lines of later steps are dropped, as by `cut_after`; kept lines that the file lacks are
+        written.
+        """
+        if self._stands_by:
+            self.metrics.drop_unwritten(self.last_line().get("step", 0))
+            self._stands_by = False
+        self.cut_after(step)
 
     def cut_after(self, step: float) -> None:
         """Drop metrics and samples after `step`, which a resume repeats, and incomplete lines.
@@ -164,6 +192,8 @@ class Records:
         From now on nothing is added, not even by a thread that is still writing a checkpoint.
         """
         self._closed = True
+        if self._stands_by:
+            return
         for pause in (*PAUSES, 0.0):
             with self._lock:
                 files = (self.metrics, self.events, self.samples)
@@ -179,7 +209,12 @@ class Records:
         self, file: LineFile, *lines: dict[str, Any], durable: bool = False, ascii_only: bool = True
     ) -> None:
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                return
+            if self._stands_by:
+                if file is self.metrics:
+                    file.keep([json.dumps(line) + "\n" for line in lines])
+            else:
                 texts = (json.dumps(line, ensure_ascii=ascii_only) + "\n" for line in lines)
                 file.add("".join(texts))
                 file.flush(durable)

@@ -37,6 +37,7 @@ from fsdp_trainer.rehearse.rows import (
 from fsdp_trainer.rehearse.step_recorder import StepRecorder
 from fsdp_trainer.run.build import batch_options, build_model, build_step
 from fsdp_trainer.training.batches import Assembler
+from fsdp_trainer.training.groups import OneGroup
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import new_loss_scale
 from fsdp_trainer.training.run_inputs import RunInputs
@@ -143,7 +144,9 @@ class RankParts:
         loss_scale = new_loss_scale(cfg.precision, self.device)
         forward_backward = build_step(setup, self.method, self.model, [""], loss_scale)
         guard = Guard(cfg.train, setup.model_device, *NO_STEPS_BEFORE)
-        return StepRunner(cfg, self.model, self.dims, optimizer, forward_backward, guard)
+        return StepRunner(
+            cfg, self.model, self.dims, optimizer, forward_backward, guard, OneGroup()
+        )
 
     def _batches(self) -> RehearsedBatches:
         """Return the micro-batches of this rank."""

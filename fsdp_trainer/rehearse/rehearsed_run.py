@@ -129,7 +129,8 @@ def rehearsed_run(run: Candidate, rows: Rows) -> Rehearsed:
     cfg, device = rows_of_answers(run.cfg), "cuda" if run.on_gpu else "cpu"
     planned = PlannedModel.of(cfg, run.config, run.world, run.known)
     windowed = any(window and window < cfg.batch.seq_len for window in run.config.windows)
-    config, ranks = with_head(run.config, cfg), cfg.sharding.tensor
+    config = with_head(run.config, cfg.objective.method, cfg.model.init_from)
+    ranks = cfg.sharding.tensor
     second = cfg.second_model
     other = None
     if second is not None and second.is_separate and not second.is_start:

@@ -46,6 +46,10 @@ class RehearsedBatches(StepBatches):
         """Return False: there is no data."""
         return False
 
+    @property
+    def reader(self) -> tuple[int | None, int]:
+        return self._assembler.rank, self._assembler.ranks
+
 
 def whole_rows(choice: ObjectiveChoice, lengths: Sequence[Sequence[int]], seq_len: int) -> Rows:
     """Return rows of which every token is supervised.

@@ -12,6 +12,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     base_of_resumed_run,
     base_to_resume,
 )
+from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
 from fsdp_trainer.config.context_methods import ContextChoice, context_method
 from fsdp_trainer.config.durations import parse_duration
@@ -36,6 +37,7 @@ from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.compile import can_compile, without_compiling
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.convert import precompute_float8_scales, scale_after_each_step
@@ -135,8 +137,11 @@ def build(
     scale_after_each_step(model, optimizer, cfg.precision)
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
     rows, digests = method.load(model, reading.options)
+    outer = None
+    if cfg.replicas.method == "diloco":
+        outer = OuterStep(cfg.replicas, stored_parameters(model))
     filled = method.start_formats
-    base, dtypes = load_weights(setup, model, optimizer, loss_scale, start, filled)
+    base, dtypes = load_weights(setup, model, optimizer, loss_scale, outer, start, filled)
 
     if config.by_transformers:
         check_transformers(setup, model, reading.options.images)
@@ -147,7 +152,8 @@ def build(
     validation = StoredRows.validation(rows.validation, reading) if rows.validation else None
     forward_backward = build_step(setup, method, model, data.source_names, loss_scale)
     guard = Guard(cfg.train, setup.model_device, progress.recent, progress.spikes_in_a_row)
-    state = TrainState(model, optimizer, loss_scale, guard, data, validation, dtypes, base, digests)
+    kept = dtypes, base, digests, outer
+    state = TrainState(model, optimizer, loss_scale, guard, data, validation, *kept)
     loop = LoopBuilder(setup, state, progress, start.newest, store, forward_backward)
     return loop.trainer(method.watch()), start
 
@@ -187,6 +193,7 @@ def load_weights(
     model: Decoder,
     optimizer: TrainerOptimizer,
     loss_scale: LossScale | None,
+    outer: OuterStep | None,
     start: Start,
     filled: dict[str, str] | None,
 ) -> tuple[Base | None, dict[str, str]]:
@@ -200,12 +207,14 @@ def load_weights(
     if start.checkpoint:
         named = trained.source if "model.init_from" in start.changes else None
         base = base_to_resume(start.checkpoint, named)
-        restore(model, optimizer, start.checkpoint, loss_scale, base)
+        restore(model, optimizer, start.checkpoint, loss_scale, base, outer)
         dtypes = read_progress(start.checkpoint)["dtypes"]
         base = base_of_resumed_run(model, cfg.precision, base, trained.adapters)
     else:
         dtypes = filled or fill(model, trained.source, cfg.precision.param_dtype)
         base = base_of_new_run(model, trained.source, cfg.precision, trained.adapters)
+        if outer:
+            outer.begin()
     if cfg.sharding.tensor > 1:
         # otherwise each rank would scale its part of a matrix separately in the first step
         precompute_float8_scales(model, cfg.precision)

@@ -25,6 +25,7 @@ from fsdp_trainer.training.after_step.validation import Validation
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption, ranks_with_copies
 from fsdp_trainer.training.data_source import StoredRows
+from fsdp_trainer.training.groups import OneGroup, ReplicaGroups
 from fsdp_trainer.training.metrics import MetricWatch
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.step import ForwardBackward
@@ -56,7 +57,8 @@ class LoopBuilder:
         clock, compilations = StepClock(), CompilationLog(setup.observer, setup.compiled)
         timetable = Timetable(state.data, cfg.checkpoint, cfg.train.early_stop)
         corruption = self.corruption()
-        checkpoints = self.checkpoints(corruption, timetable, clock)
+        groups = self.groups()
+        checkpoints = self.checkpoints(corruption, timetable, clock, groups)
         step_log = self.step_log(clock)
         save_seconds = assumed_save_seconds(state.model, setup.dims.ranks)
         stop_check = StopCheck(setup.signals, checkpoints, step_log, save_seconds)
@@ -70,6 +72,7 @@ class LoopBuilder:
             optimizer=state.optimizer,
             forward_backward=self.forward_backward,
             guard=state.guard,
+            groups=groups,
             corruption=corruption,
             data=state.data,
             progress=self.progress,
@@ -103,7 +106,7 @@ class LoopBuilder:
         return Corruption(every, self.setup.observer.event, holders)
 
     def checkpoints(
-        self, corruption: Corruption, timetable: Timetable, clock: StepClock
+        self, corruption: Corruption, timetable: Timetable, clock: StepClock, groups: ReplicaGroups
     ) -> CheckpointManager:
         """Return what saves checkpoints."""
         return CheckpointManager(
@@ -116,7 +119,17 @@ class LoopBuilder:
             self.setup.signals,
             self.newest,
             not self.progress.pending,
+            groups,
         )
+
+    def groups(self) -> ReplicaGroups:
+        """Return this group's membership among those that share the run. Collective."""
+        if self.setup.cfg.replicas.method == "none":
+            return OneGroup()
+        # imports torchft
+        from fsdp_trainer.replicas.join import join_groups
+
+        return join_groups(self.setup, self.state, self.progress)
 
     def step_log(self, clock: StepClock) -> StepLog:
         """Return the log of steps whose metrics are still on the device."""

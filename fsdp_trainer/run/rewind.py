@@ -4,6 +4,7 @@ PaLM (Chowdhery et al. 2022), §5.1.
 """
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
         observer.records.cut_after(step)
         store.clear_up(step)
 
-    run_on_rank_0("take the run's records back", cut_records)
+    if trainer.groups.leads:
+        run_on_rank_0("take the run's records back", cut_records)
     progress.forget_missing_best([step_of(path) for path in store.listed()])
     loss_scale = trainer.forward_backward.loss_scale
     base = read_base(checkpoint)
@@ -100,7 +102,10 @@ def progress_to_go_on(trainer: Trainer, spike: StepPlan, checkpoint: Path) -> Pr
     around = [max(0, spike.start - margin), spike.stop + margin]
     validation = trainer.checkpoints.state.validation_fingerprint
     progress = Progress.for_data(read_progress(checkpoint), trainer.data.fingerprint, validation)
-    progress.segments = now.segments  # the checkpoint may have been written with the earlier data
-    progress.skipped_row_ranges = [*now.skipped_row_ranges, around]
-    progress.rewinds = now.rewinds + 1
-    return progress
+    return replace(
+        progress,
+        segments=now.segments,  # the checkpoint may have been written with the earlier data
+        skipped_row_ranges=[*now.skipped_row_ranges, around],
+        rewinds=now.rewinds + 1,
+        taken_back=now.steps_done - progress.step,
+    )

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch.distributed as dist
 
@@ -102,6 +102,7 @@ class Rank:
     def __init__(self, cfg: TrainConfig, new_folders: NewFolders):
         self.cfg, self.run_folder = cfg, run_folder(cfg)
         self.is_new = self.run_folder in new_folders
+        self.group = cfg.replicas.id if cfg.replicas.method != "none" else None
         self.env = environment_of_ranks(os.environ) or os.environ
         self.console = Console(quiet=self.env.get("RANK", "0") != "0")
         self.records = Records(self.run_folder, self.console.say)
@@ -111,7 +112,7 @@ class Rank:
         self.open = ExitStack()
         """Resources to close when this rank leaves: the folder's lock, the watchdog."""
         self.world: World | None = None
-        self.lock: TextIO | None = None
+        self.lock: ExitStack | None = None
         self.trainer: Trainer | None = None
 
     def run(self) -> Outcome:
@@ -120,14 +121,16 @@ class Rank:
         launchers = world.launchers(self.patience)
         # rank 0 reads it for all ranks, since it then overwrites it when it claims the folder
         attempt, stopped_code = world.from_main(
-            "earlier attempt", lambda: earlier_attempt(self.run_folder, launchers), self.patience
+            "earlier attempt",
+            lambda: earlier_attempt(self.run_folder, launchers, self.group),
+            self.patience,
         )
         if stopped_code is not None:
             world.wait_until_heard("earlier attempt")
             return "stopped before", stopped_code
         if attempt:  # restarted by the launcher: the folder holds this run's own files
             self.cfg = replace(self.cfg, checkpoint=replace(self.cfg.checkpoint, resume="auto"))
-        claim = RunLock(launchers, attempt)
+        claim = RunLock(launchers, attempt, self.group)
         self.claim(world, claim)
         inputs = world.rank0_then_nodes_then_all(
             "preparing the data",
@@ -163,7 +166,7 @@ class Rank:
         if watch:
             self.open.callback(watch.close)
 
-        def claim_on_main() -> TextIO | None:
+        def claim_on_main() -> ExitStack | None:
             if not world.main:
                 return None
             # unlike `stoppable`, this claims the folder even if a signal has arrived already, so
@@ -274,6 +277,7 @@ class Rank:
                 trainer.checkpoints.store.wait()
             except BaseException as error:  # the error that ended the run is reported elsewhere
                 self.console.say(f"the checkpoint on its way was lost: {error}")
+        trainer.groups.leave()
         trainer.profiler.close(alone=True)
         if trainer.observer.trackers:
             trainer.observer.trackers.close(code)
@@ -305,7 +309,9 @@ def pids_of_node(world: World) -> dict[int, int]:
     return {rank: pid for rank, (place, pid) in places if place == here}
 
 
-def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
+def earlier_attempt(
+    run: Path, launchers: list[str], group: int | None = None
+) -> tuple[int, int | None]:
     """Return the number of earlier attempts by this launch, and an exit code or None.
 
     The exit code is that of the last attempt if the run must not continue after it. torchrun
@@ -313,7 +319,7 @@ def earlier_attempt(run: Path, launchers: list[str]) -> tuple[int, int | None]:
     However, if a node has joined or left since, the ranks were stopped because of that node, and
     the run continues.
     """
-    before = RunLock.read(run)
+    before = RunLock.read(run, group)
     if not set(before.launchers) & set(launchers):
         return 0, None
     code = Records(run).last_event().get("exit_code")  # only an attempt's last event has one
@@ -330,11 +336,12 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         say(already_finished(trainer))
-        if trainer.observer.records:
-            trainer.observer.records.cut_after(math.inf)
-        export_hf(trainer, world)
+        if trainer.groups.leads:
+            if trainer.observer.records:
+                trainer.observer.records.cut_after(math.inf)
+            export_hf(trainer, world)
         return "already finished", 0
-    record_start(trainer, start, world, attempt)
+    enter_groups(trainer, start, world, attempt)
     observer = trainer.observer
     observer.run = RunInfo(run, world.rank, world.size, trainer.cfg, trainer.model)
     observer.call("start")
@@ -343,7 +350,8 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     observer.call("end", reason, code)
     if code == 0:
         report_end(trainer, reason)
-        export_hf(trainer, world)
+        if trainer.groups.leads:
+            export_hf(trainer, world)
         end = f"done: {run}"
     else:
         step = trainer.progress.step
@@ -353,6 +361,12 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     say(time_line(phases.seconds()))
     say(end)
     return reason, code
+
+
+def enter_groups(trainer: Trainer, start: Start, world: World, attempt: int) -> None:
+    """Meet the other groups of a run. The one that leads opens its records. Collective."""
+    lead = partial(record_start, trainer, start, world, attempt)
+    trainer.groups.enter(trainer.progress, lead, trainer.stop_check.stop_if_agreed)
 
 
 def fit_with_rewinds(trainer: Trainer) -> Outcome:
@@ -395,7 +409,7 @@ def open_records(trainer: Trainer) -> dict[str, Any]:
     store = trainer.checkpoints.store
     assert observer.records
     last = observer.records.last_line()
-    observer.records.cut_after(step)
+    observer.take_up(step)
     store.clear_up(step)
     resolved, file = asdict(cfg), store.run / "config.yaml"
     try:

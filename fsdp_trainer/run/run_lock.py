@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,12 +34,14 @@ class RunLock:
     """The launchers of all nodes, see World."""
     attempt: int = 0
     """Number of earlier attempts by these launchers."""
+    group: int | None = None
+    """The group of ranks that the lock is for; None: the run has a single one."""
 
     @classmethod
-    def read(cls, run: Path) -> "RunLock":
+    def read(cls, run: Path, group: int | None = None) -> "RunLock":
         """Read the lock file of a run's folder; without one, the list of launchers is empty."""
-        content = read_lock_file(run)
-        return cls(content.get("launchers", []), content.get("attempt", 0))
+        content = read_lock_file(run / name_of_lock(group))
+        return cls(content.get("launchers", []), content.get("attempt", 0), group)
 
     def is_visible_in(self, run: Path, timeout: float) -> bool:
         """Wait for this lock to be visible on this node; return False if it is not.
@@ -47,9 +49,13 @@ class RunLock:
         Network file systems show with a delay what another node has written. Waits at most
         LAG_SECONDS, or `timeout` seconds if that is less.
         """
-        return wait_until(lambda: RunLock.read(run) == self, min(LAG_SECONDS, timeout))
 
-    def acquire(self, cfg: Run, resume: str, folder: Path) -> TextIO:
+        def is_visible() -> bool:
+            return RunLock.read(run, self.group) == self
+
+        return wait_until(is_visible, min(LAG_SECONDS, timeout))
+
+    def acquire(self, cfg: Run, resume: str, folder: Path) -> ExitStack:
         """Create the run's folder and return its lock file, locked.
 
         Rank 0 calls it before any rank writes into the folder. The system releases the lock when
@@ -57,17 +63,20 @@ class RunLock:
         it, or, with checkpoint.resume=never, if the folder holds a run that run.overwrite does not
         allow to delete. resume: checkpoint.resume.
         """
+        patience = LOCK_SECONDS if self.attempt else 0
         try:
-            file = lock_folder(folder, LOCK_SECONDS if self.attempt else 0)
-            try:
+            # closed on failure: the process of a notebook continues, and may try again
+            with ExitStack() as files:
+                if self.group is not None:
+                    files.enter_context(lock_folder(folder, LOCK, patience, fcntl.LOCK_SH))
+                file = lock_folder(folder, name_of_lock(self.group), patience)
+                files.enter_context(file)
                 if resume == "never":
                     empty_folder(folder, cfg.overwrite)
-                restore_replaced_checkpoints(folder)
+                if self.group is None:
+                    restore_replaced_checkpoints(folder)
                 self._write(file)
-            except BaseException:
-                file.close()  # the process of a notebook continues, and may try again
-                raise
-            return file
+                return files.pop_all()
         except OSError as error:
             problem = Problem(f"run.root={cfg.root}", f"{error}. Use  run.root=FOLDER")
             raise UserError("the run's folder cannot be used", [problem]) from None
@@ -76,31 +85,43 @@ class RunLock:
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
         file.truncate(0)
-        file.write(json.dumps(asdict(self) | holder))
+        content = {"launchers": self.launchers, "attempt": self.attempt}
+        file.write(json.dumps(content | holder))
         file.flush()
         os.fsync(file.fileno())  # makes it visible to other nodes on NFS, see is_visible_in
 
 
-def lock_folder(run: Path, patience: float) -> TextIO:
-    """Create the run's folder and return its lock file, locked.
+def name_of_lock(group: int | None) -> str:
+    """Return the name of the lock file of a group of ranks; None: of a run with a single one.
 
-    Starts again if a start that was refused deletes the file meanwhile. Raises UserError if another
-    process still holds the lock after `patience` seconds, and OSError.
+    Groups lock the file of a single one together, so that neither can train beside the other.
+    """
+    return LOCK if group is None else f"{LOCK}-{group}"
+
+
+def lock_folder(
+    run: Path, name: str = LOCK, patience: float = 0.0, mode: int = fcntl.LOCK_EX
+) -> TextIO:
+    """Create the run's folder and return the lock file `name` in it, locked.
+
+    mode: LOCK_EX, or LOCK_SH for a lock that several processes may hold. Starts again if a start
+    that was refused deletes the file meanwhile. Raises UserError if another process still holds the
+    lock after `patience` seconds, and OSError.
     """
     while True:
         run.mkdir(parents=True, exist_ok=True)
         try:
-            file = (run / LOCK).open("a")  # does not truncate: another run may own it until locked
+            file = (run / name).open("a")  # does not truncate: another run may own it until locked
         except FileNotFoundError:
             if run.is_dir():
                 raise
             continue
         with ExitStack() as stack:
             stack.enter_context(file)
-            if not wait_until(partial(try_lock, file), patience):
-                reason = f"{describe_holder(run)}. Use  run.name=NEW  or wait"
+            if not wait_until(partial(try_lock, file, mode), patience):
+                reason = f"{describe_holder(run / name)}. Use  run.name=NEW  or wait"
                 raise UserError("the run's folder is in use", [Problem(str(run), reason)])
-            if is_open_file(run / LOCK, file):
+            if is_open_file(run / name, file):
                 stack.pop_all()
                 return file
 
@@ -124,26 +145,26 @@ def clear_unused(run: Path) -> bool:
     return True
 
 
-def try_lock(file: TextIO) -> bool:
+def try_lock(file: TextIO, mode: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file; return False if another process holds the lock."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, mode | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def read_lock_file(run: Path) -> dict[str, Any]:
-    """Return the content of the lock file; empty if nothing is written in it, or not yet."""
+def read_lock_file(file: Path) -> dict[str, Any]:
+    """Return the content of a lock file; empty if nothing is written in it, or not yet."""
     try:
-        return json.loads((run / LOCK).read_text())
+        return json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
 
 
-def describe_holder(run: Path) -> str:
+def describe_holder(file: Path) -> str:
     """Return a text about the process that holds the lock."""
-    holder = read_lock_file(run)
+    holder = read_lock_file(file)
     if "pid" not in holder:
         return "another process trains in it"
     return f"process {holder['pid']} on {holder['host']} trains in it, since {holder['since']}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import moments_format
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.methods import MethodSpec
 from fsdp_trainer.config.schema import Adapter, Model, TrainConfig
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -95,7 +96,8 @@ def resolve_architecture(cfg: TrainConfig, inputs: RunInputs) -> ModelConfig:
     The vocabulary is padded so that each rank of a tensor group has equally many rows of it, and as
     many as of the vocabulary of a second model, if there is one.
     """
-    config = with_head(resolve_for(cfg, inputs.init_from, inputs.tokenizer), cfg)
+    resolved = resolve_for(cfg, inputs.init_from, inputs.tokenizer)
+    config = with_head(resolved, cfg.objective.method, cfg.model.init_from)
     if inputs.second_folder:
         return with_second_model(config, inputs.second_folder, cfg.sharding.tensor)[0]
     return config.with_equal_rows(cfg.sharding.tensor)
@@ -108,15 +110,15 @@ def resolve_for(cfg: TrainConfig, init_from: Path | None, tokenizer: TextTokeniz
     return resolve_with_tokenizer(model, tokenizer.vocab_size, grows)
 
 
-def with_head(config: ModelConfig, cfg: TrainConfig) -> ModelConfig:
-    """Return the architecture with the head that the objective trains.
+def with_head(config: ModelConfig, method: MethodSpec, source: str | None) -> ModelConfig:
+    """Return the architecture with the head that the method trains.
 
-    Raises UserError for a reward model if the objective trains on text.
+    source: model.init_from. Raises UserError for a reward model if the method trains on text.
     """
-    if cfg.objective.method.scores:
+    if method.scores:
         return config.as_reward_model()
     if config.scalar_head:
-        what = f"model.init_from={cfg.model.init_from}"
+        what = f"model.init_from={source}"
         reason = "is a reward model, which has a head for scores alone.\nUse  objective=reward"
         raise UserError("the model writes no text", [Problem(what, reason)])
     return config

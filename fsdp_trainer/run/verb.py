@@ -19,6 +19,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.errors import UserError
 from fsdp_trainer.launch.hosts import start_on_hosts
 from fsdp_trainer.launch.start import start_ranks, starts_ranks
+from fsdp_trainer.launch.start_groups import start_groups
 
 SYMPY_NEEDS = ("cmath", "decimal", "unicodedata")
 """Modules used by sympy that are shared libraries: they would wait for the dynamic linker while it
@@ -53,6 +54,8 @@ def start(cfg: TrainConfig, overrides: list[str], new_folders: NewFolders) -> in
     try:
         if cfg.launch.hosts:
             return start_on_hosts(cfg, overrides)
+        if cfg.launch.groups > 1:
+            return start_groups(cfg, overrides)
         if starts_ranks(cfg.launch, os.environ):
             return start_ranks(cfg, overrides)
         for name, value in cfg.launch.env.items():

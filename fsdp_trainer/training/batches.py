@@ -39,6 +39,8 @@ class StepPlan:
     documents: number of documents. packed: number of packed rows, where the range is one of prompts
     and the answers to them are packed; None: the rows of the range are packed.
     metrics: further metrics for the step's line.
+    of_all: the plan of the whole step if this is the part of one group, which updates its weights
+    from these rows alone; None: this is the whole step.
     """
 
     step: int
@@ -51,6 +53,12 @@ class StepPlan:
     documents: int = 0
     packed: int | None = field(default=None, kw_only=True)
     metrics: dict[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
+    of_all: "StepPlan | None" = field(default=None, kw_only=True)
+
+    @property
+    def whole(self) -> "StepPlan":
+        """The plan of the whole step, of all groups."""
+        return self.of_all or self
 
     @property
     def rows(self) -> int:
@@ -58,15 +66,30 @@ class StepPlan:
         return self.stop - self.start if self.packed is None else self.packed
 
 
+@dataclass(frozen=True)
+class GroupPart:
+    """The part of each step's rows that this group computes: number `index` of `count` parts.
+
+    index: None while this group gets its state from another one, and computes no rows.
+    is_own_step: True if the group updates its weights from its part alone.
+    """
+
+    index: int | None = 0
+    count: int = 1
+    is_own_step: bool = False
+
+
 @dataclass
 class BatchOptions:
     """The form of a rank's micro-batches.
 
-    rank, ranks: index and number of the data-parallel positions, each with different rows.
+    rank, ranks: index and number of the data-parallel positions, each with different rows. rank is
+    None on a rank that gets no rows.
     pad_to_multiple: micro-batches are as long as their longest row, rounded up to this, at most
     seq_len; None: always seq_len.
     same_rows: number of consecutive ranks that get the same rows and so count as one of `ranks`.
-    stages: number of pipeline stages, each with ranks · same_rows ranks.
+    groups: number of groups that share the steps; those of a group have neighbouring numbers.
+    stages: number of pipeline stages of a group, each with ranks / groups · same_rows ranks.
     context: the ranks among which each row is divided; None: this rank holds complete rows.
     attention: a key of `LAYOUTS`. number_documents: True for an objective that is not a sum over
     single tokens, see MicroBatch.documents. last_tokens: True for a model that scores documents:
@@ -75,7 +98,7 @@ class BatchOptions:
     """
 
     micro_rows: int
-    rank: int
+    rank: int | None
     ranks: int
     device: torch.device
     pad_to_multiple: int | None = None
@@ -85,8 +108,18 @@ class BatchOptions:
     mark_tokens: bool = False
     same_rows: int = 1
     stages: int = 1
+    groups: int = 1
     context: ContextRanks | None = None
     images: ImageLoader | None = None
+
+    def of_group(self, part: GroupPart) -> "BatchOptions":
+        """Return the options with which this group computes its part of each step."""
+        if part.is_own_step:  # its plans have only the rows of its part
+            return self
+        own = None
+        if part.index is not None and self.rank is not None:
+            own = part.index * self.ranks + self.rank
+        return replace(self, rank=own, ranks=part.count * self.ranks, groups=part.count)
 
 
 class Assembler(BatchOptions):
@@ -108,11 +141,12 @@ class Assembler(BatchOptions):
         """Return the fields of an event that name the suspects of a bad step.
 
         They are at most MAX_SUSPECTS ranks and samples, and the number of further samples. ranks:
-        numbered like `rank`; the event has global ranks.
+        numbered like `rank`; the event has global ranks, those of each group after another.
         """
-        size = self.ranks * self.same_rows  # ranks of a stage
+        own = self.ranks // self.groups  # positions of a group
+        size = own * self.same_rows  # ranks of a stage
         readers = [
-            stage * size + rank * self.same_rows + i
+            (rank // own * self.stages + stage) * size + rank % own * self.same_rows + i
             for rank in ranks
             for stage in range(self.stages)
             for i in range(self.same_rows)
@@ -240,7 +274,9 @@ class RowBatches(Assembler):
     def _plans_and_rows(self, plans: Iterator[StepPlan]) -> Iterator[StepPlan | Rows]:
         for plan in plans:
             yield plan
-            for rows in self.assign_rows_to_ranks(plan)[:, self.rank]:
+            assigned = self.assign_rows_to_ranks(plan)
+            own = np.full_like(assigned[:, 0], -1) if self.rank is None else assigned[:, self.rank]
+            for rows in own:
                 yield self.order.read_rows(rows[rows >= 0])
 
     def micro_batches(self, plan: StepPlan) -> Iterator[MicroBatch]:
@@ -295,6 +331,15 @@ class Batches(RowBatches):
         for number, (first, stop) in enumerate(ranges, step + 1):
             totals = self.order.totals(first, stop)
             yield StepPlan(number, first, stop, *totals, self.order.documents(first, stop))
+
+    def own_part(self, plan: StepPlan, part: GroupPart) -> StepPlan:
+        """Return the part of a step that a group trains on by itself."""
+        assert part.index is not None
+        rows = plan.stop - plan.start
+        first, stop = (plan.start + rows * i // part.count for i in (part.index, part.index + 1))
+        totals = self.order.totals(first, stop)
+        documents = self.order.documents(first, stop)
+        return StepPlan(plan.step, first, stop, *totals, documents, of_all=plan)
 
 
 def at_last_tokens(rows: Rows) -> Rows:

@@ -20,6 +20,7 @@ from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.batches import (
     Batches,
     BatchOptions,
+    GroupPart,
     StepPlan,
     count_steps,
     ranks_with_highest,
@@ -68,8 +69,8 @@ class DataSource(Protocol):
     def total_steps(self, progress: Progress) -> int:
         """Return the total number of optimizer steps of the run."""
 
-    def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
-        """Begin to read the rows after `progress`. Collective."""
+    def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
+        """Begin to read this group's part of the rows after `progress`. Collective."""
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Return the fields of Progress from which the source can resume. Collective."""
@@ -95,7 +96,8 @@ class StoredRows:
 
     def __init__(
         self,
-        batches: Batches,
+        order: Mixture,
+        options: BatchOptions,
         rows: int,
         steps: int | None,
         last_row: int | None,
@@ -103,7 +105,8 @@ class StoredRows:
         signals: StopSignals,
     ):
         """rows: of a step; steps: train.steps; last_row: the row at which train.epochs end."""
-        self.order, self.batches, self.rows = batches.order, batches, rows
+        self.order, self.options, self.rows = order, options, rows
+        self.batches = Batches(order, **vars(options))
         self.steps, self.last_row = steps or 0, last_row
         self.prefetch, self.signals = prefetch, signals
         self.source_names = self.order.source_names
@@ -124,9 +127,9 @@ class StoredRows:
 
     @classmethod
     def _of(cls, order: Mixture, end: int | None, context: SourceContext) -> "StoredRows":
-        cfg, batches = context.cfg, Batches(order, **vars(context.options))
+        cfg = context.cfg
         rows, prefetch = cfg.batch.rows, cfg.data.prefetch
-        return cls(batches, rows, cfg.train.steps, end, prefetch, context.signals)
+        return cls(order, context.options, rows, cfg.train.steps, end, prefetch, context.signals)
 
     def total_steps(self, progress: Progress) -> int:
         """Return train.steps, or the number of steps that end at last_row."""
@@ -146,12 +149,16 @@ class StoredRows:
         skipped = progress.skipped_row_ranges
         return self.batches.plans(self.rows, None, plan.step, plan.stop, skipped)
 
-    def open(self, progress: Progress, leave: LeaveTogether) -> Feed:
-        """Begin to read the rows after `progress`.
+    def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
+        """Begin to read this group's part of the rows after `progress`.
 
         A rank without data still takes part in the step's collectives.
         """
-        return self._feed(self.plans(progress))
+        batches = self.batches = Batches(self.order, **vars(self.options.of_group(part)))
+        plans = self.plans(progress)
+        if part.is_own_step:
+            plans = (batches.own_part(plan, part) for plan in plans)
+        return self._feed(plans)
 
     def open_all(self) -> Feed:
         """Begin to read all rows of an epoch as a single step, for a validation."""

@@ -106,3 +106,11 @@ class StepBatches:
     def data_missing(self) -> bool:
         """Return True if this rank's rows are missing."""
         return self._feed.signals.data_missing
+
+    @property
+    def reader(self) -> tuple[int | None, int]:
+        """The number of this rank among those that read different rows of the step, and theirs.
+
+        The first is None on a rank that gets no rows.
+        """
+        return self._feed.assembler.rank, self._feed.assembler.ranks

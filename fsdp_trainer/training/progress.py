@@ -38,7 +38,7 @@ class Progress:
     recent, spikes_in_a_row: state of the guard, see Guard.state.
     skipped_row_ranges: ranges [first, stop) of rows that rewinds skip.
     segments: the mixtures that rows came from, in order, see Mixture.state.
-    rewinds: number of rewinds so far.
+    rewinds: number of rewinds so far. taken_back: number of steps that they took back.
     rollouts: answers already made for future steps, one text per step, see answers.py.
     streams: cursor of each stream, see row_stream.py; empty: all are at their beginning.
     """
@@ -59,6 +59,7 @@ class Progress:
     skipped_row_ranges: list[list[int]] = field(default_factory=list)
     segments: list[dict[str, Any]] = field(default_factory=list)
     rewinds: int = 0
+    taken_back: int = 0
     pending: list[str] = field(default_factory=list)
     streams: list[list[int]] = field(default_factory=list)
     rollouts: list[str] = field(default_factory=list)
@@ -83,6 +84,16 @@ class Progress:
         if stored.get("validation") != validation:
             progress.forget_validation()
         return progress
+
+    def take_over(self, other: "Progress") -> None:
+        """Become equal to another progress."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(other, f.name))
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps done, those included that a rewind took back. It never falls."""
+        return self.step + self.taken_back
 
     def advance(self, plan: StepPlan) -> None:
         """Count a finished step."""

@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import to_device_of
-from fsdp_trainer.models.balance import LOAD
 from fsdp_trainer.models.decoder import Decoder, DecoderOutput, MicroBatch
 from fsdp_trainer.models.head import Objective, Scores
 from fsdp_trainer.parallel.dims import Dims
@@ -56,9 +55,10 @@ class ForwardBackward:
     def run(self, step: StepBatches, micro_batches: Iterable[MicroBatch]) -> tuple[Tensor, Tensor]:
         """Compute the step's gradients, sharded and summed over ranks. Collective.
 
-        Returns (sums, worst), equal on all ranks and on the device. sums: float64, the sums of the
-        step's metrics. worst: float64 [2, ranks], for each rank the highest mean loss of a
-        micro-batch (inf: not finite) and the index of that micro-batch.
+        Returns (sums, worst), equal on all ranks of this group and on the device. sums: float64,
+        the sums of the step's metrics. worst: float64 [2, ranks], for each rank of any group the
+        highest mean loss of a micro-batch (inf: not finite) and the index of that micro-batch; 0
+        for those of other groups.
 
         micro_batches: those of `step`. If rows are missing on any rank, the loss is NaN on every
         rank, and none updates its weights.
@@ -79,16 +79,15 @@ class ForwardBackward:
 
         losses: [micro-batches, 2], see `_own_loss`.
         """
-        worst = sums.new_zeros(2, self.dims.batch_ranks)
+        reader, readers = step.reader
+        worst = sums.new_zeros(2, readers)
         highest = self._mean_losses(losses).max(0)
-        if self.dims.reads_first:  # only one of the ranks that read the same rows
-            worst[:, self.dims.batch_rank] = torch.stack([x.double() for x in highest])
+        if self.dims.reads_first and reader is not None:  # one of those that read the same rows
+            worst[:, reader] = torch.stack([x.double() for x in highest])
         if step.data_missing:
             sums[self.metrics.position("loss")] = torch.nan
         reduced = torch.cat([sums, worst.flatten()])
         self.dims.sum_over_tokens(reduced)
-        if self.model.balance is not None:
-            self.model.balance.update(self.metrics.of(LOAD, reduced), step.plan.tokens)
         return reduced[: len(sums)], reduced[len(sums) :]
 
     def compute(self, plan: StepPlan, batch: MicroBatch) -> MicroBatchResult:

@@ -14,6 +14,7 @@ from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.training.feed import StepBatches
 from fsdp_trainer.training.gradients import clip_gradients
+from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.step import ForwardBackward, StepResult
 
@@ -28,15 +29,24 @@ class StepRunner:
     optimizer: TrainerOptimizer
     forward_backward: ForwardBackward
     guard: Guard
+    groups: ReplicaGroups
 
     def train_step(
         self, step: StepBatches, micro_batches: Iterable[MicroBatch], lr: float
-    ) -> StepResult:
+    ) -> StepResult | None:
         """Run forward, backward, clipping and update of one step; do not wait for the device.
 
+        Returns None, and changes nothing, if a group that shares the step was lost on the way.
         micro_batches: those of `step`. lr: learning rate.
         """
         sums, worst = self.forward_backward.run(step, micro_batches)
+        if not self.groups.sum_step(self.model, sums, worst, step.data_missing):
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
+        balance = self.model.balance
+        if balance is not None:
+            counts = self.forward_backward.metrics.of(LOAD, sums)
+            balance.update(counts, step.plan.tokens)
         phases.enter("clip")
         optim = self.cfg.optim
         loss_scale = self.forward_backward.loss_scale
@@ -50,9 +60,7 @@ class StepRunner:
         verdict = self.guard.judge(to_device_of(loss, grad_norm), grad_norm)
         self.optimizer.set_learning_rate(lr)
         self.optimizer.step_unless(verdict.skip)
-        balance = self.model.balance
         if balance is not None and balance.bias_speed:
-            counts = self.forward_backward.metrics.of(LOAD, sums)
             balance.move_biases(self.model.blocks(), counts, to_device_of(verdict.skip, counts))
         self.optimizer.zero_grad(set_to_none=True)
         if loss_scale:

@@ -33,6 +33,7 @@ from fsdp_trainer.training.batches import (
     MAX_SUSPECTS,
     REMEMBERED_STEPS,
     Assembler,
+    GroupPart,
     StepPlan,
     ranks_with_highest,
     row_ranges,
@@ -122,11 +123,12 @@ class StreamedRows:
         Consecutive groups of micro_rows streams go to consecutive ranks.
         """
         rows, streams = self.assembler.micro_rows, self.data.streams
+        assert self.assembler.rank is not None
         stride = rows * self.assembler.ranks
         firsts = range(self.assembler.rank * rows, round_up(streams, stride), stride)
         return [range(first, min(first + rows, streams)) for first in firsts]
 
-    def open(self, progress: Progress, leave: LeaveTogether) -> "StreamFeed":
+    def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> "StreamFeed":
         """Begin to read from the cursors of `progress`."""
         self.cursors.clear()
         return StreamFeed(self, progress, leave)

@@ -23,7 +23,8 @@ from fsdp_trainer.training.after_step.timetable import AfterStep, Timetable
 from fsdp_trainer.training.compilations import CompilationLog
 from fsdp_trainer.training.corruption import Corruption
 from fsdp_trainer.training.data_source import DataSource
-from fsdp_trainer.training.feed import Feed, StepBatches
+from fsdp_trainer.training.feed import StepBatches
+from fsdp_trainer.training.groups import SharedSteps
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.step_runner import StepRunner
 from fsdp_trainer.training.stopping.stop import DataLost, Rewind, Stop, StopSignals
@@ -61,12 +62,13 @@ class Trainer(StepRunner):
         the same line.
         """
         leave_together = partial(self.stop_check.sync, self.progress)
-        step_data = closing(self.data.open(self.progress, leave_together))
-        with step_data as feed, self.garbage.at_fixed_steps():
+        check_stop = self.stop_check.stop_if_agreed
+        shared = closing(SharedSteps(self.data, self.groups, leave_together, check_stop))
+        with shared as steps, self.garbage.at_fixed_steps():
             try:
                 self.stop_check.stop_if_agreed(self.progress)
                 with self.signals.limits.counting():
-                    self.run_steps(feed)
+                    self.run_steps(steps)
                 return self.finish()
             except Stop as stop:
                 return self.leave(stop)
@@ -74,17 +76,20 @@ class Trainer(StepRunner):
                 self.save_what_was_trained()
                 raise lost.args[0] from None
 
-    def run_steps(self, feed: Feed) -> None:
+    def run_steps(self, steps: SharedSteps) -> None:
         """Run all remaining steps, and the work that is due after each."""
         progress = self.progress
         self.run_pending()
         while not self.finished:
             self.profiler.before(progress.step + 1)
             phases.enter("data", progress.step + 1)
-            step = feed.next_step(progress.step + 1)
+            step = steps.next_step(progress)
             result = self.train_step(step, self.checked(step), self.rate_of_step(step.plan.step))
             self.stop_check.sync(progress)
-            progress.advance(step.plan)
+            if result is None:
+                continue  # the groups that are left compute all of its rows
+            progress.advance(step.plan.whole)
+            self.groups.end_step(progress)
             self.compilations.report(progress.step, "training")
             self.log.add(step.plan, result, progress)
             self.observer.call("step", progress.step)

@@ -46,6 +46,7 @@ from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.materialize import grow_vocabulary, initialize_magnitudes
 from fsdp_trainer.training.loss_scale import LossScale
 
@@ -170,7 +171,7 @@ def read_merged(model: Decoder, source: Path) -> dict[str, str]:
     return formats
 
 
-def extra_state(*parts: Balance | LossScale | None) -> dict[str, Tensor]:
+def extra_state(*parts: Balance | LossScale | OuterStep | None) -> dict[str, Tensor]:
     """Return the tensors of the parts that are not None, by name; they share the parts' memory."""
     return {name: tensor for part in parts if part for name, tensor in part.state().items()}
 
@@ -181,20 +182,22 @@ def restore(
     checkpoint: Path,
     loss_scale: LossScale | None = None,
     base: Base | None = None,
+    outer: OuterStep | None = None,
 ) -> None:
-    """Load weights, optimizer state, expert balance and loss scale from a checkpoint.
+    """Load weights, states of optimizers, expert balance and loss scale from a checkpoint.
 
     The checkpoint may have been written by another number of ranks. base: see load_weights. Raises
     UserError for weights of other shapes.
     """
     require_shapes(model, checkpoint)
-    prepare_optimizer(model, optimizer, str(checkpoint))
+    stored = StoredTensors(checkpoint).shapes
+    prepare_optimizer(model, optimizer, stored, str(checkpoint))
     state = optimizer_state(model, optimizer)
-    extra = extra_state(model.balance, loss_scale)
-    if extra:
-        stored = StoredTensors(checkpoint).shapes
-        state |= {name: tensor for name, tensor in extra.items() if name in stored}
-    load_weights(model, checkpoint, state, base=base)
+    extra = extra_state(model.balance, loss_scale, outer)
+    found = {name: tensor for name, tensor in extra.items() if name in stored}
+    load_weights(model, checkpoint, state | found, base=base)
+    if outer and found.keys().isdisjoint(outer.state()):
+        outer.begin()
 
 
 def require_shapes(model: Decoder, checkpoint: Path) -> None:

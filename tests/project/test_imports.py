@@ -26,6 +26,7 @@ LAYERS = [
     ("launch",),
     ("training",),
     ("methods",),
+    ("replicas",),
     ("run",),
     ("rehearse",),
     ("apps",),

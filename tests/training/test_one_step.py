@@ -17,7 +17,7 @@ SECTION = re.search(r"(?ms)^## One training step$(.*?)^## ", PAGE.read_text())[1
 LOOP = re.search(r"(?ms)^```python\n(.*?)^```$", SECTION)[1]
 CALL = re.compile(r"#\s+(\S+\.py) (\S+)$")
 """The comment of a line of the loop: the file and the qualified name of the function called."""
-CALLED_BY_PYTHON = {"forward", "backward", "__call__", "next_micro_batch"}
+CALLED_BY_PYTHON = {"__init__", "forward", "backward", "__call__", "next_micro_batch"}
 """Functions that the loop's text calls by another name: a module, an object, autograd, `for`."""
 
 

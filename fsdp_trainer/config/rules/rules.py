@@ -40,6 +40,7 @@ from fsdp_trainer.config.rules.rules_objective import (
     rewards,
     stored_teacher,
 )
+from fsdp_trainer.config.rules.rules_replicas import groups_of_ranks
 from fsdp_trainer.config.rules.rules_server import server
 from fsdp_trainer.config.rules.rules_training import (
     adapters,
@@ -122,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     allowed_changes,
     profiled_steps,
     durations,
+    groups_of_ranks,
 )
 PATHS = (
     "run.root",

@@ -16,6 +16,7 @@ from fsdp_trainer.observe.step_log import StepClock
 from fsdp_trainer.training.after_step.timetable import Timetable
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.corruption import Corruption
+from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.progress import Progress
 from fsdp_trainer.training.stopping.stop import StopSignals
 
@@ -69,6 +70,8 @@ class CheckpointManager:
     """Step of the newest checkpoint, committed or in progress; -1: there is none."""
     complete: bool
     """True if no work is pending after the step of the newest checkpoint."""
+    groups: ReplicaGroups
+    """Those that share the run: only the one that leads saves."""
     _before: tuple[int, bool] = (-1, False)
     _tries_again: bool = False
     _failure: str = ""
@@ -82,7 +85,7 @@ class CheckpointManager:
 
         With checkpoint.mode=async, only begin it. A failure is recorded, and training continues.
         """
-        if self.has(progress.step, complete=not progress.pending):
+        if not self.groups.leads or self.has(progress.step, complete=not progress.pending):
             return
         if self.copies.corruption.every:
             with self.clock.excluded():
@@ -137,6 +140,9 @@ class CheckpointManager:
         for checkpoint.patience; with checkpoint.make_room, deletes the oldest checkpoint first.
         Raises RunFailed if all attempts fail.
         """
+        if not self.groups.leads:
+            self.signals.leaving = True
+            return
         complete = not progress.pending
         phases.enter("staging")  # allows as much time as a save
         self._save_and_settle(progress)

@@ -3,12 +3,16 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.checkpoint.frozen_weights import Base
-from fsdp_trainer.checkpoint.state import optimizer_state, weights
+from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+from fsdp_trainer.optim.outer_step import OuterStep
+from fsdp_trainer.parallel.parallelize import reshard
 from fsdp_trainer.training.data_source import DataSource, StoredRows
 from fsdp_trainer.training.guard import Guard
 from fsdp_trainer.training.loss_scale import LossScale
@@ -35,11 +39,13 @@ class TrainState:
     """Location of the frozen weights, which checkpoints do not hold; None: checkpoints hold all."""
     digests: dict[str, str]
     """Digest of the second model's weights, by its role."""
+    outer: OuterStep | None
+    """The outer optimizer of groups that train by themselves; None: they do not."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return a checkpoint's tensors: weights, optimizer state, load of experts, loss scale."""
         tensors = weights(self.model) | optimizer_state(self.model, self.optimizer)
-        return tensors | extra_state(self.model.balance, self.loss_scale)
+        return tensors | extra_state(self.model.balance, self.loss_scale, self.outer)
 
     def record(self, progress: Progress) -> dict[str, Any]:
         """Return the part of a checkpoint that is not tensors. Collective."""
@@ -53,6 +59,22 @@ class TrainState:
             "validation": self.validation_fingerprint,
             **self.digests,
         }
+
+    @torch.no_grad()
+    def take_over(
+        self, parts: dict[str, Tensor], record: dict[str, Any], progress: Progress
+    ) -> None:
+        """Become the state of another group's rank with the same number.
+
+        parts: its part of each of `tensors`. record: the result of `record` there. progress:
+        changed in place.
+        """
+        prepare_optimizer(self.model, self.optimizer, parts, "another group")
+        for name, tensor in self.tensors().items():
+            local_part(tensor).copy_(parts[name])
+        progress.take_over(Progress.from_stored(record))
+        self.guard.load(progress.recent, progress.spikes_in_a_row)
+        reshard(self.model)
 
     @property
     def validation_fingerprint(self) -> str | None:

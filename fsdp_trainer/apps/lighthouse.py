@@ -1,0 +1,41 @@
+"""The verb `lighthouse`: the place where groups of ranks find each other.
+
+It only keeps who is there; a run whose lighthouse was restarted goes on.
+"""
+
+import os
+import signal
+import socket
+
+from fsdp_trainer.config.durations import parse_duration
+from fsdp_trainer.config.verbs import LighthouseConfig
+from fsdp_trainer.errors import Problem, UserError
+
+TICK_MILLISECONDS = 50
+"""Time between two looks at who is there."""
+
+
+def lighthouse(cfg: LighthouseConfig) -> int:
+    """Serve until a signal ends it; return the exit code."""
+    os.environ.setdefault("RUST_LOG", "error")  # it would report every quorum
+    from torchft.coordination import LighthouseServer
+
+    try:
+        server = LighthouseServer(
+            bind=f"{cfg.host}:{cfg.port}",
+            min_replicas=1,
+            join_timeout_ms=round(parse_duration(cfg.patience) * 1000),
+            quorum_tick_ms=TICK_MILLISECONDS,
+            heartbeat_timeout_ms=round(parse_duration(cfg.silence) * 1000),
+        )
+    except RuntimeError as error:
+        reason = f"cannot listen there: {error}. Use  port=0  for any that is free"
+        problem = Problem(f"host={cfg.host} port={cfg.port}", reason)
+        raise UserError("the lighthouse cannot start", [problem]) from None
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)
+    port = server.address().rpartition(":")[2]
+    print(f"lighthouse: replicas.lighthouse={socket.gethostname()}:{port}", flush=True)
+    signal.sigwait(ends)
+    server.shutdown()
+    return 0

@@ -1,0 +1,43 @@
+"""Joining the groups that share a run: the table of methods, and what is sent to a group."""
+
+from functools import partial
+
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.parallel.convert import precompute_float8_scales
+from fsdp_trainer.replicas.diloco import DilocoGroups
+from fsdp_trainer.replicas.membership import Membership, State
+from fsdp_trainer.replicas.roll_call import RollCall
+from fsdp_trainer.replicas.sync import SyncGroups
+from fsdp_trainer.training.after_step.train_state import TrainState
+from fsdp_trainer.training.groups import ReplicaGroups
+from fsdp_trainer.training.progress import Progress
+
+
+def join_groups(setup: RunSetup, state: TrainState, progress: Progress) -> ReplicaGroups:
+    """Return this group's membership in those at replicas.lighthouse. Collective."""
+    cfg = setup.cfg.replicas
+    membership = Membership(
+        cfg,
+        setup.world,
+        setup.model_device,
+        setup.timeout,
+        partial(state_to_send, state, progress),
+        partial(take_over, setup, state, progress),
+    )
+    roll_call = RollCall(membership, cfg, setup.observer)
+    if state.outer is None:
+        return SyncGroups(membership, roll_call)
+    return DilocoGroups(membership, roll_call, cfg, state.outer)
+
+
+def state_to_send(state: TrainState, progress: Progress) -> State:
+    """Return this rank's state for the rank of another group with the same number."""
+    parts = {name: local_part(tensor) for name, tensor in state.tensors().items()}
+    return {"parts": parts, "record": state.record(progress)}
+
+
+def take_over(setup: RunSetup, state: TrainState, progress: Progress, other: State) -> None:
+    """Become equal to the rank of another group with the same number."""
+    state.take_over(other["parts"], other["record"], progress)
+    precompute_float8_scales(state.model, setup.cfg.precision)

@@ -1,0 +1,206 @@
+"""Groups that train by themselves and average what they have changed: a plain program that does
+the same in one process, in float64, ends with the same weights."""
+
+import json
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from replica_groups import GroupPools, killed_at, lighthouse
+from stored import assert_byte_equal, newest, stored
+from zoo import make_model
+
+transformers = pytest.importorskip("transformers")
+
+ROWS, LR, CLIP, OUTER_LR, MOMENTUM = 6, 0.05, 0.5, 0.7, 0.9
+HOW = [
+    "schedule=constant", "optim=sgd", "optim.momentum=0", "optim.weight_decay=0",
+    f"optim.lr={LR}", f"optim.grad_clip={CLIP}", "precision=fp32", f"batch.rows={ROWS}", "batch.micro_rows=1",
+    "batch.seq_len=128", "tokenizer.path=demo:bytes", "model=auto", "checkpoint.every=null",
+    f"replicas.outer_lr={OUTER_LR}", f"replicas.outer_momentum={MOMENTUM}",
+]  # fmt: skip
+WHOLE = {"every": 3}
+STREAMED = {"every": 4, "fragments": 2, "delay": 1, "mixing": 0.3}
+
+
+@pytest.fixture(scope="module")
+def groups(world):
+    with lighthouse() as address:
+        pools = GroupPools(world, address)
+        yield pools
+        pools.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    make_model("llama tied", vocab_size=264, max_position_embeddings=128).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(inputs, folder):
+    data = [f"{key}={inputs[key]}" for key in ("data.path", "data.cache")]
+    return [*HOW, *data, f"model.init_from={folder}"]
+
+
+@pytest.fixture(scope="module")
+def rows(world, words):
+    """The rows that training reads, in order."""
+    own = [word for word in words if word.startswith(("data", "model", "tokenizer", "batch"))]
+    shown = world.command("preview", *own, "preview.format=json", "preview.rows=96")[0].out
+    return [json.loads(line) for line in shown.splitlines()]
+
+
+def settings(choice):
+    return [f"replicas.{key}={value}" for key, value in choice.items()]
+
+
+def textbook(folder, rows, steps, groups, every, fragments=1, delay=0, mixing=0.0, lost=()):
+    """Return the outer weights and the first group's weights after some steps, by name.
+
+    lost: the averages at which the last group has nothing to add, since it has just come back.
+    """
+    models = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for _ in range(groups)
+    ]
+    names = [name for name, _ in models[0].named_parameters()]
+    own = [dict(model.named_parameters()) for model in models]
+    outer = {name: p.detach().clone() for name, p in own[0].items()}
+    parts = cut(names, [outer[name].numel() for name in names], fragments)
+    optimizers = [
+        torch.optim.SGD(
+            [outer[name] for name in part], lr=OUTER_LR, momentum=MOMENTUM, nesterov=True
+        )
+        for part in parts
+    ]
+    distance, sent = every // fragments, {}
+    for step in range(1, steps + 1):
+        batch = rows[(step - 1) * ROWS : step * ROWS]
+        for i, model in enumerate(models):
+            inner_step(model, batch[ROWS * i // groups : ROWS * (i + 1) // groups])
+        if (step + delay) % distance == 0:
+            present = own[:-1] if step // distance in lost else own
+            sent = {
+                name: sum(outer[name] - w[name].detach() for w in present) / len(present)
+                for name in names
+            }
+        if step % distance == 0:
+            turn = (step // distance - 1) % fragments
+            for name in parts[turn]:
+                outer[name].grad = sent[name]
+            optimizers[turn].step()
+            with torch.no_grad():
+                for weights in own:
+                    for name in parts[turn]:
+                        weights[name].copy_((1 - mixing) * outer[name] + mixing * weights[name])
+    return outer, {name: p.detach() for name, p in own[0].items()}
+
+
+def cut(names, sizes, count):
+    """Return names in consecutive lists of about the same size."""
+    middles = [
+        (end - size / 2) / sum(sizes) for size, end in zip(sizes, accumulate(sizes), strict=True)
+    ]
+    return [
+        [name for name, middle in zip(names, middles, strict=True) if i <= middle * count < i + 1]
+        for i in range(count)
+    ]
+
+
+def inner_step(model, batch):
+    """Make one step of SGD on the mean loss of some packed rows."""
+    targets = sum(label != -100 for row in batch for label in row["labels"])
+    for row in batch:
+        start = 0
+        for length in row["documents"]:
+            part = slice(start, start + length)
+            logits = model(torch.tensor([row["tokens"][part]])).logits[0]
+            labels = torch.tensor(row["labels"][part])
+            loss = F.cross_entropy(logits, labels, reduction="sum", ignore_index=-100) / targets
+            loss.backward()
+            start += length
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+            parameter.grad = None
+
+
+def assert_weights(run, outer, own, tolerance):
+    state = stored(newest(run))
+    for name, expected in outer.items():
+        torch.testing.assert_close(
+            state[f"outer/{name}"].double(), expected.detach(), rtol=0, atol=tolerance, msg=name
+        )
+        torch.testing.assert_close(
+            state[f"weights/{name}"].double(), own[name], rtol=0, atol=tolerance, msg=name
+        )
+
+
+@pytest.mark.parametrize(
+    ("choice", "count", "ranks"),
+    [(WHOLE, 2, 1), (WHOLE, 2, 2), (STREAMED, 2, 1), (WHOLE, 3, 1)],
+    ids=["whole", "2 ranks", "streamed", "3 groups"],
+)
+def test_three_outer_steps_are_those_of_a_plain_program(
+    groups, words, folder, rows, tmp_path, choice, count, ranks
+):
+    steps = 3 * choice["every"]
+    own = [*words, *settings(choice), f"train.steps={steps}", f"replicas.min={count}"]
+    run, *_ = groups.train(
+        tmp_path / "run",
+        *own,
+        method="diloco",
+        groups=count,
+        ranks=ranks,
+        base=["launch.watchdog=false"],
+    )
+    assert_weights(run, *textbook(folder, rows, steps, count, **choice), tolerance=1e-6)
+    assert run.column("step") == list(range(1, steps + 1))
+
+
+def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights(
+    groups, words, folder, rows, tmp_path
+):
+    """It comes back at the first average, for which the other group waits."""
+    own = [*words, *settings(WHOLE), "train.steps=9", "replicas.min=2"]
+    run, killed = groups.train(
+        tmp_path / "run",
+        *own,
+        method="diloco",
+        seams={1: killed_at(step=2)},
+        base=["launch.watchdog=false"],
+    )
+    assert "took over step 3 of another group, after its own step 0" in killed.out
+    expected = textbook(folder, rows, 9, 2, **WHOLE, lost=[1])
+    assert_weights(run, *expected, tolerance=1e-6)
+
+
+def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(
+    groups, words, folder, rows, tmp_path
+):
+    """One outer step: then the difference is that of one message."""
+    own = [*words, *settings(WHOLE), "train.steps=3", "replicas.min=2", "replicas.quantize=true"]
+    run, _ = groups.train(tmp_path / "run", *own, method="diloco", base=["launch.watchdog=false"])
+    outer, _ = textbook(folder, rows, 3, 2, **WHOLE)
+    begun, state = textbook(folder, rows, 0, 1, **WHOLE)[0], stored(newest(run))
+    step = OUTER_LR * (1 + MOMENTUM)
+    changed = max((begun[name] - outer[name].detach()).abs().max() for name in outer) / step
+    largest = max(
+        (state[f"outer/{name}"].double() - expected.detach()).abs().max()
+        for name, expected in outer.items()
+    )
+    # a group's numbers are at most twice the mean's here
+    assert 1e-6 < largest <= step * 2 * changed / 127 / 2
+
+
+def test_one_group_resumes_as_if_it_had_never_stopped(groups, words, tmp_path):
+    own = [*words, *settings(WHOLE)]
+    options = {"method": "diloco", "groups": 1, "base": ["launch.watchdog=false"]}
+    (whole,) = groups.train(tmp_path / "whole", *own, "train.steps=8", **options)
+    groups.train(tmp_path / "run", *own, "train.steps=5", **options)
+    (run,) = groups.train(tmp_path / "run", *own, "train.steps=8", **options)
+    assert_byte_equal(stored(newest(run)), stored(newest(whole)))

@@ -1,0 +1,110 @@
+"""Groups that share the rows of each step: whichever are there, the steps are the same."""
+
+import signal
+from functools import partial
+
+import inject
+import pytest
+import torch
+from replica_groups import GroupPools, killed_at, lighthouse
+from stored import assert_bitwise_equal, newest, stored
+
+from fsdp_trainer.config.schema import Run
+from fsdp_trainer.run.run_lock import RunLock
+
+HOW = [
+    "train.steps=8", "schedule=constant", "batch.micro_rows=1", "data.validation=0.2",
+    "train.validate_every=4", "checkpoint.every=4",
+]  # fmt: skip
+LAYOUTS = {
+    "1 rank": (1, []),
+    "2 ranks": (2, []),
+    "tensor": (2, ["sharding.tensor=2"]),
+    "pipeline": (2, ["sharding.pipeline=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def groups(world):
+    with lighthouse() as address:
+        pools = GroupPools(world, address)
+        yield pools
+        pools.close()
+
+
+@pytest.fixture(scope="module")
+def words(inputs):
+    return [*(f"{key}={value}" for key, value in inputs.items()), *HOW]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world, words, tmp_path_factory):
+    return world.train(tmp_path_factory.mktemp("alone") / "run", *words)
+
+
+def assert_same_run(run, undisturbed):
+    """Raise AssertionError unless a run has the lines, events and weights of another one."""
+    assert run.column("step") == undisturbed.column("step"), "one line for each step"
+    for name in ("loss", "grad_norm", "tokens", "lr"):
+        assert run.column(name) == pytest.approx(undisturbed.column(name), rel=1e-4), name
+    evaluated = [(e["step"], e["loss"]) for e in undisturbed.event("evaluation")]
+    assert [e["step"] for e in run.event("evaluation")] == [step for step, _ in evaluated]
+    assert run.checkpoints == undisturbed.checkpoints
+    ours, theirs = stored(newest(run)), stored(newest(undisturbed))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def counts(run):
+    """Return the number of groups from each step on at which it changed."""
+    return [(e["step"], e["groups"]) for e in run.event("groups")]
+
+
+def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):
+    (run,) = groups.train(tmp_path / "run", *words, groups=1)
+    assert run.column("loss") == undisturbed.column("loss")
+    assert run.column("grad_norm") == undisturbed.column("grad_norm")
+    assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, layout):
+    ranks, sharding = LAYOUTS[layout]
+    run, _ = groups.train(tmp_path / "run", *words, *sharding, "replicas.min=2", ranks=ranks)
+    assert counts(run) == [(0, 2)]
+    assert_same_run(run, undisturbed)
+
+
+def test_a_killed_group_comes_back_with_the_state_of_the_others(
+    groups, words, undisturbed, tmp_path
+):
+    """The other one waits for it, because of replicas.min, so that it comes back within the run."""
+    seams = {1: killed_at(step=3)}
+    run, killed = groups.train(tmp_path / "run", *words, "replicas.min=2", ranks=2, seams=seams)
+    assert "took over step 2 of another group" in killed.out
+    assert_same_run(run, undisturbed)
+
+
+def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbed, tmp_path):
+    """Three groups of which two are enough: neither a line nor a checkpoint is missing."""
+    seams = {0: killed_at(step=3)}
+    run, *_ = groups.train(tmp_path / "run", *words, "replicas.min=2", groups=3, seams=seams)
+    assert_same_run(run, undisturbed)
+
+
+def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed, tmp_path):
+    more = [*words, "replicas.min=2"]
+    stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=3)
+    first, _ = groups.train(tmp_path / "run", *more, seams={0: stop, 1: stop}, code=75)
+    assert first.checkpoints == ["step-00000003"]
+    run, _ = groups.train(tmp_path / "run", *more)
+    assert_same_run(run, undisturbed)
+
+
+def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, tmp_path):
+    with RunLock([], group=0).acquire(Run(), "auto", tmp_path / "run"):
+        again = world.train(tmp_path / "run", *words, code=2)
+        assert "the run's folder is in use" in again.err
+        with RunLock([], group=1).acquire(Run(), "auto", tmp_path / "run"):
+            pass

@@ -236,7 +236,9 @@ def cut(file: Path, step: float) -> None:
     """Drop the lines of steps after `step` and incomplete lines from a file. Raises OSError."""
     lines = file.read_bytes().splitlines(keepends=True)
     good = [not_after(line, step) for line in lines]
-    first = [*good, False].index(False)
+    if all(good):
+        return  # another group of ranks may be appending
+    first = good.index(False)
     if any(good[first:]):
         replace(file, b"".join(compress(lines, good)).decode())
     else:  # truncating works on a full disk too

@@ -14,7 +14,7 @@ from fsdp_trainer.training.groups import CheckStop, Lead
 from fsdp_trainer.training.progress import Progress
 
 
-class Turns:
+class AverageTimes:
     """The steps after which a part of the model is sent, and those after which it is averaged.
 
     The parts take turns at equal distances, each once in `every` steps. One is sent `delay` steps
@@ -50,7 +50,7 @@ class DilocoGroups:
         self, membership: Membership, roll_call: RollCall, cfg: Replicas, outer: OuterStep
     ):
         self._membership, self._roll_call, self._outer = membership, roll_call, outer
-        self._turns, self._quantize = Turns(cfg), cfg.quantize
+        self._times, self._quantize = AverageTimes(cfg), cfg.quantize
         self._patience = Patience()
         self._part = GroupPart(is_own_step=True)
         self._own: list[Tensor] = []
@@ -84,9 +84,14 @@ class DilocoGroups:
         """Return True: the group updates its weights from its own rows."""
         return True
 
-    def end_step(self, progress: Progress) -> None:
+    def exchange_due(self, progress: Progress) -> bool:
         """See ReplicaGroups."""
-        if self._turns.sends_after(progress.step):
+        step = progress.step
+        return self._times.sends_after(step) or self._times.averages_after(step)
+
+    def exchange(self, progress: Progress) -> None:
+        """See ReplicaGroups."""
+        if self._times.sends_after(progress.step):
             met = self._meet(progress, exchanges=True)
             if met.was_behind and not met.source_exchanges:
                 self._take_part(progress)
@@ -119,7 +124,7 @@ class DilocoGroups:
 
     def _send(self, progress: Progress) -> None:
         """Send this group's outer gradient of the part of the model whose turn it is."""
-        self._own = self._outer.gradients(self._turns.fragment(progress.step))
+        self._own = self._outer.gradients(self._times.fragment(progress.step))
         self._begin_mean()
 
     def _begin_mean(self) -> None:
@@ -133,11 +138,11 @@ class DilocoGroups:
 
     def _average_if_due(self, progress: Progress) -> None:
         """Average the part of the model that was sent, if its turn is after this step."""
-        while self._turns.averages_after(progress.step):
+        while self._times.averages_after(progress.step):
             phases.enter("groups")
             means = self._finish_mean()
             if self._membership.should_commit():
-                self._outer.step(self._turns.fragment(progress.step), means)
+                self._outer.step(self._times.fragment(progress.step), means)
                 self._take_part(progress)
                 return
             met = self._meet(progress, exchanges=True)
@@ -145,7 +150,7 @@ class DilocoGroups:
                 if not met.source_exchanges:
                     self._take_part(progress)
                     return
-                self._own = self._outer.gradients(self._turns.fragment(progress.step))
+                self._own = self._outer.gradients(self._times.fragment(progress.step))
             self._begin_mean()
 
     def _finish_mean(self) -> list[Tensor]:

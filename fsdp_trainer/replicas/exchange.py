@@ -82,7 +82,7 @@ class MeanInFlight:
             raise self._error
         for finish in self._finish:
             finish()
-        return torch._foreach_div(self._tensors, self._count.clamp_min(1).item())
+        return [tensor / self._count.clamp_min(1) for tensor in self._tensors]
 
 
 def begin_sum(

@@ -5,6 +5,7 @@ a quorum of them, connects their ranks anew if it has changed, and sends the sta
 ahead to those that are behind.
 """
 
+import json
 import logging
 import os
 import socket
@@ -51,10 +52,16 @@ class Met(NamedTuple):
 class StateTransport(HTTPTransport):
     """Sends this rank's state to other groups, without printing a line for each request."""
 
-    def __init__(self, timeout: timedelta, num_chunks: int):
-        super().__init__(timeout, num_chunks)
+    def __init__(self, host: str, timeout: timedelta):
+        """host: this machine's address for other groups."""
+        self._host = host
+        super().__init__(timeout, num_chunks=0)
         handler: Any = self._server.RequestHandlerClass
         handler.log_message = lambda *_: None
+
+    def address(self) -> str:
+        """Return where other groups fetch the state, without the step at the end."""
+        return f"http://{self._host}:{self._server.server_port}/checkpoint/"
 
 
 class Membership(Manager):
@@ -76,9 +83,10 @@ class Membership(Manager):
         device: of the tensors to exchange. state, load: return this rank's state for another group,
         and take over that of another group.
         """
-        self.group = make_group(device)
+        host = own_address(str(cfg.lighthouse))
+        self.group = make_group(device, host)
         self._exchanges = self._source_exchanges = False
-        host, port, self._served = serve_store(world, timeout)
+        address, port, self._served = serve_store(world, host, timeout)
         super().__init__(
             pg=self.group,
             load_state_dict=partial(self._load, load),
@@ -90,13 +98,12 @@ class Membership(Manager):
             connect_timeout=timedelta(seconds=REPLY_SECONDS),
             rank=world.rank,
             world_size=world.size,
-            store_addr=host,
+            store_addr=address,
             store_port=port,
             lighthouse_addr=f"http://{cfg.lighthouse}",
             replica_id=f"{cfg.id:06}",
-            # the default is a name that was looked up when torchft was imported
-            hostname=socket.gethostname(),
-            checkpoint_transport=StateTransport(timedelta(seconds=SILENCE_SECONDS), num_chunks=0),
+            hostname=host,
+            checkpoint_transport=StateTransport(host, timedelta(seconds=SILENCE_SECONDS)),
             init_sync=False,  # equal seeds make equal weights
         )
 
@@ -135,24 +142,48 @@ class Membership(Manager):
         return self.group.parent.rank()
 
 
-def make_group(device: torch.device) -> ProcessGroupWrapper:
-    """Return a group that can be connected anew, for tensors on this kind of device."""
-    return ProcessGroupNCCL() if device.type == "cuda" else ProcessGroupGloo()
+def own_address(lighthouse: str) -> str:
+    """Return this machine's address in the network of the lighthouse, HOST:PORT.
+
+    torchft would use the machine's name, which others may not be able to look up. Sends nothing.
+    """
+    host, _, port = lighthouse.rpartition(":")
+    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as connection:
+        connection.connect(address)
+        own: str = connection.getsockname()[0]
+    return f"[{own}]" if ":" in own else own
 
 
-def serve_store(world: World, timeout: float) -> tuple[str, int, dist.Store | None]:
+def make_group(device: torch.device, host: str) -> ProcessGroupWrapper:
+    """Return a group that can be connected anew, for tensors on this kind of device.
+
+    host: this machine's address for other groups.
+    """
+    backend = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
+
+    class Group(backend):  # type: ignore[valid-type, misc]
+        def get_reconfigure_handle(self) -> str:
+            handle = json.loads(super().get_reconfigure_handle())
+            port = handle["store"].rpartition(":")[2]
+            return json.dumps(handle | {"store": f"{host}:{port}"})
+
+    group: ProcessGroupWrapper = Group()
+    return group
+
+
+def serve_store(world: World, host: str, timeout: float) -> tuple[str, int, dist.Store | None]:
     """Return host and port of a store of this group, and on rank 0 the store itself. Collective.
 
     The ranks' own store does not do: without a launcher it lies in memory, and torchrun's still
-    holds the keys of earlier attempts.
+    holds the keys of earlier attempts. host: this machine's address.
     """
     served: list[dist.Store] = []
 
     def serve() -> tuple[str, int]:
-        host = socket.gethostname()
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         served.append(store)
         return host, store.port
 
-    host, port = world.from_main("store of the group", serve, timeout)
-    return host, port, served[0] if served else None
+    address, port = world.from_main("store of the group", serve, timeout)
+    return address, port, served[0] if served else None

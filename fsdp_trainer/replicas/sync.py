@@ -79,8 +79,12 @@ class SyncGroups:
         sums.copy_(numbers[: len(sums)])
         worst.copy_(numbers[len(sums) :].view_as(worst))
 
-    def end_step(self, progress: Progress) -> None:
-        """Do nothing: the groups have exchanged their gradients."""
+    def exchange_due(self, progress: Progress) -> bool:
+        """Return False: the groups have exchanged their gradients."""
+        return False
+
+    def exchange(self, progress: Progress) -> None:
+        """Do nothing."""
 
     def leave(self) -> None:
         """See ReplicaGroups."""

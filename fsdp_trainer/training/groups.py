@@ -50,8 +50,11 @@ class ReplicaGroups(Protocol):
         if this rank has no data for the step.
         """
 
-    def end_step(self, progress: Progress) -> None:
-        """Exchange what is due with the other groups after a step's update."""
+    def exchange_due(self, progress: Progress) -> bool:
+        """Return True if `exchange` is due after this step."""
+
+    def exchange(self, progress: Progress) -> None:
+        """Exchange with the other groups what several steps have changed."""
 
     def leave(self) -> None:
         """Leave the other groups, which go on without this one. Not collective."""
@@ -74,7 +77,11 @@ class OneGroup:
         """Return True: there is nothing to add."""
         return True
 
-    def end_step(self, progress: Progress) -> None:
+    def exchange_due(self, progress: Progress) -> bool:
+        """Return False."""
+        return False
+
+    def exchange(self, progress: Progress) -> None:
         """Do nothing: there are no others."""
 
     def leave(self) -> None:

@@ -89,10 +89,12 @@ class Trainer(StepRunner):
             if result is None:
                 continue  # the groups that are left compute all of its rows
             progress.advance(step.plan.whole)
-            self.groups.end_step(progress)
             self.compilations.report(progress.step, "training")
             self.log.add(step.plan, result, progress)
             self.observer.call("step", progress.step)
+            if self.groups.exchange_due(progress):
+                self.log.write(progress, last=False)  # another group may lead from here on
+                self.groups.exchange(progress)
             progress.pending = [work.name for work in self.stoppable if work.due(progress)]
             self.signals.raise_if_agreed()
             self.run_after_step()

@@ -16,7 +16,8 @@ transformers = pytest.importorskip("transformers")
 ROWS, LR, CLIP, OUTER_LR, MOMENTUM = 6, 0.05, 0.5, 0.7, 0.9
 HOW = [
     "schedule=constant", "optim=sgd", "optim.momentum=0", "optim.weight_decay=0",
-    f"optim.lr={LR}", f"optim.grad_clip={CLIP}", "precision=fp32", f"batch.rows={ROWS}", "batch.micro_rows=1",
+    f"optim.lr={LR}", f"optim.grad_clip={CLIP}", "precision=fp32", f"batch.rows={ROWS}",
+    "batch.micro_rows=1",
     "batch.seq_len=128", "tokenizer.path=demo:bytes", "model=auto", "checkpoint.every=null",
     f"replicas.outer_lr={OUTER_LR}", f"replicas.outer_momentum={MOMENTUM}",
 ]  # fmt: skip

@@ -162,13 +162,13 @@ def make_group(device: torch.device, host: str) -> ProcessGroupWrapper:
     """
     backend = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
 
-    class Group(backend):  # type: ignore[valid-type, misc]
+    class ReachableGroup(backend):  # type: ignore[valid-type, misc]
         def get_reconfigure_handle(self) -> str:
             handle = json.loads(super().get_reconfigure_handle())
             port = handle["store"].rpartition(":")[2]
             return json.dumps(handle | {"store": f"{host}:{port}"})
 
-    group: ProcessGroupWrapper = Group()
+    group: ProcessGroupWrapper = ReachableGroup()
     return group
 
 

@@ -166,7 +166,7 @@ def test_three_outer_steps_are_those_of_a_plain_program(
 def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights(
     groups, words, folder, rows, tmp_path
 ):
-    """It comes back at the first average, for which the other group waits."""
+    """The other group waits for it with the first average."""
     own = [*words, *settings(WHOLE), "train.steps=9", "replicas.min=2"]
     run, killed = groups.train(
         tmp_path / "run",

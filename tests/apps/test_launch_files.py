@@ -64,6 +64,7 @@ PAGES = (
     "docs/index.md",
     "docs/tour.md",
     "docs/launching.md",
+    "docs/replicas.md",
     "docs/sweeps.md",
     "examples/launch/Dockerfile",
 )
@@ -265,6 +266,25 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
     assert len(options) == text.count("#SBATCH")
     assert "\nsource venv/bin/activate\n" in text
     assert "B:USR1@" in options["signal"]
+
+
+GROUPS = ["replicas.method=sync", "replicas.lighthouse=node0:29510", "launch.groups=3"]
+
+
+def test_a_batch_script_for_groups_is_an_array_with_one_job_a_group(write, tmp_path):
+    script = write("slurm", *NASTY, *GROUPS, "nodes=2")
+    assert re.search(r"(?m)^#SBATCH --array=0-2$", script)
+    cfg = started(tmp_path, script, SLURM_ARRAY_TASK_ID="2")
+    assert (cfg["replicas"]["id"], cfg["launch"]["groups"]) == (2, 1)
+
+
+def test_a_file_for_kubernetes_has_a_job_for_each_group(write):
+    jobs = [*yaml.safe_load_all(write("kubernetes", *NASTY, *GROUPS, "nodes=2"))]
+    names = [job["metadata"]["name"] for job in jobs]
+    assert len({*names}) == 3
+    for i, job in enumerate(jobs):
+        pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+        assert pod["containers"][0]["args"][0].split()[-1] == f"replicas.id={i}"
 
 
 def test_a_job_for_kubernetes_is_whole(write):

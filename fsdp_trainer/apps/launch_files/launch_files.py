@@ -112,6 +112,9 @@ def checked(cfg: LaunchFilesConfig) -> str:
         parse_duration(cfg.time)
     except ValueError as error:
         report.add("time", cfg.time, str(error))
+    if cfg.launch.groups > 1 and cfg.kind in ("docker", "skypilot"):
+        reason = "the file starts one group. Write one for each, with its  replicas.id  and  out"
+        report.add("launch.groups", cfg.launch.groups, reason)
     report.close()
     return str(cfg.kind)
 
@@ -146,7 +149,9 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
     """
     own = {f.name for f in fields(LaunchFiles)}
     trained = [
-        word for word in words if word.lstrip("+").partition("=")[0] not in (*own, "run.name")
+        word
+        for word in words
+        if word.lstrip("+").partition("=")[0] not in (*own, "run.name", "launch.groups")
     ]
     given = {f.name: getattr(cfg, f.name) for f in fields(LaunchFiles)}
     environment = jinja2.Environment(
@@ -173,6 +178,7 @@ def render(cfg: LaunchFilesConfig, kind: str, name: str, file: Path, words: list
         minutes=math.ceil(parse_duration(cfg.time) / 60),
         cpus_per_node=cfg.cpus_per_gpu * max(1, cfg.gpus_per_node),
         ranks=ranks,
+        groups=cfg.launch.groups,
         mounts="".join(f" -v {shlex.quote(f'{folder}:{folder}')}" for folder in outside(cfg)),
     )
 

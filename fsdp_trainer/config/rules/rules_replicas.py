@@ -4,6 +4,7 @@ import re
 
 from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import LaunchFilesConfig
 
 DILOCO = ("every", "outer_lr", "outer_momentum", "fragments", "delay", "mixing", "quantize")
 """Keys of `replicas` that only count with outer steps."""
@@ -16,7 +17,7 @@ def groups_of_ranks(cfg: TrainConfig, report: Report) -> Violations:
     if method == "none":
         return
     lighthouse = cfg.replicas.lighthouse
-    if lighthouse is None and cfg.launch.groups == 1:
+    if lighthouse is None and (cfg.launch.groups == 1 or isinstance(cfg, LaunchFilesConfig)):
         yield (
             "replicas.lighthouse",
             "say where the groups find each other: start  fsdp-trainer lighthouse  somewhere, and"
@@ -82,7 +83,7 @@ def _outer_steps(cfg: TrainConfig) -> Violations:
 
 
 def _started_here(cfg: TrainConfig) -> Violations:
-    if cfg.launch.groups == 1:
+    if cfg.launch.groups == 1 or isinstance(cfg, LaunchFilesConfig):
         return
     if cfg.launch.nodes > 1 or cfg.launch.hosts:
         yield (

@@ -95,13 +95,7 @@ def checked(cfg: LaunchFilesConfig) -> str:
     if cfg.kind == "kubernetes" and cfg.claim is None:
         reason = "name one: all pods must see the runs' folder, e.g.  claim=shared"
         report.add("claim", None, reason)
-    if cfg.launch.hosts:
-        reason = "the files say where nodes run. How many there are is  nodes=2"
-        report.add("launch.hosts", cfg.launch.hosts, reason)
-    if cfg.launch.nodes > 1:
-        count = cfg.launch.nodes
-        reason = f"the files contain the rendezvous. Set the number of nodes with  nodes={count}"
-        report.add("launch.nodes", count, reason)
+    _check_launch(cfg, report)
     if cfg.checkpoint.resume != "auto" and cfg.kind != "docker":
         reason = (
             "the job is started again after a fault, and must resume then. Leave it out; weights"
@@ -112,11 +106,22 @@ def checked(cfg: LaunchFilesConfig) -> str:
         parse_duration(cfg.time)
     except ValueError as error:
         report.add("time", cfg.time, str(error))
+    report.close()
+    return str(cfg.kind)
+
+
+def _check_launch(cfg: LaunchFilesConfig, report: Report) -> None:
+    """Check that the keys of launch do not say what the files say."""
+    if cfg.launch.hosts:
+        reason = "the files say where nodes run. How many there are is  nodes=2"
+        report.add("launch.hosts", cfg.launch.hosts, reason)
+    if cfg.launch.nodes > 1:
+        count = cfg.launch.nodes
+        reason = f"the files contain the rendezvous. Set the number of nodes with  nodes={count}"
+        report.add("launch.nodes", count, reason)
     if cfg.launch.groups > 1 and cfg.kind in ("docker", "skypilot"):
         reason = "the file starts one group. Write one for each, with its  replicas.id  and  out"
         report.add("launch.groups", cfg.launch.groups, reason)
-    report.close()
-    return str(cfg.kind)
 
 
 def _check_characters(words: list[str]) -> None:

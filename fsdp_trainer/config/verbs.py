@@ -92,6 +92,11 @@ class Plan:
     network_gbps: float | None = key(
         None, "Gbit/s between nodes for each GPU; null: the table's, e.g. 400 for h100", above=0
     )
+    groups_gbps: float | None = key(
+        None,
+        "with replicas.method: Gbit/s between groups of ranks for each GPU; null: as between nodes",
+        above=0,
+    )
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
     image_share: float | None = key(
         None,

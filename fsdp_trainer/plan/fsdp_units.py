@@ -39,19 +39,25 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of a run's weights and of its optimizer's state."""
+    """The formats of a run's weights and of its optimizer's state.
+
+    outer: True if there are outer weights and their momentum, as of groups that average.
+    """
 
     sizes: Sizes
     master_dtype: str
     optim: Optim
+    outer: bool = False
 
     @classmethod
-    def of(cls, precision: Precision, optim: Optim, adapter: Adapter) -> "Formats":
+    def of(
+        cls, precision: Precision, optim: Optim, adapter: Adapter, outer: bool = False
+    ) -> "Formats":
         """Return the configured formats."""
         adapters = adapter if adapter.name != "none" else None
         names = precision.master_dtype, frozen_dtype(precision, adapters), precision.param_dtype
         sizes = Sizes(*(getattr(torch, name).itemsize for name in names))
-        return cls(sizes, precision.master_dtype, optim)
+        return cls(sizes, precision.master_dtype, optim, outer)
 
 
 class FsdpUnit(NamedTuple):
@@ -131,6 +137,8 @@ def _of_one(
         frozen = padded * (1 if encoded else sizes.frozen) / shards
         return FsdpUnit(gathered=gathered, frozen=frozen)
     each = state_bytes(formats.optim, formats.master_dtype, parameter.shape, in_block)
+    if formats.outer:
+        each += 2 * sizes.master
     shard = padded / shards
     return FsdpUnit(own, padded, gathered, shard, state=each * shard)
 

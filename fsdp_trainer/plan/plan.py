@@ -40,6 +40,8 @@ class RunPlan:
     rows: int
     micro_rows: int
     batch_ranks: int
+    groups: int = 1
+    """Groups of world_size ranks that share the run; `tokens` and `flops` are of all of them."""
     rollouts: Rollouts | None = None
     """The answers generated in a step, which fill `rows`; None without generation."""
 
@@ -98,7 +100,12 @@ class RunPlan:
 
     def mfu(self, seconds: float) -> float:
         """Return PaLM's FLOPs over the devices' bfloat16 peak, if a step takes this long."""
-        return self.flops / seconds / self.world_size / (self.device.flops or 1.0)
+        return self.flops / seconds / self.devices / (self.device.flops or 1.0)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all groups."""
+        return self.world_size * self.groups
 
     @property
     def checkpoint_seconds(self) -> float:
@@ -126,7 +133,8 @@ def make_plan(
     if answers is not None:
         answers = replace(answers, scored=tuple(scored_by(run, rated)))
     layout, whole = run.layout, run.model.whole
-    batch, tokens = layout.batch, layout.batch.rows * layout.batch.seq_len
+    batch, groups = layout.batch, run.exchange.groups
+    tokens = batch.rows * groups * batch.seq_len
     return RunPlan(
         world_size=world,
         device=device,
@@ -141,6 +149,7 @@ def make_plan(
         rows=batch.rows,
         micro_rows=batch.micro_rows,
         batch_ranks=layout.batch_ranks,
+        groups=groups,
         rollouts=answers,
     )
 

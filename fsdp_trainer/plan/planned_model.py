@@ -59,7 +59,9 @@ class PlannedModel:
             own=known.parts(config, cfg.adapter, frozen, ranks),
             precision=cfg.precision,
             optim=cfg.optim,
-            formats=Formats.of(cfg.precision, cfg.optim, cfg.adapter),
+            formats=Formats.of(
+                cfg.precision, cfg.optim, cfg.adapter, cfg.replicas.method == "diloco"
+            ),
             checkpointing=cfg.activation_checkpoint,
             adapter=cfg.adapter.name,
             options=cfg.model,

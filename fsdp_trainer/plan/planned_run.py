@@ -1,11 +1,14 @@
 """A run as a plan sees it: the model that is trained, and what its objective adds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import KnownModels
+from fsdp_trainer.plan.group_exchange import GroupExchange
 from fsdp_trainer.plan.pipeline_stages import RankStages, stages_by_rank
 from fsdp_trainer.plan.planned_model import PlannedModel
 from fsdp_trainer.plan.rollout_cost import rows_of_answers
@@ -25,6 +28,8 @@ class PlannedRun:
     teacher: PlannedTeacher | None
     further_forwards: int
     scoring: tuple[ScoringModel, ...] = ()
+    exchange: GroupExchange = field(default_factory=GroupExchange)
+    """With other groups of ranks; the rest of the plan is of one group."""
 
     @classmethod
     def of(
@@ -38,11 +43,13 @@ class PlannedRun:
         """
         known = known or KnownModels()
         scoring = scoring_models(cfg, world, known)
-        cfg = rows_of_answers(cfg)
+        exchange = GroupExchange.of(cfg, getattr(torch, cfg.precision.master_dtype).itemsize)
+        cfg = exchange.rows_of_one(rows_of_answers(cfg))
         model = PlannedModel.of(cfg, config, world, known)
         by_base = cfg.second_model is not None and cfg.second_model.mode == "base"
         further_forwards = by_base + cfg.objective.method.extra_forwards
-        return cls(model, named_teacher(cfg, config, world, known), further_forwards, scoring)
+        teacher = named_teacher(cfg, config, world, known)
+        return cls(model, teacher, further_forwards, scoring, exchange)
 
     @property
     def layout(self) -> Layout:

@@ -129,6 +129,9 @@ class StageTimes:
         reading = count * (compute.forward + compute.head / 3) + waited / 3
         reading += gathers * gathering.exposed
         optimizer = optimizer_seconds(model, self.units.all.own, self.device)
+        exchange = self.run.exchange
+        between = exchange.seconds(self.units.all.own, self.device, self.links)
+        total, exposed = total + between, exposed + exchange.exposed(between, computed + exposed)
         return Times(
             computed,
             total,

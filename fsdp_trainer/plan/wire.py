@@ -278,6 +278,9 @@ def _wire_of(
         times = count * stages.of_blocks(model.config)
         half = times * exchange.sent / 2
         ways["context"] = Wire(groups.context.ranks, half, half, times * exchange.across)
+    if run.exchange.groups > 1:
+        sent = run.exchange.sent(units_of(stages, model).all.own)
+        ways["groups"] = Wire(run.exchange.groups, 0.0, sent, sent)
     owners = owner_traffic(stages, model, device.linked_gpus)
     if owners.answered:
         ways["owners"] = Wire(layout.stage_ranks, owners.sent, owners.answered, owners.across)

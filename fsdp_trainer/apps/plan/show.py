@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.apps.plan.device_plans import DevicePlans
+from fsdp_trainer.apps.plan.show_groups import groups_json, groups_line
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -54,7 +55,7 @@ def one_world(
     unknown.
     """
     peak, timed = plan.memory.peak, plan.step_seconds
-    steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.world_size
+    steps, per_gpu = steps_of(cfg, plan), plan.tokens / plan.devices
     return {
         "fits": plan.fits,
         "gpu": plan.device.name,
@@ -73,6 +74,7 @@ def one_world(
         "host_gib_per_node": round(plan.host_bytes_per_node / GIB, 3),
         "host_fits": plan.host_fits,
         "rollouts": rollouts_json(plan.rollouts),
+        "groups": groups_json(cfg, plan),
         "empty_rows_share": round(plan.empty_share, 4),
         "micro_batches": plan.micro_batches,
         "bytes_per_step": round(sum(wire.gathered + wire.reduced for wire in plan.wire.values())),
@@ -310,6 +312,8 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
     if uneven:
         rows.append(("uneven", uneven_line(cfg, uneven)))
     rows += [*lists(cfg), ("checkpoint", checkpoints(cfg, plan))]
+    if plan.groups > 1:
+        rows.append(("groups", groups_line(cfg, plan)))
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
     return table
@@ -359,7 +363,7 @@ def uneven_line(cfg: PlanConfig, uneven: RunPlan) -> str:
 def speed(plan: RunPlan, shortest: float, longest: float) -> str:
     """Return tokens per second and MFU. shortest, longest: seconds of a step."""
     slow, fast = plan.tokens / longest, plan.tokens / shortest
-    each = f"{slow / plan.world_size:,.0f} – {fast / plan.world_size:,.0f} tokens/s a GPU"
+    each = f"{slow / plan.devices:,.0f} – {fast / plan.devices:,.0f} tokens/s a GPU"
     mfu = f"MFU {plan.mfu(longest):.0%} – {plan.mfu(shortest):.0%}"
     return f"{each}, {short(slow)} – {short(fast)} in all; {mfu}"
 

@@ -4,7 +4,7 @@ import re
 
 from fsdp_trainer.config.check import Report, Violations
 from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import LaunchFilesConfig
+from fsdp_trainer.config.verbs import LaunchFilesConfig, PlanConfig
 
 DILOCO = ("every", "outer_lr", "outer_momentum", "fragments", "delay", "mixing", "quantize")
 """Keys of `replicas` that only count with outer steps."""
@@ -17,7 +17,8 @@ def groups_of_ranks(cfg: TrainConfig, report: Report) -> Violations:
     if method == "none":
         return
     lighthouse = cfg.replicas.lighthouse
-    if lighthouse is None and (cfg.launch.groups == 1 or isinstance(cfg, LaunchFilesConfig)):
+    starts_one = cfg.launch.groups > 1 and not isinstance(cfg, LaunchFilesConfig)
+    if lighthouse is None and not starts_one and not isinstance(cfg, PlanConfig):
         yield (
             "replicas.lighthouse",
             "say where the groups find each other: start  fsdp-trainer lighthouse  somewhere, and"
@@ -83,7 +84,7 @@ def _outer_steps(cfg: TrainConfig) -> Violations:
 
 
 def _started_here(cfg: TrainConfig) -> Violations:
-    if cfg.launch.groups == 1 or isinstance(cfg, LaunchFilesConfig):
+    if cfg.launch.groups == 1 or isinstance(cfg, LaunchFilesConfig | PlanConfig):
         return
     if cfg.launch.nodes > 1 or cfg.launch.hosts:
         yield (

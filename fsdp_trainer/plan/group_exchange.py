@@ -1,0 +1,65 @@
+"""What groups of ranks that share a run exchange with each other, and how long it takes."""
+
+import math
+from dataclasses import dataclass, replace
+
+from fsdp_trainer.config.devices import Device
+from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import PlanConfig
+
+SCALE_SHARE = 4 / 256
+"""Bytes of scales for each 8-bit number, see replicas/exchange.py."""
+FEWEST = 2
+"""Groups that are assumed if launch.groups does not say how many there are."""
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """The groups of a run, and the messages of a rank to those with its number in other groups.
+
+    groups: number of groups, 1 without; number: bytes that a rank sends of each trained number in
+    one exchange; every: steps between two exchanges of a number; delay: steps that go on while one
+    is on its way; rate: bytes per second of a rank to other groups, None: as between nodes.
+    """
+
+    groups: int = 1
+    number: float = 0.0
+    every: int = 1
+    delay: int = 0
+    rate: float | None = None
+
+    @classmethod
+    def of(cls, cfg: TrainConfig, number_bytes: int) -> "GroupExchange":
+        """Return the exchange of a run. number_bytes: of a number of a gradient."""
+        replicas = cfg.replicas
+        if replicas.method == "none":
+            return cls()
+        groups = max(FEWEST, cfg.launch.groups)
+        rate = None
+        if isinstance(cfg, PlanConfig) and cfg.plan.groups_gbps:
+            rate = cfg.plan.groups_gbps / 8 * 1e9
+        summed = 2 * (groups - 1) / groups * number_bytes  # a ring
+        if replicas.method == "sync":
+            return cls(groups, summed, rate=rate)
+        number = (groups - 1) * (1 + SCALE_SHARE) if replicas.quantize else summed
+        return cls(groups, number, replicas.every, replicas.delay, rate)
+
+    def rows_of_one(self, cfg: TrainConfig) -> TrainConfig:
+        """Return the configuration with the rows of a step that one group computes."""
+        rows = math.ceil(cfg.batch.rows / self.groups)
+        return replace(cfg, batch=replace(cfg.batch, rows=rows))
+
+    def sent(self, own: float) -> float:
+        """Return the bytes that a rank sends in a step, on average. own: its trained numbers."""
+        return own * self.number / self.every
+
+    def seconds(self, own: float, device: Device, efficiency: float) -> float:
+        """Return the seconds of the messages of a step, on average.
+
+        own: trained numbers of a rank; efficiency: share of the rate that is reached.
+        """
+        return self.sent(own) / (self.rate or device.network) / efficiency
+
+    def exposed(self, seconds: float, step: float) -> float:
+        """Return the part of `seconds` that a step waits. step: the other seconds of a step."""
+        return max(0.0, seconds - self.delay * step / self.every)

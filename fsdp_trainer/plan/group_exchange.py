@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from fsdp_trainer.config.devices import Device
-from fsdp_trainer.config.schema import TrainConfig
-from fsdp_trainer.config.verbs import PlanConfig
+from fsdp_trainer.config.schema import Batch, Replicas
 
 SCALE_SHARE = 4 / 256
 """Bytes of scales for each 8-bit number, see replicas/exchange.py."""
@@ -29,25 +28,26 @@ class GroupExchange:
     rate: float | None = None
 
     @classmethod
-    def of(cls, cfg: TrainConfig, number_bytes: int) -> "GroupExchange":
-        """Return the exchange of a run. number_bytes: of a number of a gradient."""
-        replicas = cfg.replicas
+    def of(
+        cls, replicas: Replicas, groups: int, number_bytes: int, gbps: float | None
+    ) -> "GroupExchange":
+        """Return the exchange of a run.
+
+        groups: launch.groups; number_bytes: of a number of a gradient; gbps: plan.groups_gbps.
+        """
         if replicas.method == "none":
             return cls()
-        groups = max(FEWEST, cfg.launch.groups)
-        rate = None
-        if isinstance(cfg, PlanConfig) and cfg.plan.groups_gbps:
-            rate = cfg.plan.groups_gbps / 8 * 1e9
+        groups = max(FEWEST, groups)
+        rate = gbps / 8 * 1e9 if gbps else None
         summed = 2 * (groups - 1) / groups * number_bytes  # a ring
         if replicas.method == "sync":
             return cls(groups, summed, rate=rate)
         number = (groups - 1) * (1 + SCALE_SHARE) if replicas.quantize else summed
         return cls(groups, number, replicas.every, replicas.delay, rate)
 
-    def rows_of_one(self, cfg: TrainConfig) -> TrainConfig:
-        """Return the configuration with the rows of a step that one group computes."""
-        rows = math.ceil(cfg.batch.rows / self.groups)
-        return replace(cfg, batch=replace(cfg.batch, rows=rows))
+    def batch_of_one(self, batch: Batch) -> Batch:
+        """Return the batch with the rows of a step that one group computes."""
+        return replace(batch, rows=math.ceil(batch.rows / self.groups))
 
     def sent(self, own: float) -> float:
         """Return the bytes that a rank sends in a step, on average. own: its trained numbers."""

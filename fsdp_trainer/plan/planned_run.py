@@ -1,11 +1,12 @@
 """A run as a plan sees it: the model that is trained, and what its objective adds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.plan.fsdp_units import KnownModels
 from fsdp_trainer.plan.group_exchange import GroupExchange
@@ -43,8 +44,11 @@ class PlannedRun:
         """
         known = known or KnownModels()
         scoring = scoring_models(cfg, world, known)
-        exchange = GroupExchange.of(cfg, getattr(torch, cfg.precision.master_dtype).itemsize)
-        cfg = exchange.rows_of_one(rows_of_answers(cfg))
+        number = getattr(torch, cfg.precision.master_dtype).itemsize
+        gbps = cfg.plan.groups_gbps if isinstance(cfg, PlanConfig) else None
+        exchange = GroupExchange.of(cfg.replicas, cfg.launch.groups, number, gbps)
+        cfg = rows_of_answers(cfg)
+        cfg = replace(cfg, batch=exchange.batch_of_one(cfg.batch))
         model = PlannedModel.of(cfg, config, world, known)
         by_base = cfg.second_model is not None and cfg.second_model.mode == "base"
         further_forwards = by_base + cfg.objective.method.extra_forwards

@@ -1,4 +1,4 @@
-"""What `plan` says about groups of ranks that share a run."""
+"""The figures of `plan` for groups of ranks that share a run."""
 
 import json
 

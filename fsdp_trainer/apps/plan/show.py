@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_trainer.apps.plan.device_plans import DevicePlans
-from fsdp_trainer.apps.plan.show_groups import groups_json, groups_line
+from fsdp_trainer.apps.plan.show_groups import groups_json, groups_rows
 from fsdp_trainer.config.verbs import PlanConfig
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.observe.console import duration, short
@@ -311,9 +311,7 @@ def figures(cfg: PlanConfig, plan: RunPlan, uneven: RunPlan | None, compares: bo
         rows.append(("step", UNTIMED + COMPARED * compares))
     if uneven:
         rows.append(("uneven", uneven_line(cfg, uneven)))
-    rows += [*lists(cfg), ("checkpoint", checkpoints(cfg, plan))]
-    if plan.groups > 1:
-        rows.append(("groups", groups_line(cfg, plan)))
+    rows += [*lists(cfg), ("checkpoint", checkpoints(cfg, plan)), *groups_rows(cfg, plan)]
     for name, text in rows:
         table.add_row(Text(f"  {name}", "dim"), text)
     return table

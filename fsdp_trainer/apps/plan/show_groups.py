@@ -20,7 +20,7 @@ class Lost(NamedTuple):
     without: float
 
 
-class Exchange(NamedTuple):
+class GroupMessages(NamedTuple):
     """The messages of a rank to other groups, in every so many steps.
 
     sent: bytes; seconds: at `gbps` Gbit/s.
@@ -32,12 +32,12 @@ class Exchange(NamedTuple):
     seconds: float
 
 
-def exchange_of(cfg: PlanConfig, plan: RunPlan) -> Exchange:
+def exchange_of(cfg: PlanConfig, plan: RunPlan) -> GroupMessages:
     """Return what a rank exchanges with other groups."""
     steps = cfg.replicas.every if cfg.replicas.method == "diloco" else 1
     sent = plan.wire["groups"].reduced * steps
     gbps = cfg.plan.groups_gbps or plan.device.network * 8 / 1e9
-    return Exchange(steps, sent, gbps, sent / (gbps / 8 * 1e9))
+    return GroupMessages(steps, sent, gbps, sent / (gbps / 8 * 1e9))
 
 
 def lost_to_failure(cfg: PlanConfig, plan: RunPlan) -> Lost | None:
@@ -67,8 +67,10 @@ def groups_json(cfg: PlanConfig, plan: RunPlan) -> dict[str, Any] | None:
     }
 
 
-def groups_line(cfg: PlanConfig, plan: RunPlan) -> str:
-    """Return what a rank exchanges with other groups, and what a failure costs."""
+def groups_rows(cfg: PlanConfig, plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the row on what a rank exchanges with other groups, and what a failure costs."""
+    if plan.groups == 1:
+        return []
     exchange, lost = exchange_of(cfg, plan), lost_to_failure(cfg, plan)
     often = "in each step" if exchange.steps == 1 else f"every {exchange.steps:,} steps"
     text = (
@@ -81,4 +83,4 @@ def groups_line(cfg: PlanConfig, plan: RunPlan) -> str:
             f". A failure costs the others {duration(lost.with_groups)}; without groups, all "
             f"ranks {duration(lost.without)}, {duration(START_SECONDS)} of them to start"
         )
-    return text
+    return [("groups", text)]

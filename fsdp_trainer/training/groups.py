@@ -95,27 +95,37 @@ class SharedSteps:
     """
 
     def __init__(
-        self, data: DataSource, groups: ReplicaGroups, leave: LeaveTogether, check_stop: CheckStop
+        self,
+        data: DataSource,
+        groups: ReplicaGroups,
+        progress: Progress,
+        leave: LeaveTogether,
+        check_stop: CheckStop,
     ):
-        """leave: see DataSource.open. check_stop: raises Stop if the ranks have agreed on it."""
+        """Begin to read the rows after `progress`, at first those of one group. Collective.
+
+        leave: see DataSource.open. check_stop: raises Stop if the ranks have agreed on it.
+        """
         self.data, self.groups = data, groups
         self.leave, self.check_stop = leave, check_stop
-        self._feed: Feed | None = None
-        self._part = GroupPart()
-        self._next = 0
+        self._open(progress, GroupPart())
+
+    def _open(self, progress: Progress, part: GroupPart) -> None:
+        self._feed: Feed = self.data.open(progress, self.leave, part)
+        self._part = part
+        self._next = progress.step + 1
         """The step that the feed comes to."""
 
     def next_step(self, progress: Progress) -> StepBatches:
         """Return the step after `progress`. Collective. Raises Stop."""
         part = self.groups.begin_step(progress, self.check_stop)
         step = progress.step + 1
-        if self._feed is None or part != self._part or step != self._next:
+        if part != self._part or step != self._next:
             self.close()
-            self._feed, self._part = self.data.open(progress, self.leave, part), part
+            self._open(progress, part)
         self._next = step + 1
         return self._feed.next_step(step)
 
     def close(self) -> None:
         """End the reading."""
-        if self._feed is not None:
-            self._feed.close()
+        self._feed.close()

@@ -63,7 +63,9 @@ class Trainer(StepRunner):
         """
         leave_together = partial(self.stop_check.sync, self.progress)
         check_stop = self.stop_check.stop_if_agreed
-        shared = closing(SharedSteps(self.data, self.groups, leave_together, check_stop))
+        shared = closing(
+            SharedSteps(self.data, self.groups, self.progress, leave_together, check_stop)
+        )
         with shared as steps, self.garbage.at_fixed_steps():
             try:
                 self.stop_check.stop_if_agreed(self.progress)

@@ -18,11 +18,19 @@ from world import SMALL, Run, end, ranks_below, wait_until
 pytestmark = pytest.mark.faults
 
 STEPS, FAULTS, LONGEST = 400, 20, 10.0
+SIGNALS = [signal.SIGKILL, signal.SIGSTOP]
 HOW = [
     "model.hidden_size=128", "model.intermediate_size=256", "batch.seq_len=128", "batch.rows=24",
     "batch.micro_rows=2", "optim=sgd", "optim.momentum=0.9", "optim.lr=0.02", "schedule=constant",
     f"train.steps={STEPS}", "launch.watchdog=true",
 ]  # fmt: skip
+
+
+def wait_for_more(lines, count, act, *args):
+    """Call `act(*args)`, then wait until there are `count` lines more."""
+    before = len(lines())
+    act(*args)
+    wait_until(lambda: len(lines()) >= before + count)
 
 
 class Group:
@@ -76,16 +84,12 @@ def test_others_go_on_when_a_group_is_killed_or_stopped(world, inputs, tmp_path,
             while faults < FAULTS and len(shared.metrics) < STEPS - 40:
                 victim = chance.choice(started)
                 time.sleep(chance.random())
-                seen = len(shared.metrics)
-                victim.hit(chance.choice([signal.SIGKILL, signal.SIGSTOP]))
-                wait_until(lambda seen=seen: len(shared.metrics) > seen + 3)
+                wait_for_more(lambda: shared.metrics, 4, victim.hit, chance.choice(SIGNALS))
                 victim.bury()
                 others = [g.process.poll() for g in started if g is not victim]
                 assert others == [None] * (groups - 1), "the others' processes still run"
+                wait_for_more(lambda: shared.event("groups"), 1, victim.start)
                 faults += 1
-                seen = len(shared.event("groups"))
-                victim.start()
-                wait_until(lambda seen=seen: len(shared.event("groups")) > seen)
             for group in started:
                 assert group.process.wait(timeout=600) == 0
         finally:

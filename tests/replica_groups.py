@@ -10,9 +10,10 @@ from world import RankFailed, World, end
 
 
 @contextmanager
-def lighthouse():
-    """Start a lighthouse, and yield its HOST:PORT."""
-    command = [sys.executable, "-m", "fsdp_trainer", "lighthouse", "host=127.0.0.1", "port=0"]
+def lighthouse(port=0):
+    """Start a lighthouse, and yield its HOST:PORT. port: to listen at; 0: any that is free."""
+    listen = ["host=127.0.0.1", f"port={port}"]
+    command = [sys.executable, "-m", "fsdp_trainer", "lighthouse", *listen]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield "127.0.0.1:" + process.stdout.readline().strip().rpartition(":")[2]

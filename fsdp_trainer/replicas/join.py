@@ -1,5 +1,6 @@
 """Joining the groups that share a run: the table of methods, and what is sent to a group."""
 
+from collections.abc import Callable
 from functools import partial
 
 from fsdp_trainer.base.distributed import local_part
@@ -14,8 +15,13 @@ from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.progress import Progress
 
 
-def join_groups(setup: RunSetup, state: TrainState, progress: Progress) -> ReplicaGroups:
-    """Return this group's membership in those at replicas.lighthouse. Collective."""
+def join_groups(
+    setup: RunSetup, state: TrainState, progress: Progress, others: Callable[[], bool]
+) -> ReplicaGroups:
+    """Return this group's membership in those at replicas.lighthouse. Collective.
+
+    others: see RollCall.
+    """
     cfg = setup.cfg.replicas
     membership = Membership(
         cfg,
@@ -25,7 +31,7 @@ def join_groups(setup: RunSetup, state: TrainState, progress: Progress) -> Repli
         partial(state_to_send, state, progress),
         partial(take_over, setup, state, progress),
     )
-    roll_call = RollCall(membership, cfg, setup.observer)
+    roll_call = RollCall(membership, cfg, setup.observer, others)
     if state.outer is None:
         return SyncGroups(membership, roll_call)
     return DilocoGroups(membership, roll_call, cfg, state.outer)

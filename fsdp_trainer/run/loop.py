@@ -14,6 +14,7 @@ from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
+from fsdp_trainer.run.run_lock import are_groups_beside
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.sample_prompts import Samples, encode_prompts
 from fsdp_trainer.training.after_step.saving import CheckpointManager, CopyCheck
@@ -129,7 +130,8 @@ class LoopBuilder:
         # imports torchft
         from fsdp_trainer.replicas.join import join_groups
 
-        return join_groups(self.setup, self.state, self.progress)
+        others = partial(are_groups_beside, self.setup.folder, self.setup.cfg.replicas.id)
+        return join_groups(self.setup, self.state, self.progress, others)
 
     def step_log(self, clock: StepClock) -> StepLog:
         """Return the log of steps whose metrics are still on the device."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ LOCK = ".lock"
 LOCK_SECONDS = 120.0
 """Seconds that a restarted run waits for the lock: rank 0 of the previous attempt, if its host lost
 its connection, holds the lock until its torchrun gives up."""
+LOOK_SECONDS = 1.0
+"""Seconds that a group of ranks waits for its lock: others look at it, see `are_groups_beside`."""
 NOT_OF_A_RUN = (LOCK, "jobs", "sweep.jsonl", "output.log")
 """Files that a sweep or a launch script writes into the folder before the run begins."""
 
@@ -63,7 +65,7 @@ class RunLock:
         it, or, with checkpoint.resume=never, if the folder holds a run that run.overwrite does not
         allow to delete. resume: checkpoint.resume.
         """
-        patience = LOCK_SECONDS if self.attempt else 0
+        patience = LOCK_SECONDS if self.attempt else 0 if self.group is None else LOOK_SECONDS
         try:
             # closed on failure: the process of a notebook continues, and may try again
             with ExitStack() as files:
@@ -97,6 +99,17 @@ def name_of_lock(group: int | None) -> str:
     Groups lock the file of a single one together, so that neither can train beside the other.
     """
     return LOCK if group is None else f"{LOCK}-{group}"
+
+
+def are_groups_beside(run: Path, group: int) -> bool:
+    """Return True if ranks of other groups than this one hold a lock in a run's folder."""
+    for path in run.glob(name_of_lock(None) + "-*"):
+        if path.name == name_of_lock(group):
+            continue
+        with suppress(FileNotFoundError), path.open() as file:
+            if not try_lock(file, fcntl.LOCK_SH):
+                return True
+    return False
 
 
 def lock_folder(

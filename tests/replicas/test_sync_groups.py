@@ -1,6 +1,8 @@
 """Groups that share the rows of each step: whichever are there, the steps are the same."""
 
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import inject
@@ -8,6 +10,7 @@ import pytest
 import torch
 from replica_groups import GroupPools, killed_at, lighthouse
 from stored import assert_bitwise_equal, newest, stored
+from world import wait_until
 
 from fsdp_trainer.config.schema import Run
 from fsdp_trainer.run.run_lock import RunLock
@@ -100,6 +103,18 @@ def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed,
     assert first.checkpoints == ["step-00000003"]
     run, _ = groups.train(tmp_path / "run", *more)
     assert_same_run(run, undisturbed)
+
+
+def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_path):
+    folder = tmp_path / "run"
+    with ThreadPoolExecutor(1) as thread:
+        with RunLock([], group=1).acquire(Run(), "auto", folder):
+            training = thread.submit(groups.train, folder, *words, groups=1)
+            wait_until(lambda: (folder / ".lock-0").exists() or training.done())
+            time.sleep(3)
+            until = time.time()
+        (run,) = training.result()
+    assert run.column("time")[0] > until
 
 
 def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, tmp_path):

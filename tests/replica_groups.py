@@ -1,9 +1,11 @@
 """Groups of ranks that train together: each in a pool of its own, with a lighthouse."""
 
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import inject
 from world import RankFailed, World, end
@@ -62,3 +64,15 @@ class GroupPools:
 def killed_at(step):
     """Return a seam that kills a group when it begins a step."""
     return inject.killed(step=step)
+
+
+def stopped_by(file):
+    """Return a seam that stops a group of one rank as soon as a file exists, which it deletes."""
+    return inject.at("forward", partial(stop_by, file))
+
+
+def stop_by(file):
+    """Stop this process if a file exists."""
+    if file.exists():
+        file.unlink()
+        inject.send(signal.SIGTERM)

@@ -1,11 +1,14 @@
 """Joining the groups that share a run: the table of methods, and what is sent to a group."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
 from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.launch.facts import changed_keys
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.parallel.convert import precompute_float8_scales
+from fsdp_trainer.replicas.connections import Settings
 from fsdp_trainer.replicas.diloco import DilocoGroups
 from fsdp_trainer.replicas.membership import Membership, State
 from fsdp_trainer.replicas.roll_call import RollCall
@@ -13,6 +16,9 @@ from fsdp_trainer.replicas.sync import SyncGroups
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.groups import ReplicaGroups
 from fsdp_trainer.training.progress import Progress
+
+OF_ONE_GROUP = re.compile(r"launch\.|run\.root$|replicas\.(id|lighthouse)$")
+"""Keys that may differ between groups: how each is started, and how it spells addresses."""
 
 
 def join_groups(
@@ -28,6 +34,7 @@ def join_groups(
         setup.world,
         setup.model_device,
         setup.timeout,
+        common_settings(setup),
         partial(state_to_send, state, progress),
         partial(take_over, setup, state, progress),
     )
@@ -35,6 +42,13 @@ def join_groups(
     if state.outer is None:
         return SyncGroups(membership, roll_call)
     return DilocoGroups(membership, roll_call, cfg, state.outer)
+
+
+def common_settings(setup: RunSetup) -> Settings:
+    """Return the settings that all groups must have in common, and their number of ranks."""
+    changed = changed_keys(setup.cfg).items()
+    common = {key: value for key, value in changed if not OF_ONE_GROUP.match(key)}
+    return common | {"ranks": str(setup.world.size)}
 
 
 def state_to_send(state: TrainState, progress: Progress) -> State:

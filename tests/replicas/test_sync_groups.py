@@ -8,9 +8,10 @@ from functools import partial
 import inject
 import pytest
 import torch
-from replica_groups import GroupPools, killed_at, lighthouse
+from replica_groups import GroupPools, killed_at, lighthouse, stopped_by
 from stored import assert_bitwise_equal, newest, stored
-from world import wait_until
+from world import SMALL, World, wait_until
+from world import Run as WorldRun
 
 from fsdp_trainer.config.schema import Run
 from fsdp_trainer.run.run_lock import RunLock
@@ -123,3 +124,28 @@ def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, t
         assert "the run's folder is in use" in again.err
         with RunLock([], group=1).acquire(Run(), "auto", tmp_path / "run"):
             pass
+
+
+def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, words, tmp_path):
+    folder = tmp_path / "run"
+    rare = [f"{key}=9999" for key in ("train.steps", "train.validate_every", "checkpoint.every")]
+    more = [*words, *rare]
+    place = [f"run.root={tmp_path}", "run.name=run"]
+    ids = ["replicas.method=sync", "replicas.id=2", f"replicas.lighthouse={groups.address}"]
+    stops = [tmp_path / "stop-0", tmp_path / "stop-1"]
+    seams = {i: stopped_by(file) for i, file in enumerate(stops)}
+    with ThreadPoolExecutor(1) as thread:
+        training = thread.submit(groups.train, folder, *more, seams=seams, code=75)
+        shared = WorldRun(folder)
+        wait_until(lambda: shared.metrics or training.done())
+        stranger = World()
+        (result,) = stranger.command("train", *SMALL, *more, *place, *ids, "optim.lr=0.5", code=2)
+        stranger.close()
+        before = len(shared.metrics)
+        wait_until(lambda: len(shared.metrics) > before)
+        for file in stops:
+            file.touch()
+        training.result()
+    assert "optim.lr=0.5" in result.err
+    assert "another group has" in result.err
+    assert shared.column("step") == list(range(1, len(shared.metrics) + 1))

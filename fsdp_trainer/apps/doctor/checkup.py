@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.apps.doctor import speed
 from fsdp_trainer.apps.doctor.doctor_report import UNHEALTHY, DoctorReport, counted
+from fsdp_trainer.apps.doctor.group_links import group_links
 from fsdp_trainer.apps.doctor.layout_checks import check_layout, dimension_groups
 from fsdp_trainer.apps.doctor.machines import (
     HostFacts,
@@ -118,6 +119,7 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
     report.add("network", *clock(world, everyone, timeout))
     if cfg.doctor.measure:
         report.add("network", *network(cfg, world, everyone, timeout))
+        report.add("network", *group_links(cfg, world, timeout))
         report.add("devices", *devices(cfg, world, everyone, timeout))
     report.add("storage", *storage(cfg, world, everyone, timeout))
     if world.main:

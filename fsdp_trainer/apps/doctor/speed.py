@@ -103,29 +103,31 @@ def links(device: torch.device) -> dict[tuple[int, int], float]:
     """
     me, size, own = dist.get_rank(), dist.get_world_size(), dict[tuple[int, int], float]()
     buffer = torch.zeros(LINK_BYTES // 4, device=device)
+    everyone = dist.group.WORLD
+    assert everyone
     for turn in (0, 1):
         largest(0.0)
         first = me - (me + turn) % 2
         if 0 <= first < size - 1:
-            rate = there_and_back(buffer, first, first + 1)
+            rate = there_and_back(buffer, first, first + 1, everyone)
             own |= {(first, first + 1): rate} if me == first else {}
-    everyone: list = [None] * size
-    dist.all_gather_object(everyone, own)
-    return {pair: rate for of_one in everyone for pair, rate in of_one.items()}
+    gathered: list = [None] * size
+    dist.all_gather_object(gathered, own)
+    return {pair: rate for of_one in gathered for pair, rate in of_one.items()}
 
 
-def there_and_back(buffer: torch.Tensor, a: int, b: int) -> float:
-    """Return the bytes per second from rank `a` to `b` and back again, the best of three."""
+def there_and_back(buffer: torch.Tensor, a: int, b: int, group: dist.ProcessGroup) -> float:
+    """Return the bytes per second from rank `a` of a group to `b` and back, the best of three."""
     best = 0.0
     for turn in range(4):
         finish(buffer.device)
         started = time.perf_counter()
-        if dist.get_rank() == a:
-            dist.send(buffer, b)
-            dist.recv(buffer, b)
+        if group.rank() == a:
+            group.send([buffer], b, 0).wait()
+            group.recv([buffer], b, 0).wait()
         else:
-            dist.recv(buffer, a)
-            dist.send(buffer, a)
+            group.recv([buffer], a, 0).wait()
+            group.send([buffer], a, 0).wait()
         finish(buffer.device)
         if turn:  # the first turn also makes the connection
             best = max(best, 2 * buffer.nbytes / (time.perf_counter() - started))

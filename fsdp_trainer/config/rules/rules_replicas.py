@@ -25,7 +25,11 @@ def groups_of_ranks(cfg: TrainConfig, report: Report) -> Violations:
             " give its HOST:PORT.\nTo try groups on this machine:  launch.groups=2",
         )
     if lighthouse is not None and not re.fullmatch(r"[^\s/]+:\d+", lighthouse):
-        yield "replicas.lighthouse", "is not HOST:PORT, as  node0:29510"
+        host = re.sub(r"^\w+://|[/:].*$", "", lighthouse.strip()) or "node0"
+        yield (
+            "replicas.lighthouse",
+            f"is not HOST:PORT.\nUse  replicas.lighthouse={host}:29510",
+        )
     yield from _started_here(cfg)
     if method == "diloco":
         yield from _outer_steps(cfg)

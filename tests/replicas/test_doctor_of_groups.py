@@ -1,0 +1,37 @@
+"""`doctor` measures between groups that are started at the same lighthouse."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+from replica_groups import lighthouse
+from world import World
+
+
+def doctor(pool, *words, ranks=1):
+    """Run `doctor` on the ranks of a pool; return its findings."""
+    results = pool.command("doctor", "doctor.format=json", *words, ranks=ranks)
+    return [json.loads(line) for line in results[0].out.splitlines()]
+
+
+def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
+    second = World()
+    with lighthouse() as address, ThreadPoolExecutor(1) as thread:
+        words = [f"run.root={tmp_path}", "replicas.method=sync", f"replicas.lighthouse={address}"]
+        other = thread.submit(doctor, second, *words, "replicas.id=1", ranks=2)
+        both = [doctor(world, *words, "replicas.id=0", ranks=2), other.result()]
+    second.close()
+    for i, findings in enumerate(both):
+        met = next(f for f in findings if f["what"] == "groups")
+        assert met["text"] == f"2 met at {address}; this is {i}"
+        assert [f["what"] for f in findings].count("sum over groups") == 2
+        links = next(f for f in findings if f["what"] == "links between groups")
+        assert links["mark"] == "ok"
+        assert "plan.groups_gbps=" in links["advice"]
+
+
+def test_doctor_says_how_to_measure_between_groups(world, tmp_path):
+    words = [f"run.root={tmp_path}", "replicas.method=sync", "launch.groups=2"]
+    findings = doctor(world, *words)
+    (met,) = [f for f in findings if f["what"] == "groups"]
+    assert met["mark"] == "note"
+    assert "replicas.lighthouse" in met["advice"]

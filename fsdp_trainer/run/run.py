@@ -57,7 +57,7 @@ from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
-from fsdp_trainer.run.run_lock import RunLock, clear_unused
+from fsdp_trainer.run.run_lock import RunLock, are_groups_beside, clear_unused
 from fsdp_trainer.run.trained_model import check_room, resolve_for, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
 from fsdp_trainer.training.progress import Progress
@@ -336,7 +336,7 @@ def train_and_export(trainer: Trainer, start: Start, world: World, attempt: int)
     run, say = trainer.checkpoints.store.run, trainer.observer.say
     if trainer.finished and trainer.checkpoints.has(trainer.progress.step, complete=True):
         say(already_finished(trainer))
-        if trainer.groups.leads:
+        if trainer.groups.leads or run_on_rank_0("look for groups", partial(is_alone, trainer)):
             if trainer.observer.records:
                 trainer.observer.records.cut_after(math.inf)
             export_hf(trainer, world)
@@ -443,6 +443,11 @@ def report_straggler(observer: Observer, straggler: Straggler, step: int) -> Non
         f"{straggler.seconds:.3f} s a step, the others {straggler.others:.3f} s; "
         f"all wait for it in {straggler.lost:.0%} of the time"
     )
+
+
+def is_alone(trainer: Trainer) -> bool:
+    """Return True if no other group of ranks holds the run's folder."""
+    return not are_groups_beside(trainer.checkpoints.store.run, trainer.cfg.replicas.id)
 
 
 def already_finished(trainer: Trainer) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from replica_groups import GroupPools, killed_at, lighthouse, stopped_by
 from stored import assert_bitwise_equal, newest, stored
-from world import SMALL, World, wait_until
+from world import SMALL, SPIKY, World, wait_until
 from world import Run as WorldRun
 
 from fsdp_trainer.config.schema import Run
@@ -104,6 +104,34 @@ def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed,
     assert first.checkpoints == ["step-00000003"]
     run, _ = groups.train(tmp_path / "run", *more)
     assert_same_run(run, undisturbed)
+
+
+def test_a_run_whose_groups_were_all_lost_goes_on_from_its_checkpoint(
+    groups, words, undisturbed, tmp_path
+):
+    seams = {0: killed_at(step=7), 1: killed_at(step=7)}
+    run, _ = groups.train(tmp_path / "run", *words, "replicas.min=2", seams=seams)
+    assert [event["step"] for event in run.event("resume")] == [4]
+    assert_same_run(run, undisturbed)
+
+
+def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
+    data = [f"{key}={value}" for key, value in inputs.items()]
+    how = [*data, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
+    alone = world.train(tmp_path / "alone", *how, seam=inject.garbage())
+    seams = {0: inject.garbage(), 1: inject.garbage()}
+    run, _ = groups.train(tmp_path / "run", *how, "replicas.min=2", seams=seams)
+    (rewind,) = run.event("rewind")
+    assert (rewind["step"], rewind["to"]) == (inject.SPIKED, 18)
+    assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-4)
+
+
+def test_a_group_exports_the_run_that_others_have_finished(groups, words, tmp_path):
+    groups.train(tmp_path / "run", *words)
+    assert not list((tmp_path / "run").rglob("hf/model.safetensors"))
+    (again,) = groups.train(tmp_path / "run", *words, "checkpoint.export_hf=true", groups=1)
+    assert "already finished" in again.out
+    assert list((tmp_path / "run").rglob("hf/model.safetensors"))
 
 
 def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_path):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import local_part
-from fsdp_trainer.checkpoint.state import optimizer_state, weights
+from fsdp_trainer.checkpoint.state import optimizer_state, stored_parameters, weights
 from fsdp_trainer.config.context_methods import context_method
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.launch.world import World
@@ -23,6 +23,7 @@ from fsdp_trainer.models.setup import ModelSetup
 from fsdp_trainer.optim.elementwise import CompactAdamW, Lion, Sgd
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
+from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.rehearse.collectives import Collective
@@ -121,13 +122,14 @@ class RankParts:
             optimizer = make(self.model, cfg.optim, cfg.run.seed, self.dims.stage_group)
             make_states(optimizer)
             hold_states(self.models, optimizer, recorder)
+            outer = self._outer_step(recorder)
             runner = self._runner(optimizer)
             marks: list[int] = []
             each = self._marked(batches, recorder, marks)
             phases.enter("data", 1)
             with watch, recorder.watching(self.model):
                 runner.train_step(batches, each, cfg.optim.lr)
-            staged = staged_bytes(self.model, optimizer, runner)
+            staged = staged_bytes(self.model, optimizer, runner, outer)
         return RankStep(
             self.rank,
             recorder.peak,
@@ -137,6 +139,16 @@ class RankParts:
             staged,
             names_of_groups(self.dims),
         )
+
+    def _outer_step(self, recorder: StepRecorder) -> OuterStep | None:
+        """Return the outer optimizer of groups that train by themselves, and count its state."""
+        cfg = self.run.cfg.replicas
+        if cfg.method != "diloco":
+            return None
+        outer = OuterStep(cfg, stored_parameters(self.model))
+        for tensor in outer.state().values():
+            recorder.add(tensor, "optimizer")
+        return outer
 
     def _runner(self, optimizer: TrainerOptimizer) -> StepRunner:
         """Return what runs the step."""
@@ -193,9 +205,11 @@ def hold_states(
             recorder.add(tensor, "optimizer")
 
 
-def staged_bytes(model: Decoder, optimizer: TrainerOptimizer, runner: StepRunner) -> int:
+def staged_bytes(
+    model: Decoder, optimizer: TrainerOptimizer, runner: StepRunner, outer: OuterStep | None
+) -> int:
     """Return the bytes of this rank's file of a checkpoint, which a save copies to the host."""
-    parts = model.balance, runner.forward_backward.loss_scale
+    parts = model.balance, runner.forward_backward.loss_scale, outer
     state = weights(model) | optimizer_state(model, optimizer) | extra_state(*parts)
     return sum(local_part(tensor).nbytes for tensor in state.values())
 

@@ -99,6 +99,8 @@ def without_left_out(run: Candidate) -> tuple[Candidate, list[str]]:
         if getattr(getattr(run.cfg, node), name) not in (value, None):
             left_out.append(f"{key}: {meaning}")
             run = run.changed({key: value})
+    if run.cfg.launch.groups > 1:
+        left_out.append("launch.groups: there are no messages between groups of ranks")
     if run.config.reads_images:
         left_out.append("images: rows are of text, and plan.image_share is 0")
         run = run.changed({"plan.image_share": 0.0})

@@ -230,3 +230,14 @@ def test_what_cannot_be_rehearsed_is_refused(words, said, capsys):
         == 2
     )
     assert said in capsys.readouterr().err
+
+
+def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other(capsys):
+    size = ["model.hidden_size=512", "model.intermediate_size=2048", "model.num_hidden_layers=4"]
+    words = [*size, "plan.world_size=4", "batch.rows=8"]
+    plain = answer(capsys, *words)
+    reply = answer(capsys, *words, "replicas.method=diloco", "launch.groups=2")
+    assert reply["bytes_sent"] == plain["bytes_sent"]
+    assert reply["tensors_gib"] == pytest.approx(reply["plan_tensors_gib"], rel=0.02)
+    assert reply["tensors_gib"] > plain["tensors_gib"] * 1.1
+    assert any(line.startswith("launch.groups") for line in reply["left_out"])

@@ -9,6 +9,7 @@ from fsdp_trainer.plan.changes import Candidate
 from fsdp_trainer.plan.pipeline_stages import classes_of_stages
 from fsdp_trainer.plan.plan import RunPlan
 from fsdp_trainer.plan.planned_run import PlannedRun
+from fsdp_trainer.plan.wire import Wire
 from fsdp_trainer.rehearse.rehearsal import EVERYONE, Rehearsal, rehearse
 from fsdp_trainer.rehearse.rehearsed_run import rehearsed_run, without_left_out
 from fsdp_trainer.rehearse.rows import rows_of_run
@@ -63,7 +64,8 @@ class PlanComparison:
         """Bytes that the busiest rank sends, rehearsed and planned, by dimension."""
         busiest = self.rehearsal.busiest
         rehearsed = busiest.sent() if busiest.step else {}
-        planned = {name: wire.gathered + wire.reduced for name, wire in self.same.wire.items()}
+        wires = self._planned_wires.items()
+        planned = {name: wire.gathered + wire.reduced for name, wire in wires}
         names = [name for name in {**planned, **rehearsed} if name != EVERYONE]
         both = {name: (rehearsed.get(name, 0.0), planned.get(name, 0.0)) for name in names}
         return {name: pair for name, pair in both.items() if any(pair)}
@@ -73,7 +75,12 @@ class PlanComparison:
         """Bytes that the busiest rank sends to other nodes, rehearsed and planned."""
         busiest = self.rehearsal.busiest
         rehearsed = busiest.across(self.device.linked_gpus) if busiest.step else 0.0
-        return rehearsed, sum(wire.across for wire in self.same.wire.values())
+        return rehearsed, sum(wire.across for wire in self._planned_wires.values())
+
+    @property
+    def _planned_wires(self) -> dict[str, Wire]:
+        """What a rank sends in each dimension; a rehearsal has one group of ranks."""
+        return {name: wire for name, wire in self.same.wire.items() if name != "groups"}
 
     @property
     def figures(self) -> list[tuple[str, float, float]]:

@@ -16,20 +16,7 @@ def groups_of_ranks(cfg: TrainConfig, report: Report) -> Violations:
     yield from _unused(cfg, report)
     if method == "none":
         return
-    lighthouse = cfg.replicas.lighthouse
-    starts_one = cfg.launch.groups > 1 and not isinstance(cfg, LaunchFilesConfig)
-    if lighthouse is None and not starts_one and not isinstance(cfg, PlanConfig):
-        yield (
-            "replicas.lighthouse",
-            "say where the groups find each other: start  fsdp-trainer lighthouse  somewhere, and"
-            " give its HOST:PORT.\nTo try groups on this machine:  launch.groups=2",
-        )
-    if lighthouse is not None and not re.fullmatch(r"[^\s/]+:\d+", lighthouse):
-        host = re.sub(r"^\w+://|[/:].*$", "", lighthouse.strip()) or "node0"
-        yield (
-            "replicas.lighthouse",
-            f"is not HOST:PORT.\nUse  replicas.lighthouse={host}:29510",
-        )
+    yield from _lighthouse(cfg)
     yield from _started_here(cfg)
     if method == "diloco":
         yield from _outer_steps(cfg)
@@ -61,6 +48,23 @@ def _unused(cfg: TrainConfig, report: Report) -> Violations:
         yield (
             "launch.groups",
             "only counts with  replicas.method=sync  or  replicas.method=diloco",
+        )
+
+
+def _lighthouse(cfg: TrainConfig) -> Violations:
+    lighthouse = cfg.replicas.lighthouse
+    starts_one = cfg.launch.groups > 1 and not isinstance(cfg, LaunchFilesConfig)
+    if lighthouse is None and not starts_one and not isinstance(cfg, PlanConfig):
+        yield (
+            "replicas.lighthouse",
+            "say where the groups find each other: start  fsdp-trainer lighthouse  somewhere, and"
+            " give its HOST:PORT.\nTo try groups on this machine:  launch.groups=2",
+        )
+    if lighthouse is not None and not re.fullmatch(r"[^\s/]+:\d+", lighthouse):
+        host = re.sub(r"^\w+://|[/:].*$", "", lighthouse.strip()) or "node0"
+        yield (
+            "replicas.lighthouse",
+            f"is not HOST:PORT.\nUse  replicas.lighthouse={host}:29510",
         )
 
 

@@ -33,7 +33,7 @@ test: $(VENV)/.for-developers  ## all tests but those of test-faults
 test-fast: $(VENV)/.for-developers  ## the quick half
 	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not faults"
 
-test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: ten minutes
+test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an hour
 	$(BIN)/python -m pytest -q $(TESTS) -m faults
 
 fuzz: $(VENV)/.for-developers  ## random combinations of methods, models and layouts, each compared with one rank: SEED=1 N=20

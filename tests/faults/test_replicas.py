@@ -133,13 +133,15 @@ def test_others_go_on_when_a_group_is_killed_or_stopped(world, words, tmp_path, 
     assert_undisturbed(shared, world, tmp_path / "alone", words)
 
 
-@pytest.mark.parametrize("method", ["sync", "diloco"])
+@pytest.mark.parametrize(
+    "method", [["replicas.method=sync"], ["replicas.method=diloco", "replicas.every=4"]]
+)
 def test_a_group_whose_cable_is_pulled_comes_back_with_it(world, hosts, words, tmp_path, method):
     address, folder = f"10.77.0.1:{PORT}", tmp_path / "run"
     serve = [*hosts.at(0), sys.executable, "-m", "fsdp_trainer", "lighthouse", f"port={PORT}"]
     started = [subprocess.Popen(serve)]
     try:
-        more = [*words, f"replicas.method={method}", "replicas.every=4"]
+        more = [*words, *method]
         groups = [Group(i, address, folder, more, host=hosts.at(i + 1)) for i in range(2)]
         started += [group.process for group in groups]
         shared = Run(folder)
@@ -151,5 +153,5 @@ def test_a_group_whose_cable_is_pulled_comes_back_with_it(world, hosts, words, t
     finally:
         end(started)
     assert longest_step(shared) < LONGEST
-    if method == "sync":
+    if "replicas.method=sync" in method:
         assert_undisturbed(shared, world, tmp_path / "alone", words)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 
+from fsdp_trainer.base.process import PARENT, die_with_parent
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.verbs import LighthouseConfig
 from fsdp_trainer.errors import Problem, UserError
@@ -17,6 +18,8 @@ TICK_MILLISECONDS = 50
 
 def lighthouse(cfg: LighthouseConfig) -> int:
     """Serve until a signal ends it; return the exit code."""
+    if PARENT in os.environ:  # of groups on one machine
+        die_with_parent(int(os.environ[PARENT]))
     os.environ.setdefault("RUST_LOG", "error")  # it would report every quorum
     from torchft.coordination import LighthouseServer
 

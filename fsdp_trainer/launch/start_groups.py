@@ -55,8 +55,9 @@ class Lighthouse:
 
     def __enter__(self) -> "Lighthouse":
         command = [sys.executable, "-m", "fsdp_trainer", "lighthouse", "host=127.0.0.1", "port=0"]
+        env = os.environ | {PARENT: str(os.getpid())}
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert self._process.stdout
         line = self._process.stdout.readline()

@@ -1,13 +1,21 @@
 """The lighthouse only keeps who is there: groups train on when it comes back."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 from replica_groups import GroupPools, lighthouse
-from world import Run, wait_until
+from world import Run, alive, wait_until
 
 STEPS = 150
+STARTER = """
+from fsdp_trainer.launch.start_groups import Lighthouse
+with Lighthouse() as started:
+    print(started._process.pid, flush=True)
+    input()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +51,12 @@ def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path, capfd
         training.result()
     (end,) = shared.event("end")
     assert "no meeting of the groups for 4 s" in end["reason"]
+
+
+def test_a_lighthouse_does_not_outlive_who_started_it_for_groups():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], **pipes)
+    pid = int(starter.stdout.readline())
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: not alive(pid))

@@ -18,8 +18,12 @@ from fsdp_trainer.rehearse.rehearsed_run import Rehearsed
 
 MOST_MICRO_BATCHES = 3
 """The first micro-batch of a step, one between, and the last: others between do the same."""
-BEYOND_STAGES = 3
-"""Micro-batches that a pipeline runs besides those that fill it."""
+BEYOND_STAGES = 1
+"""Micro-batches that a pipeline runs besides those that fill it.
+
+With 1f1b, zbv and dualpipev on 2, 3 and 4 ranks, one is enough for the peak of a whole step, to the
+last byte.
+"""
 PACKAGE = Path(fsdp_trainer.__file__).parent
 OWNERS = "owners"
 NAMES = {"experts/expert": "expert", "experts/eshard": "eshard", "experts/replicate": "replicate"}

@@ -112,9 +112,9 @@ STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
     [
         ["batch.rows=40"],
         ["batch.rows=40", "sharding.accumulate=unsharded"],
-        [*STAGES, "batch.rows=24"],
-        [*STAGES, "batch.rows=24", "sharding.pipeline_schedule=interleaved"],
-        [*STAGES, "batch.rows=24", "sharding.pipeline_schedule=zbv"],
+        [*STAGES, "batch.rows=16"],
+        [*STAGES, "batch.rows=20", "sharding.pipeline_schedule=interleaved"],
+        [*STAGES, "batch.rows=16", "sharding.pipeline_schedule=zbv"],
     ],
 )
 def test_micro_batches_that_are_not_run_change_nothing(words):
@@ -134,7 +134,7 @@ LARGE = {
         "deepseek_v3_sft model.num_hidden_layers=8 sharding.pipeline=2 batch.micro_rows=1", 128
     ),
     "405B with stages and tensor groups": (
-        "llama405b_pretrain_pp model.num_hidden_layers=6 sharding.pipeline=3 batch.rows=96", 48
+        "llama405b_pretrain_pp model.num_hidden_layers=4 sharding.pipeline=2 batch.rows=64", 32
     ),
     "QLoRA": ("llama8b_qlora model.num_hidden_layers=4", 4),
     "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=4", 8),
@@ -142,7 +142,7 @@ LARGE = {
     "GRPO with a reference": (
         "qwen3_0_6b_grpo model.num_hidden_layers=4 objective.kl=0.1 objective.reference=start", 8
     ),
-    "a teacher in memory": ("qwen3_0_6b_distil", 8),
+    "a teacher in memory": ("qwen3_0_6b_distil model.num_hidden_layers=8", 8),
     "attention sinks": ("gpt_oss_20b_lora model.num_hidden_layers=2", 8),
     "a reward model": ("qwen3_0_6b_sft objective=reward model.num_hidden_layers=12", 8),
 }  # fmt: skip

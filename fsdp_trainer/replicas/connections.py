@@ -17,6 +17,8 @@ from fsdp_trainer.launch.world import World
 
 REPLY_SECONDS = 60.0
 """Seconds for a reply of this group's own manager, of another one's, or of the lighthouse."""
+CONNECT_SECONDS = 8.0
+"""Seconds for connecting groups over gloo, after which they meet again: one may end meanwhile."""
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach the lighthouse."""
 LOOK_SECONDS = 5.0
@@ -89,7 +91,8 @@ def make_group(device: torch.device, host: str, settings: Settings) -> ProcessGr
             self.connection = opts.uuid
             return work
 
-    group: ProcessGroupWrapper = ReachableGroup()
+    seconds = REPLY_SECONDS if device.type == "cuda" else CONNECT_SECONDS
+    group: ProcessGroupWrapper = ReachableGroup(timeout=timedelta(seconds=seconds))
     return group
 
 

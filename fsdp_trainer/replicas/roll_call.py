@@ -30,7 +30,7 @@ class RollCall:
         self.leads = False
         """True if this group writes the run's files."""
         self._membership, self._fewest, self._observer = membership, cfg.min, observer
-        self._others, self._is_new, self._alone_until = others, True, 0.0
+        self._others, self._is_new = others, True
         self._count = 0
 
     def meet(self, progress: Progress, check_stop: CheckStop, exchanges: bool = False) -> Met:
@@ -42,9 +42,9 @@ class RollCall:
         exchanges: True if this group is about to exchange what it has changed.
         """
         step = progress.step
-        self._alone_until = time.monotonic() + ALONE_SECONDS
+        alone_until = time.monotonic() + ALONE_SECONDS
         met = self._membership.meet(progress.steps_done, exchanges)
-        while self._too_few():
+        while self._too_few(alone_until):
             check_stop(progress)
             time.sleep(PAUSE_SECONDS)
             again = self._membership.meet(progress.steps_done, exchanges)
@@ -57,14 +57,14 @@ class RollCall:
             self._observer.say(f"groups: {taken}, after its own step {step:,}")
         return met
 
-    def _too_few(self) -> bool:
+    def _too_few(self, alone_until: float) -> bool:
         if self._membership.num_participants() < self._fewest:
             return True
         if not self._is_new or self._membership.present > 1:
             return False
         waits: bool = run_on_rank_0(
             "look for other groups in the run's folder",
-            lambda: time.monotonic() < self._alone_until and self._others(),
+            lambda: time.monotonic() < alone_until and self._others(),
         )
         return waits
 

@@ -29,7 +29,7 @@ def test_groups_go_on_when_the_lighthouse_is_started_again(world, words, tmp_pat
         address = stack.enter_context(first)
         pools = GroupPools(world, address)
         stack.callback(pools.close)
-        training = thread.submit(pools.train, tmp_path / "run", *words)
+        training = thread.submit(pools.train, tmp_path / "run", *words, "replicas.min=2")
         shared = Run(tmp_path / "run")
         wait_until(lambda: len(shared.metrics) > 3 or training.done())
         first.__exit__(None, None, None)
@@ -39,7 +39,7 @@ def test_groups_go_on_when_the_lighthouse_is_started_again(world, words, tmp_pat
     assert [e["groups"] for e in shared.event("groups")][-1] == 2
 
 
-def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path, capfd):
+def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path):
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
         first = lighthouse()
         pools = GroupPools(world, stack.enter_context(first))

@@ -11,12 +11,14 @@ from fsdp_trainer.apps.doctor.doctor_report import counted
 from fsdp_trainer.config.verbs import DoctorConfig
 from fsdp_trainer.launch.facts import Check, gigabytes, judge
 from fsdp_trainer.launch.world import World
+from fsdp_trainer.replicas.exchange import sum_over_groups
 
 COME_SECONDS = 60.0
 """Seconds that groups wait for others to come."""
 SUM_SECONDS = 60.0
 """Longest time of a sum."""
 TURNS = 3
+"""Sums that are measured: a fixed number, since all groups must call equally often."""
 TOGETHER = (
     "Start the doctor in each group at the same time, each with its replicas.id and the same"
     " replicas.lighthouse; replicas.min is the number of groups to wait for"
@@ -62,8 +64,6 @@ def group_links(cfg: DoctorConfig, world: World, timeout: float) -> list[Check]:
 
 def sums(group: dist.ProcessGroup, world: World) -> list[Check]:
     """Measure sums over all groups, of the slowest rank. Collective."""
-    from fsdp_trainer.replicas.exchange import sum_over_groups
-
     findings = []
     for size in speed.SIZES:
         tensor = torch.zeros(size // 4, device=world.device)
@@ -82,8 +82,6 @@ def sums(group: dist.ProcessGroup, world: World) -> list[Check]:
 
 def neighbours(group: dist.ProcessGroup, world: World, slow: float) -> list[Check]:
     """Measure from each group to the next one and back, of the slowest rank. Collective."""
-    from fsdp_trainer.replicas.exchange import sum_over_groups
-
     count = group.size()
     buffer = torch.zeros(speed.LINK_BYTES // 4, device=world.device)
     rates = torch.zeros(count - 1, dtype=torch.float64)

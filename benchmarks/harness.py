@@ -250,3 +250,9 @@ def finish(
 def of_rounds(value: float | dict[str, float], name: str) -> float:
     """Return the minimum, median or maximum of a figure; a number without rounds is its own."""
     return value[name] if isinstance(value, dict) else value
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    """Return the validation losses of a run by step."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return {e["step"]: e["loss"] for e in events if e["event"] == "evaluation"}

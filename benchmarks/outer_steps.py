@@ -3,12 +3,13 @@
 Two groups of one rank each, on this machine. Prints a Markdown table.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from benchmarks.harness import evaluations
 
 STEPS = 300
 EVERY = (1, 10, 50)
@@ -27,9 +28,7 @@ def validation_losses(folder: Path, name: str, *overrides: str) -> dict[int, flo
     subprocess.run(
         [*command, f"run.name={name}", *MODEL, *overrides], env=env, check=True, stdout=sys.stderr
     )
-    lines = (folder / name / "events.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    return {e["step"]: e["loss"] for e in events if e["event"] == "evaluation"}
+    return evaluations(folder / name)
 
 
 def main() -> None:

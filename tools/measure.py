@@ -47,7 +47,7 @@ BESIDE = ["tests", "benchmarks"]
 LIMITS = {
     ("all", "whole"): 43,
     ("all", "method"): 4,
-    ("all", "foreign"): 194,
+    ("all", "foreign"): 193,
     ("all", "tall"): 0,
     ("all", "files in a folder"): 25,
     ("all", "names twice"): 0,
@@ -58,6 +58,7 @@ LIMITS = {
 }
 """The largest allowed number by room and column; "all" is the whole package."""
 ALLOWED = "tools/long_functions.txt"
+TORCH_PRIVATE = "torch_private.py"
 MAX_BRANCHES = 10
 MAX_COLUMNS = 100
 MAX_LINES = 80
@@ -194,7 +195,8 @@ def unowned_in(tree: ast.Module, file: Path) -> Iterator[tuple[str, int, str]]:
         lines = (node.end_lineno or node.lineno) - node.lineno + 1
         if lines > MAX_LINES:
             yield "tall", node.lineno, f"{node.name}: {lines} lines"
-        yield from foreign_in(node)
+        if file.name != TORCH_PRIVATE:  # what it sets are torch's own objects
+            yield from foreign_in(node)
 
 
 def foreign_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, int, str]]:

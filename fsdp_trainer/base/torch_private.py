@@ -265,6 +265,73 @@ def no_pipeline_vote() -> Iterator[None]:
         yield
 
 
+def replace_all_gathers(module: Any, new: Callable[[int], Any]) -> None:
+    """Gather a unit's parameters with `new(ranks)`, as set_custom_all_gather does.
+
+    ranks: number of ranks that shard them. That method refuses units with parameters on two meshes,
+    such as blocks with divided experts.
+    """
+    for group in _fsdp_groups(module):
+        if group.mesh_info.shard_mesh_size > 1:
+            group._all_gather_comm = new(group.mesh_info.shard_mesh_size)
+
+
+def replace_reduce_scatters(module: Any, new: Callable[[], Any]) -> None:
+    """Reduce a unit's gradients with `new()`, as set_custom_reduce_scatter does.
+
+    See `replace_all_gathers`.
+    """
+    for group in _fsdp_groups(module):
+        if group.mesh_info.shard_mesh_size > 1:
+            group._reduce_scatter_comm = new()
+
+
+def keep_second_copy(module: Any, mesh: DeviceMesh) -> None:
+    """Let a unit keep a copy from forward to backward, sharded over the mesh's last dimension.
+
+    mesh: [groups, ranks of a group], of which every unit has the same one. With a number as
+    reshard_after_forward, fully_shard would create process groups for each unit, and with a
+    pipeline different ones on different ranks. Parameters on another mesh keep no copy.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in _fsdp_groups(module):
+        group.post_forward_mesh_info = info
+        for parameter in group.fsdp_params:
+            parameter.post_forward_mesh_info = info
+            whole = torch.empty(parameter._orig_size, device="meta")
+            parameter._init_sharded_post_forward_param_metadata(whole)
+
+
+def free_second_copy(module: Any) -> None:
+    """Free the copies of a unit that no backward has used.
+
+    FSDPModule.reshard leaves them until the next backward.
+    """
+    for group in _fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            parameter._sharded_post_forward_param = None
+            parameter._sharded_post_forward_param_data = None
+
+
+@contextmanager
+def gathered_after_forward(modules: list[Any]) -> Iterator[None]:
+    """Within, units stay gathered after forward; afterwards they are resharded as before.
+
+    set_reshard_after_forward cannot restore a second copy.
+    """
+    groups = [group for module in modules for group in _fsdp_groups(module)]
+    before = [group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, info in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = info
+
+
 def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):

@@ -114,6 +114,21 @@ class Layout:
         return keeps_gathered(self.sharding)
 
     @property
+    def copy_ranks(self) -> int:
+        """Number of ranks among which a second copy of the blocks is divided; 0: there is none."""
+        return copy_ranks(self.sharding, self.fsdp_ranks)
+
+    @property
+    def encodes_weights(self) -> bool:
+        """True if gathered weights are sent in 8-bit numbers."""
+        return self.fsdp_ranks > 1 and self.sharding.quantize in ("weights", "both")
+
+    @property
+    def encodes_gradients(self) -> bool:
+        """True if addends of gradients are sent in 8-bit numbers."""
+        return self.fsdp_ranks > 1 and self.sharding.quantize in ("gradients", "both")
+
+    @property
     def gathers_once(self) -> bool:
         """True if weights stay gathered from a step's first micro-batch to its last."""
         return self.sharding.pipeline > 1 and self.keeps_gathered
@@ -131,7 +146,7 @@ class Layout:
         sharding, ranks = self.sharding, self.ranks
         rest = ranks
         if math.prod(self.sizes.values()) == rest:
-            return self._expert_problem()
+            return self._expert_problem() or self._copy_problem()
         inner = sharding.context * sharding.tensor
         stage = "ranks" if inner == 1 else "groups of sharding.context × sharding.tensor ranks"
         whats = {"tensor": "ranks", "context": "groups of sharding.tensor ranks", "pipeline": stage}
@@ -160,6 +175,20 @@ class Layout:
         rule = f"must divide the ranks of a replica (shard × context × tensor), which are {replica}"
         return Problem(f"sharding.expert={size}", f"{rule}.\nUse  sharding.expert={nearest}")
 
+    def _copy_problem(self) -> Problem | None:
+        """Return the problem if a second copy cannot be divided as configured."""
+        size = number_of_ranks(self.sharding)
+        if size is None or self.fsdp_ranks % size == 0:
+            return None
+        key = f"sharding.reshard_after_forward={size}"
+        rule = (
+            "a second copy is divided among neighbouring ranks of those that shard a parameter: "
+            f"the number must divide theirs, which is {self.fsdp_ranks}"
+        )
+        sizes = [n for n in range(2, self.fsdp_ranks) if self.fsdp_ranks % n == 0]
+        nearest = min(sizes, key=lambda n: abs(n - size)) if sizes else "true"
+        return Problem(key, f"{rule}.\nUse  sharding.reshard_after_forward={nearest}")
+
     @property
     def pipeline_problem(self) -> Problem | None:
         """The problem if a step has too few micro-batches for the pipeline, else None."""
@@ -177,6 +206,21 @@ class Layout:
         if smaller:
             reason += f"  or  batch.micro_rows={smaller}"
         return Problem(f"sharding.pipeline={sharding.pipeline}", reason)
+
+
+def number_of_ranks(sharding: Sharding) -> int | None:
+    """Return sharding.reshard_after_forward if it is a number of ranks, else None."""
+    value = sharding.reshard_after_forward
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def copy_ranks(sharding: Sharding, fsdp_ranks: int) -> int:
+    """Return among how many ranks a second copy of the blocks is divided; 0: there is none.
+
+    Divided among all `fsdp_ranks`, it would be the same as the first.
+    """
+    ranks = number_of_ranks(sharding) or 0
+    return ranks if ranks < fsdp_ranks else 0
 
 
 def keeps_gathered(sharding: Sharding) -> bool:

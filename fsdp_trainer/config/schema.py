@@ -667,10 +667,12 @@ class Sharding:
         " `zbv`, `dualpipev`: two stages a rank, and the gradients of weights fill idle time",
         choices=("1f1b", "gpipe", "interleaved", "zbv", "dualpipev"),
     )
-    reshard_after_forward: bool | Literal["auto"] = key(
+    reshard_after_forward: bool | int | Literal["auto"] = key(
         "auto",
         "free a unit's gathered parameters after forward and gather again in backward;"
-        " `auto`: true, in a pipeline false",
+        " a number: keep a second copy of the blocks, divided among that many neighbouring ranks,"
+        " and gather from it; `auto`: true, in a pipeline false",
+        minimum=2,
     )
     blocks_per_unit: int = key(
         1, "decoder blocks gathered together: larger messages, more memory", minimum=1
@@ -692,6 +694,17 @@ class Sharding:
         " NCCL, which may then skip a copy; `symmetric`, the same address on all GPUs"
         " (torch 2.12)",
         choices=("ordinary", "registered", "symmetric"),
+    )
+    quantize: str = key(
+        "none",
+        "send messages of fully_shard in 8-bit numbers with a scale for every 256: `weights` that"
+        " are gathered, `gradients` that are reduced, `both`; not exact",
+        choices=("none", "weights", "gradients", "both"),
+    )
+    error_feedback: bool = key(
+        False,
+        "quantize=gradients or both: add what encoding has cut off to the next message; every rank"
+        " keeps as much as the whole gradient in float32, and a resume begins without it",
     )
     separate_reduce_scatter: bool = key(
         False,

@@ -126,6 +126,21 @@ class Dims:
             self._groups[f"experts/{name}"] = group
         return mesh
 
+    @cached_property
+    def copy_mesh(self) -> DeviceMesh | None:
+        """Mesh [groups, ranks among which a second copy of the blocks is divided]; None: no copy.
+
+        The first access is collective.
+        """
+        size = self.layout.copy_ranks
+        if not size:
+            return None
+        names = "copies", "copy"
+        mesh = init_device_mesh(self.device_type, (self.ranks // size, size), mesh_dim_names=names)
+        for group in mesh.get_all_groups():
+            set_timeout(group, self.timeout)
+        return mesh
+
     def group(self, name: str) -> dist.ProcessGroup | None:
         """Return the group of ranks that differ from this one only in dimension `name`.
 

@@ -47,7 +47,13 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fsdp_trainer.base.torch_private import reduce_scatter_groups, set_timeout
+from fsdp_trainer.base.torch_private import (
+    free_second_copy,
+    gathered_after_forward,
+    keep_second_copy,
+    reduce_scatter_groups,
+    set_timeout,
+)
 from fsdp_trainer.config.layout import keeps_gathered
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import (
@@ -78,6 +84,7 @@ from fsdp_trainer.parallel.memory_check import (
     grouped_blocks,
 )
 from fsdp_trainer.parallel.pipeline import Stage, cut_into_stages, stages_of
+from fsdp_trainer.parallel.quantized_messages import quantize_messages
 from fsdp_trainer.parallel.tensor import matrix_parts, shard_tensors
 
 COMM_BUFFERS = {
@@ -193,6 +200,9 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
     of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
     for part in parts_of(model):
         shard_part(part, cfg, options, of_blocks)
+        if mesh := dims.copy_mesh:
+            for unit in units_with_copy(part, cfg):
+                keep_second_copy(unit, mesh)
 
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
@@ -200,6 +210,8 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         # gloo has no pre-multiplied sum, and NCCL's symmetric reduction supports only sums
         module.set_force_sum_reduction_for_comms(True)
     choose_communication(model, cfg, dims)
+    if cfg.quantize != "none":
+        quantize_messages(fsdp_modules(model), cfg.quantize, cfg.error_feedback)
 
 
 class ShardedPart(NamedTuple):
@@ -267,13 +279,23 @@ def shard_part(
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
-    before_trained = units_before_trained(units) if part.is_frozen_before else []
-    for frozen in [*before_trained, *images_before_trained(part.images)]:
+    for frozen in [*units_without_backward(part, units), *images_before_trained(part.images)]:
         frozen.set_unshard_in_backward(False)
     # samples during training must, like a forward, wait for the optimizer's last write
     for name in part.inference:
         register_fsdp_forward_method(part.root, name)
     prefetch([unit[0] for unit in units], cfg.prefetch)
+
+
+def units_with_copy(part: ShardedPart, cfg: Sharding) -> list[Any]:
+    """Return the first module of each unit of blocks that backward gathers again."""
+    units = grouped_blocks(part.blocks, cfg)
+    return [unit[0] for unit in units[len(units_without_backward(part, units)) :]]
+
+
+def units_without_backward(part: ShardedPart, units: list[list[nn.Module]]) -> list[Any]:
+    """Return the first module of each unit of blocks that backward does not reach."""
+    return units_before_trained(units) if part.is_frozen_before else []
 
 
 def units_before_trained(units: list[list[nn.Module]]) -> list[Any]:
@@ -348,6 +370,7 @@ def reshard(model: nn.Module) -> None:
     """Free parameters that are still gathered after a forward without a backward."""
     for module in fsdp_modules(model):
         module.reshard()
+        free_second_copy(module)
 
 
 @contextmanager
@@ -362,14 +385,8 @@ def stay_gathered(
     needed = gathered_on_rank([model], sharding, computed)
     fits = torch.tensor(needed <= free_bytes(device) / 2, device=device)
     dist.all_reduce(fits, dist.ReduceOp.MIN)
-    modules = resharded_modules(model, sharding) if fits else []
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-    try:
+    with gathered_after_forward(resharded_modules(model, sharding) if fits else []):
         yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(True, recurse=False)
 
 
 def resharded_modules(model: Decoder, cfg: Sharding) -> list[Any]:

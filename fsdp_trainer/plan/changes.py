@@ -187,7 +187,7 @@ def divide_experts(run: Candidate) -> Iterator[Change]:
 def gather_less(run: Candidate) -> Iterator[Change]:
     """Yield ways to have fewer gathered parameters or unsharded gradients at a time."""
     sharding = run.cfg.sharding
-    if sharding.strategy != "ddp" and run.layout.keeps_gathered:
+    if sharding.strategy != "ddp" and (run.layout.keeps_gathered or run.layout.copy_ranks):
         reason = "blocks are gathered again in backward"
         yield set_key("sharding.reshard_after_forward", True, reason)
     if sharding.prefetch > 1:
@@ -299,6 +299,13 @@ def other_rows(run: Candidate) -> Iterator[Change]:
             yield set_key("batch.micro_rows", rows, "fewer micro-batches, less communication")
 
 
+def copy_fits(layout: Layout, per_node: int, float8: str | None) -> bool:
+    """Return True if a second copy can be divided among the ranks of each of several nodes."""
+    sharding, ranks = layout.sharding, layout.fsdp_ranks
+    whole = sharding.tensor == sharding.expert == 1 and float8 != "tensorwise"
+    return whole and 1 < per_node < ranks and ranks % per_node == 0
+
+
 def gather_more(run: Candidate) -> Iterator[Change]:
     """Yield sharding over fewer ranks, or parameters that stay gathered for longer."""
     sharding, per_node = run.cfg.sharding, run.device.per_node
@@ -309,6 +316,9 @@ def gather_more(run: Candidate) -> Iterator[Change]:
     if not run.layout.keeps_gathered:
         reason = "blocks stay gathered until backward"
         yield set_key("sharding.reshard_after_forward", False, reason)
+        if copy_fits(run.layout, per_node, run.cfg.precision.float8):
+            reason = "backward gathers blocks inside a node, from a second copy there"
+            yield set_key("sharding.reshard_after_forward", per_node, reason)
     nodes, rest = divmod(run.world, per_node)
     if nodes > 1 and not rest:
         override = f"sharding=hsdp sharding.replicas={nodes}"

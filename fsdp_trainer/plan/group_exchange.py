@@ -3,11 +3,10 @@
 import math
 from dataclasses import dataclass, replace
 
+from fsdp_trainer.base.eight_bit_messages import BYTES
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.schema import Batch, Replicas
 
-SCALE_SHARE = 4 / 256
-"""Bytes of scales for each 8-bit number, see replicas/exchange.py."""
 FEWEST = 2
 """Groups that are assumed if launch.groups does not say how many there are."""
 
@@ -42,7 +41,7 @@ class GroupExchange:
         summed = 2 * (groups - 1) / groups * number_bytes  # a ring
         if replicas.method == "sync":
             return cls(groups, summed, rate=rate)
-        number = (groups - 1) * (1 + SCALE_SHARE) if replicas.quantize else summed
+        number = (groups - 1) * BYTES if replicas.quantize else summed
         return cls(groups, number, replicas.every, replicas.delay, rate)
 
     def batch_of_one(self, batch: Batch) -> Batch:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fsdp_trainer.base.eight_bit_messages import BYTES
 from fsdp_trainer.optim.footprint import Update, update_bytes
 from fsdp_trainer.plan.block_memory import (
     moved_bytes,
@@ -32,6 +33,7 @@ from fsdp_trainer.plan.second_model import (
     TeacherUnits,
     teacher_units,
 )
+from fsdp_trainer.plan.wire import sent_factor
 
 CATEGORIES = (
     "parameters",
@@ -45,6 +47,8 @@ CATEGORIES = (
 )
 PHASES = ("forward", "head and loss", "backward", "update")
 GIB = 2**30
+SUM_BYTES = 4
+"""Bytes of a number in sums of 8-bit messages, and in what their encoding has cut off."""
 BESIDE = {"cuda": 1.0 * GIB, "cpu": 0.45 * GIB}
 """Bytes of a process without its tensors.
 
@@ -130,7 +134,9 @@ class RankUnits:
 
     stored: with all bytes; fetched: with the bytes that each micro-batch gathers; blocks_per_unit:
     see sharding; ranks, expert_ranks: numbers of ranks over which parameters are sharded, and
-    experts.
+    experts; copy_ranks: number of those among which a second copy is divided, 0: there is none;
+    frozen: number of units of blocks before all that backward reaches, which keep no copy; encoded:
+    bytes that are received for a gathered byte in 8-bit numbers, 0: weights are sent as they are.
     """
 
     stored: ModelUnits
@@ -139,18 +145,26 @@ class RankUnits:
     ranks: int
     expert_ranks: int
     device: str
+    copy_ranks: int
+    frozen: int
+    encoded: float
 
     @classmethod
     def of(cls, model: PlannedModel, stages: RankStages, device: str) -> "RankUnits":
         """Return the units of a rank with these stages."""
         layout, stored = model.layout, units_of(stages, model)
+        size = layout.sharding.blocks_per_unit
+        frozen = stages.is_first * model.own.backward_from // size
         return cls(
             stored,
             fetched_units(stored, layout.gathers_once),
-            layout.sharding.blocks_per_unit,
+            size,
             layout.fsdp_ranks,
             layout.expert_sizes["eshard"],
             device,
+            layout.copy_ranks,
+            frozen,
+            sent_factor(model) if layout.encodes_weights else 0.0,
         )
 
     @property
@@ -170,6 +184,17 @@ class RankUnits:
         blocks, size = self.fetched.blocks, self.blocks_per_unit
         return [sum_of(blocks[i : i + size]) for i in range(0, len(blocks), size)]
 
+    def received_again(self, number: int) -> float:
+        """Return the same for a unit of blocks that backward gathers, maybe from a second copy."""
+        message = self.message(self.of_blocks[number])
+        return self.gloo_copy(message) if self.copy_ranks else self.received(message)
+
+    def copy_of(self, number: int) -> float:
+        """Return the bytes of a second copy of a unit of blocks that a rank holds."""
+        if not self.copy_ranks or number < self.frozen:
+            return 0.0
+        return self.of_blocks[number].gathered / self.copy_ranks
+
     def message(self, *units: FsdpUnit) -> float:
         """Return the bytes of the message that gathers units; 0 if one rank holds them."""
         experts = sum(unit.experts for unit in units)
@@ -179,6 +204,14 @@ class RankUnits:
     def gloo_copy(self, message: float) -> float:
         """Return the bytes of the temporary copy that gloo makes of a message; 0 on a GPU."""
         return message if self.device == "cpu" and self.ranks > 1 else 0.0
+
+    def received(self, message: float) -> float:
+        """Return the temporary bytes beside a message of gathered weights, while it arrives.
+
+        In 8-bit numbers they are this rank's encoded part and those of all ranks.
+        """
+        sent = message * self.encoded
+        return sent * (1 + 1 / self.ranks) + self.gloo_copy(sent if self.encoded else message)
 
 
 class Activations(NamedTuple):
@@ -437,6 +470,9 @@ class Step:
         others = sum(one.weights for one in run.scoring)
         teacher = self.teacher_units
         self.states = States.of(whole, master, self.activations, teacher, offload, others)
+        if layout.encodes_gradients and layout.sharding.error_feedback:
+            kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES
+            self.states.device["optimizer"] = kept
         self.reshard = not layout.keeps_gathered
         self.backward_from = stages.is_first * model.own.backward_from
         self.later = layout.batch.rows > layout.batch.micro_rows * layout.batch_ranks
@@ -497,7 +533,7 @@ class Step:
             mine, own = unit.gathered, units.message(unit)
             ahead = units.of_blocks[i + 1 : i + 1 + self.layout.sharding.prefetch]
             fetched = own + units.message(*ahead)
-            sent = max(before, units.gloo_copy(own))
+            sent = max(before, units.received(own))
             when = f"gathering before block {done + 1}"
             self.at("forward", when, Now(held.saved + stream, mine, fetched, sent))
             before = own
@@ -506,7 +542,7 @@ class Step:
                 self.at("forward", f"forward of block {done + 1}", now)
                 held.after_block(traced[done].saved, moved[done])
                 done += 1
-            held.keep_gathered(0 if self.reshard else mine)
+            held.keep_gathered(units.copy_of(i) if self.reshard else mine)
 
     @property
     def pixels(self) -> float:
@@ -572,7 +608,7 @@ class Step:
             held.saved + common + block.forward,
             is_freed * (units.block.gathered + tied),
             is_freed * 2 * message,
-            is_freed * self.units.gloo_copy(message),
+            is_freed * self.units.received(message),
         )
         self.at("forward", f"the {teacher.name}'s forward", now)
         end, after = f"the end of the {teacher.name}'s forward", held.saved + common + 2 * hidden
@@ -659,11 +695,10 @@ class Step:
             ahead = units.of_blocks[max(0, i - max(1, self.layout.sharding.prefetch)) : i]
             fetched = units.message(*ahead) if self.reshard else 0.0
             held.keep_gathered(0 if self.reshard else -mine)
-            copied = 0.0
-            if i and self.reshard:
-                copied = units.gloo_copy(units.message(units.of_blocks[i - 1]))
+            copied = units.received_again(i - 1) if i and self.reshard else 0.0
             when = f"gathering before block {done} goes back"
             self.at("backward", when, Now(held.saved + stream, mine, fetched + copied))
+            held.keep_gathered(-units.copy_of(i))
             for _ in range(units.sizes[i]):
                 block = traced[done - 1]
                 next_moved = moved[done - 2] if done > 1 else 0.0
@@ -711,6 +746,8 @@ class Step:
         held.reduce(unit.trained * reduce if self.sums_whole else 0, 0, 0)
         # a single rank sends nothing, but FSDP2 still makes a copy, divided by 1.0
         again = message if self.units.ranks == 1 else self.units.gloo_copy(message)
+        if self.layout.encodes_gradients:  # what is sent, what is received, a sum and an addend
+            again = unit.trained_padded * 2 * BYTES + 2 * unit.own * SUM_BYTES
         self.at(phase, when, Now(activations, 0, fetched, again + out))
         is_cast = self.layout.sizes["replicate"] > 1 and reduce != self.model.stored_number
         adds = self.sums_whole or not self.later

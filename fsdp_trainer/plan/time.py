@@ -28,12 +28,14 @@ from fsdp_trainer.plan.second_model import SOFT_BYTES, PlannedTeacher, teacher_u
 from fsdp_trainer.plan.wire import (
     Group,
     RankGroups,
+    block_factor,
     context_exchange,
     expert_exchange,
-    float8_factor,
     freed_blocks,
     freed_images,
     hops,
+    sent_factor,
+    sent_number,
     tensor_traffic,
 )
 
@@ -41,6 +43,11 @@ LINKS = (0.5, 0.85)
 """Lower and upper share of a link's rate that collectives reach.
 
 NCCL's own tests on 256 H100 measured 200 (all-gather) to 340 GB/s of 400 (NVIDIA/nccl#1218).
+"""
+ENCODING, DECODING = 36, 15
+"""Bytes read and written to encode a number of a message in 8 bits, and to decode it.
+
+Counted from the operators of base/eight_bit_messages.py; not measured on a GPU.
 """
 HOST_ADAMW = 20e9
 """Rate of host memory in bytes per second and rank with sharding.cpu_offload. Assumed."""
@@ -183,13 +190,16 @@ class StageTimes:
     @cached_property
     def gathering(self) -> Gathering:
         """The gathering of units for one forward and backward."""
-        unit, factor = self.of_one_unit, float8_factor(self.run.model)
-        first, last = self._gather(self.units.first), self._gather(self.last_unit)
-        blocks = self._gather(self.units.all_blocks, factor) + self._gather(self.units.all_images)
+        unit, model = self.of_one_unit, self.run.model
+        factor, others = block_factor(model), sent_factor(model)
+        ends = self.units.first, self.last_unit, self.units.all_images
+        first, last, images = (self._gather(each, others) for each in ends)
+        blocks = self._gather(self.units.all_blocks, factor) + images
         hidden = max(0.0, blocks * (1 - unit) + last - self.compute.forward)
-        freed = freed_blocks(self.stages, self.units, self.run.model)
-        again = self._gather(sum_of(freed), factor)
-        again += self._gather(freed_images(self.units, self.run.model))
+        freed = sum_of(freed_blocks(self.stages, self.units, model))
+        has_copy = self.run.layout.copy_ranks > 0
+        again = self._gather(freed, 1.0 if has_copy else factor, self.groups.again)
+        again += self._gather(freed_images(self.units, model), others)
         return Gathering(first + blocks * unit + hidden, again, first + blocks + last + again)
 
     def reducing(self, is_last: bool) -> Reducing:
@@ -245,27 +255,41 @@ class StageTimes:
         messages = gathering.total - gathering.again, gathering.again + self.reducing(False).total
         return max(0.0, forward - messages[0]), max(0.0, backward - messages[1])
 
-    def _gather(self, unit: FsdpUnit, factor: float = 1.0) -> float:
-        """Return the seconds to gather a unit. factor: on the bytes of its messages."""
+    def _gather(self, unit: FsdpUnit, factor: float = 1.0, group: Group | None = None) -> float:
+        """Return the seconds to gather a unit.
+
+        factor: on the bytes of its messages; group: that gathers all but experts on a separate
+        mesh; None: the ranks that shard it.
+        """
         stored = self.run.model.stored_number
         of_host = (unit.own * stored + unit.frozen) * self._from_host
-        shard, expert_shards = self.groups.shard, self.groups.expert_shards
+        shard, expert_shards = group or self.groups.shard, self.groups.expert_shards
         of_experts = expert_shards.seconds(unit.experts * factor, self.device, self.links)
         others = (unit.gathered - unit.experts) * factor
-        return of_experts + shard.seconds(others, self.device, self.links) + of_host
+        seconds = of_experts + shard.seconds(others, self.device, self.links) + of_host
+        if self.run.layout.encodes_weights and group is None:
+            seconds += self._in_memory(unit.gathered / self.run.model.number * DECODING)
+        return seconds
 
     def _reduce(self, unit: FsdpUnit, is_last: bool) -> float:
         """Return the seconds to reduce a unit's gradients. is_last: also over replicas."""
         model, device, links = self.run.model, self.device, self.links
-        number, stored = model.reduced_number, model.stored_number
+        number, stored = sent_number(model), model.stored_number
         shard, expert_shards = self.groups.shard, self.groups.expert_shards
         others = unit.trained_padded - unit.trained_experts
         seconds = shard.seconds(others * number, device, links)
         seconds += expert_shards.seconds(unit.trained_experts * number, device, links)
         over_replicas = 0.0
         if is_last:
-            over_replicas = 2 * self.groups.replicate.seconds(unit.own * number, device, links)
+            size = unit.own * model.reduced_number
+            over_replicas = 2 * self.groups.replicate.seconds(size, device, links)
+        if self.run.layout.encodes_gradients:
+            seconds += self._in_memory(unit.trained_padded * (ENCODING + DECODING))
         return seconds + over_replicas + unit.own * stored * self._from_host
+
+    def _in_memory(self, size: float) -> float:
+        """Return the seconds to read from and write to the device's memory `size` bytes in all."""
+        return size / (self.device.memory_rate * MEMORY)
 
     @property
     def _from_host(self) -> float:

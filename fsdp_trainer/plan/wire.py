@@ -6,6 +6,7 @@ All are closed formulas, which docs/plan.md explains.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fsdp_trainer.base.eight_bit_messages import BYTES
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.models.decoder import NORMS
@@ -59,7 +60,7 @@ class RankGroups:
     Ranks of a tensor group are neighbours; those of a context group are one tensor group apart;
     then come ranks of a shard group, and of a replicate group. experts: the group over which a
     block's experts are divided, whose ranks are neighbours; expert_shards: that of the same
-    experts.
+    experts. again: the group that gathers blocks in backward, with a second copy neighbours.
     """
 
     shard: Group
@@ -68,6 +69,7 @@ class RankGroups:
     context: Group
     experts: Group
     expert_shards: Group
+    again: Group
 
     @classmethod
     def of(cls, layout: Layout, per_node: int) -> "RankGroups":
@@ -77,6 +79,7 @@ class RankGroups:
         experts, expert_shards = layout.expert_sizes["expert"], layout.expert_sizes["eshard"]
         on_node = max(1, per_node // tensor)
         of_experts = max(1, per_node // experts)
+        again = layout.copy_ranks or shards
         return cls(
             shard=Group(shards, min(shards, on_node)),
             replicate=Group(replicas, min(replicas, max(1, on_node // shards))),
@@ -84,6 +87,7 @@ class RankGroups:
             context=Group(context, min(context, on_node)),
             experts=Group(experts, min(experts, per_node)),
             expert_shards=Group(expert_shards, min(expert_shards, of_experts)),
+            again=Group(again, min(again, on_node)),
         )
 
 
@@ -295,11 +299,12 @@ def _wire_of(
 class WeightTraffic(NamedTuple):
     """Bytes of weights and gradients of a rank's stages in a step, before they are divided.
 
-    gathered, reduced: of all but experts; experts, reduced_experts: of experts on a separate mesh;
-    all_reduced: shards that replicas sum.
+    gathered, reduced: of all but experts; copied: gathered from a second copy; experts,
+    reduced_experts: of experts on a separate mesh; all_reduced: shards that replicas sum.
     """
 
     gathered: float
+    copied: float
     reduced: float
     experts: float
     reduced_experts: float
@@ -313,34 +318,42 @@ def weight_traffic(stages: RankStages, run: PlannedRun) -> WeightTraffic:
     freed = sum_of(freed_blocks(stages, units, model))
     ends = units.all.gathered - units.all_blocks.gathered
     gathers = 1 if layout.gathers_once else count
-    of_blocks = (units.all_blocks.gathered + freed.gathered) * float8_factor(model)
-    gathered = gathers * (of_blocks + ends + freed_images(units, model).gathered)
+    factor, has_copy = sent_factor(model), layout.copy_ranks > 0
+    # a second copy is of numbers that were decoded once, and is gathered as it is
+    again = gathers * freed.gathered * (1.0 if has_copy else block_factor(model))
+    gathered = gathers * units.all_blocks.gathered * block_factor(model)
+    gathered += gathers * (ends + freed_images(units, model).gathered) * factor
+    gathered += 0.0 if has_copy else again
     if layout.sharding.accumulate == "unsharded" and gathers > 1 and not units.tied:
         # FSDP2 prefetches this unit once too often: it resets the order of units only when
         # gradients are reduced
-        gathered += units.last.gathered
-    experts = gathers * (units.all.experts + freed.experts)
+        gathered += units.last.gathered * factor
+    experts = gathers * (units.all.experts + freed.experts) * block_factor(model)
     gathered -= experts
-    gathered += count * teacher_message(run.teacher_in_memory)
-    number = model.reduced_number
+    gathered += count * teacher_message(run.teacher_in_memory) * factor
+    number, replicated = sent_number(model), model.reduced_number
     reductions = 1 if layout.reduces_once else count
     trained = units.all.trained_padded - units.all.trained_experts
     return WeightTraffic(
         gathered,
+        again if has_copy else 0.0,
         trained * number * reductions,
         experts,
         units.all.trained_experts * number * reductions,
-        2 * units.all.own * number,
+        2 * units.all.own * replicated,
     )
 
 
 def _weight_ways(weights: WeightTraffic, groups: RankGroups) -> dict[str, Wire]:
     """Return the bytes of weights and gradients on the mesh of fully_shard."""
     replicate, summed = groups.replicate, weights.all_reduced
-    return {
+    ways = {
         "shard": _sent(groups.shard, weights.gathered, weights.reduced),
         "replicate": Wire(replicate.ranks, 0.0, summed * replicate.sent, summed * replicate.across),
     }
+    if weights.copied:
+        ways["copy"] = _sent(groups.again, weights.copied, 0.0)
+    return ways
 
 
 def _sent(group: Group, gathered: float, reduced: float) -> Wire:
@@ -377,6 +390,16 @@ def freed_images(units: ModelUnits, model: PlannedModel) -> FsdpUnit:
     return units.all_images if tower.is_reached else sum_of(units.images[tower.depth : -1])
 
 
-def float8_factor(model: PlannedModel) -> float:
-    """Return the factor on a block's gathered bytes if it is gathered in float8; otherwise 1."""
-    return 1 / model.number if model.precision.float8 == "tensorwise" else 1.0
+def sent_factor(model: PlannedModel) -> float:
+    """Return what a gathered byte is of a message: less than 1 if weights are sent in 8 bits."""
+    return BYTES / model.number if model.layout.encodes_weights else 1.0
+
+
+def block_factor(model: PlannedModel) -> float:
+    """Return the same for blocks, which may be gathered in float8."""
+    return 1 / model.number if model.precision.float8 == "tensorwise" else sent_factor(model)
+
+
+def sent_number(model: PlannedModel) -> float:
+    """Return the bytes of a number in the messages of gradients."""
+    return BYTES if model.layout.encodes_gradients else model.reduced_number

@@ -6,17 +6,15 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
+
+from fsdp_trainer.base.eight_bit_messages import decode, encode
 
 MESSAGE_BYTES = 2**26
 """Small tensors are sent together in messages of about this size."""
 LATE_SECONDS = 5.0
 """A group may always come this much later to a sum than another; see `Patience`."""
-BLOCK = 256
-"""Numbers that share a scale in 8-bit messages."""
-LARGEST = 127
 
 
 class Patience:
@@ -113,7 +111,7 @@ def begin_quantized_sum(
     are equal to the last bit.
     """
     together = torch.cat([tensor.reshape(-1) for tensor in message])
-    sent = quantized(together)
+    [sent] = encode(together[None])
     received = [torch.empty_like(sent) for _ in range(group.size())]
     options = AllgatherOptions()
     options.timeout = wait
@@ -121,29 +119,11 @@ def begin_quantized_sum(
 
     def finish() -> None:
         work.wait()
-        total = torch.stack([dequantized(each, len(together)) for each in received]).sum(0)
-        write_parts(message, total.to(together.dtype))
+        each = together.new_empty(len(received), len(together), dtype=torch.float32)
+        decode(torch.stack(received), each)
+        write_parts(message, each.sum(0).to(together.dtype))
 
     return finish
-
-
-def quantized(values: Tensor) -> Tensor:
-    """Return uint8: the values as 8-bit numbers, then the float32 scale of each BLOCK of them.
-
-    A value is wrong by at most half of 1/LARGEST of the largest in its block.
-    """
-    blocks = F.pad(values.float(), (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    scales = blocks.abs().amax(1) / LARGEST
-    numbers = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round()
-    return torch.cat([numbers.to(torch.int8).view(-1).view(torch.uint8), scales.view(torch.uint8)])
-
-
-def dequantized(sent: Tensor, count: int) -> Tensor:
-    """Return the first `count` values that `quantized` has sent, float32."""
-    blocks = len(sent) // (BLOCK + 4)
-    numbers = sent[: blocks * BLOCK].view(torch.int8).view(-1, BLOCK)
-    scales = sent[blocks * BLOCK :].view(torch.float32)
-    return (numbers * scales[:, None]).view(-1)[:count]
 
 
 def write_parts(message: Sequence[Tensor], together: Tensor) -> None:

@@ -83,6 +83,14 @@ WAYS = [
         ],
     ),
     (2, ["sharding.cpu_offload=true", "sharding.blocks_per_unit=2", "sharding.prefetch=0"]),
+    (
+        4,
+        [
+            "sharding.reshard_after_forward=2",
+            "sharding.blocks_per_unit=2",
+            "activation_checkpoint=full",
+        ],
+    ),
     (2, ["sharding.prefetch=2", "activation_checkpoint=full", "model.attention=mask"]),
     (
         1,

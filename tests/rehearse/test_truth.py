@@ -32,6 +32,12 @@ LAYOUTS = {
     "two micro-batches": (2, ["batch.rows=8"]),
     "summed unsharded": (2, ["batch.rows=8", "sharding.accumulate=unsharded"]),
     "kept gathered": (2, ["sharding.reshard_after_forward=false"]),
+    "with a second copy": (4, ["sharding.reshard_after_forward=2"]),
+    "in eight bits": (2, ["sharding.quantize=both"]),
+    "in eight bits, with feedback": (
+        4,
+        ["sharding.quantize=both", "sharding.error_feedback=true", "batch.rows=8"],
+    ),
     "two blocks in a unit": (2, ["sharding.blocks_per_unit=2"]),
     "prefetched": (2, ["sharding.prefetch=2", "model.num_hidden_layers=4"]),
     "bfloat16": (2, ["precision.param_dtype=bfloat16"]),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context_methods import context_problems
-from fsdp_trainer.plan.changes import Candidate, expert_counts
+from fsdp_trainer.plan.changes import Candidate, copy_fits, expert_counts
 from fsdp_trainer.plan.plan import RunPlan
 
 
@@ -173,7 +173,13 @@ def _meshes(run: Candidate) -> Iterator[Choice]:
     # the other dimensions have been chosen: shards and replicas divide the remaining ranks
     ranks = run.changed(_sharding("fsdp", 1)).layout.batch_ranks
     one = ("sharding.replicas=1",) if cfg.sharding.replicas > 1 else ()
-    yield Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
+    whole = Choice(("sharding=fsdp", *one), _sharding("fsdp", 1))
+    yield whole
+    per_node, layout = run.device.per_node, run.changed(whole.keys).layout
+    freed = cfg.sharding.reshard_after_forward == "auto" and not layout.keeps_gathered
+    if freed and copy_fits(layout, per_node, cfg.precision.float8):
+        key = "sharding.reshard_after_forward"
+        yield Choice((*whole.overrides, f"{key}={per_node}"), whole.keys | {key: per_node})
     for replicas in range(2, ranks):
         if ranks % replicas == 0:
             words = ("sharding=hsdp", f"sharding.replicas={replicas}")

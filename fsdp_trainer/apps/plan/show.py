@@ -21,7 +21,7 @@ from fsdp_trainer.plan.time import Times
 
 BAR = 32  # characters that represent the memory of the device
 NARROW = 110  # characters; a narrower terminal shows reasons below the overrides
-GATHERING = ("shard", "eshard", "tensor")
+GATHERING = ("shard", "copy", "eshard", "tensor")
 """Dimensions of the mesh along which tensors are gathered; along others they are exchanged."""
 UNTIMED = "its speed is not in the table: set it with  plan.tflops=N"
 COMPARED = "; GPU time below is compared as on an H100"

@@ -19,7 +19,9 @@ from fsdp_trainer.config.rules.rules_computing import (
     float16,
     four_bits,
     moments,
+    quantized_messages,
     replicas,
+    second_copy,
     split_rows,
     stages,
 )
@@ -83,6 +85,8 @@ RULES: tuple[Rule, ...] = (
     dimensions,
     split_rows,
     stages,
+    second_copy,
+    quantized_messages,
     collectives,
     activation_checkpointing,
     attention,

@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.config.check import Report, Violations, as_text
 from fsdp_trainer.config.formats import is_compact, moments_format, rounds
+from fsdp_trainer.config.layout import number_of_ranks
 from fsdp_trainer.config.pipeline_schedules import SCHEDULES
 from fsdp_trainer.config.schema import NEEDS_NCCL, Sharding, TrainConfig
 from fsdp_trainer.extensions import registered_by_user
@@ -134,6 +135,50 @@ def stages(cfg: TrainConfig, report: Report) -> Violations:
             "computes the gradients of weights apart, which torch cannot do in compiled blocks.\n"
             "Use  compile=disabled  or  sharding.pipeline_schedule=interleaved",
         )
+
+
+def second_copy(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that FSDP2 can keep a second copy of the blocks, divided among neighbouring ranks.
+
+    The number of ranks is checked with the layout.
+    """
+    sharding, key = cfg.sharding, "sharding.reshard_after_forward"
+    if number_of_ranks(sharding) is None:
+        return
+    instead = f"Use  {key}=true"
+    if sharding.strategy == "ddp":
+        yield key, f"ddp gathers nothing.\nUse  sharding=fsdp  or  {key}=auto"
+    divided = {"sharding.tensor": sharding.tensor, "sharding.expert": sharding.expert}
+    for other, size in divided.items():
+        if size > 1:
+            cannot = f"FSDP2 keeps a second copy of whole matrices only, not with  {other}={size}"
+            yield key, f"{cannot}.\n{instead}  or  {other}=1"
+    if cfg.precision.float8 == "tensorwise":
+        cannot = "FSDP2 keeps no second copy of what it gathers in float8"
+        yield key, f"{cannot}.\n{instead}  or  precision=bf16"
+
+
+def quantized_messages(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that messages of fully_shard can be sent in 8-bit numbers."""
+    sharding, key = cfg.sharding, "sharding.quantize"
+    if sharding.error_feedback and sharding.quantize not in ("gradients", "both"):
+        yield (
+            "sharding.error_feedback",
+            "only counts with  sharding.quantize=gradients  or  sharding.quantize=both",
+        )
+    if sharding.quantize == "none":
+        return
+    instead = f"Use  {key}=none"
+    if sharding.strategy == "ddp":
+        yield key, f"ddp gathers and scatters nothing.\nUse  sharding=fsdp  or  {key}=none"
+    if sharding.messages != "ordinary":
+        cannot = (
+            f"encodes into memory of its own, not that of  sharding.messages={sharding.messages}"
+        )
+        yield key, f"{cannot}.\n{instead}  or  sharding.messages=ordinary"
+    if cfg.precision.float8 == "tensorwise" and sharding.quantize != "gradients":
+        cannot = "weights are gathered in float8 already"
+        yield key, f"{cannot}.\nUse  {key}=gradients  or  precision=bf16"
 
 
 def collectives(cfg: TrainConfig, report: Report) -> Violations:

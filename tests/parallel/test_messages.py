@@ -1,0 +1,184 @@
+"""Other ways to send fully_shard's messages: from a second copy, and in 8-bit numbers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pairs import write_pairs
+from stored import assert_bitwise_equal, newest, stored
+
+from fsdp_trainer.base import eight_bit_messages
+from fsdp_trainer.base.eight_bit_messages import BYTES, decode, encode
+from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.schema import Batch, Sharding
+from fsdp_trainer.parallel.quantized_messages import QuantizedAllGather, QuantizedReduceScatter
+
+COPY = "sharding.reshard_after_forward=2"
+ROUNDING = 1 + 2**-18
+"""Factor on a bound for what float32 rounds in scale and product."""
+
+
+def test_a_message_in_eight_bits_is_wrong_by_at_most_half_a_scale(monkeypatch):
+    numbers = torch.randn(3, 1000, dtype=torch.float64) * torch.logspace(-30, 4, 1000)
+    encoded = encode(numbers)
+    assert encoded.shape == (3, 4 * 256 * BYTES)
+    decoded = torch.empty(3, 1000)
+    decode(encoded, decoded)
+    blocks = torch.nn.functional.pad(numbers, (0, 24)).view(3, 4, 256)
+    allowed = (blocks.abs().amax(-1, keepdim=True) / 254).expand(blocks.shape).reshape(3, -1)
+    wrong = (decoded - numbers).abs() / allowed[:, :1000]
+    assert 0.9 < wrong.max() <= ROUNDING
+    monkeypatch.setattr(eight_bit_messages, "CHUNK", 256)
+    assert torch.equal(encode(numbers), encoded)
+    again = torch.empty(3, 1000)
+    decode(encoded, again)
+    assert torch.equal(again, decoded)
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_a_number_that_is_not_finite_makes_its_block_so(bad):
+    numbers = torch.ones(1, 600)
+    numbers[0, 300] = bad
+    decoded = torch.empty(1, 600)
+    decode(encode(numbers), decoded)
+    assert decoded.isfinite()[0].tolist() == [True] * 256 + [False] * 256 + [True] * 88
+
+
+def exchanged(feedback: bool):
+    """Return this rank's weights and gradients, what is gathered, and three sums of gradients."""
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    weights = torch.randn(700, generator=generator)
+    gradients = torch.randn(ranks * 700, generator=generator)
+    gathered = torch.empty(ranks * 700)
+    QuantizedAllGather(ranks)(gathered, weights, dist.group.WORLD)
+    reduce = QuantizedReduceScatter(feedback)
+    sums = []
+    for _ in range(3):
+        total = torch.empty(700)
+        reduce(total, gradients, dist.group.WORLD, dist.ReduceOp.SUM)
+        sums.append(total)
+    return weights, gradients, gathered, sums
+
+
+def bound(numbers: torch.Tensor) -> float:
+    """Return how far any of the numbers may be off."""
+    return numbers.abs().max().item() / 254 * ROUNDING
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gathered_weights_and_reduced_gradients_are_within_their_bounds(world, ranks):
+    """Against sums in float64."""
+    each = world.call(ranks, exchanged, False)
+    weights = torch.cat([own for own, *_ in each])
+    gradients = torch.stack([own.double() for _, own, *_ in each])
+    exact = gradients.sum(0).view(ranks, -1)
+    allowed = sum(bound(own) for own in gradients)
+    for rank, (_, _, gathered, sums) in enumerate(each):
+        assert torch.equal(gathered, each[0][2]), "all ranks compute with the same weights"
+        assert 0 < (gathered - weights).abs().max() <= bound(weights)
+        assert torch.equal(sums[0], sums[2])
+        assert 0 < (sums[0] - exact[rank]).abs().max() <= allowed
+
+
+def test_with_error_feedback_the_errors_of_several_steps_do_not_add_up(world):
+    each, plain = world.call(2, exchanged, True), world.call(2, exchanged, False)
+    exact = sum(own.double() for _, own, *_ in each).view(2, -1)
+    for rank in range(2):
+        wrong, without = (
+            (sum(ranks[rank][3]) - 3 * exact[rank]).abs().max() for ranks in (each, plain)
+        )
+        assert wrong < 0.5 * without
+
+
+SETTINGS = {
+    "weights": [],
+    "adapters, twice a step": ["adapter=lora", "batch.micro_rows=1", "batch.rows=8"],
+    "two blocks in a unit": ["sharding.blocks_per_unit=2", "sharding.prefetch=2"],
+    "parts of rows": ["sharding.context=2", "activation_checkpoint=full"],
+    "a frozen start": ["train.freeze=['model.embed_tokens.*','model.layers.0.*']"],
+    "no adapters for the reference": ["objective=dpo", "adapter=lora"],
+}
+"""Overrides by what is particular about a run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_second_copy_changes_no_bit(train, tmp_path, words):
+    """Neither do validations between the steps, which leave a copy behind."""
+    common = ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
+    if "objective=dpo" in words:
+        common.append(f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}")
+    plain = train("plain", *common, ranks=4)
+    copied = train("copied", *common, COPY, ranks=4)
+    assert copied.column("loss") == plain.column("loss")
+    one, other = (stored(newest(run)) for run in (plain, copied))
+    assert_bitwise_equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_second_copy_in_a_pipeline_of_two_stages_changes_no_bit(train):
+    words = ["sharding.pipeline=2", "batch.micro_rows=1", "batch.rows=16", "train.steps=2"]
+    plain = train("plain", *words, "sharding.reshard_after_forward=true", ranks=8)
+    copied = train("copied", *words, COPY, ranks=8)
+    assert_bitwise_equal(stored(newest(plain)), stored(newest(copied)))
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([COPY, "sharding.tensor=2"], "sharding.reshard_after_forward=true"),
+        ([COPY, "sharding=ddp"], "sharding.reshard_after_forward=auto"),
+        (["sharding.reshard_after_forward=1"], "must be at least 2"),
+        (["sharding.quantize=weights", "sharding=ddp"], "sharding.quantize=none"),
+        (["sharding.error_feedback=true"], "sharding.quantize=gradients"),
+        (["sharding.quantize=both", "sharding.messages=registered"], "sharding.messages=ordinary"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused_with_what_can(train, words, wanted):
+    assert wanted in train("refused", *words, ranks=2, code=2).err
+
+
+def test_a_copy_for_ranks_that_do_not_divide_is_refused_with_a_number_that_does():
+    problem = Layout(Sharding(reshard_after_forward=3), 8, Batch()).problem
+    assert "Use  sharding.reshard_after_forward=2" in problem.reason
+    problem = Layout(Sharding(reshard_after_forward=2), 3, Batch()).problem
+    assert "Use  sharding.reshard_after_forward=true" in problem.reason
+
+
+LAYOUTS = {
+    "two ranks": (2, []),
+    "four ranks, twice a step, adapters": (4, ["adapter=lora", "batch.micro_rows=1"]),
+    "tensor groups": (4, ["sharding.tensor=2"]),
+    "replicas": (4, ["sharding=hsdp", "sharding.replicas=2", "sharding.accumulate=unsharded"]),
+    "divided experts": (
+        2,
+        [
+            "sharding.expert=2", "model.family=qwen3_moe", "model.num_experts=4",
+            "model.num_experts_per_tok=2", "model.moe_intermediate_size=32",
+        ],
+    ),
+    "a second copy": (4, [COPY]),
+}  # fmt: skip
+"""Numbers of ranks, and overrides."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "words"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_training_with_messages_in_eight_bits_learns_like_exact_training(train, ranks, words):
+    exact = train("exact", "train.steps=10", *words, ranks=ranks)
+    eight_bits = ["sharding.quantize=both", "sharding.error_feedback=true"]
+    eight = train("eight", "train.steps=10", *eight_bits, *words, ranks=ranks)
+    loss, near = exact.column("loss"), eight.column("loss")
+    assert near != loss
+    assert near == pytest.approx(loss, rel=0.02)
+    assert eight.column("grad_norm") == pytest.approx(exact.column("grad_norm"), rel=0.1)
+
+
+@pytest.mark.slow
+def test_a_run_with_messages_in_eight_bits_goes_on_bitwise_after_a_stop(train):
+    words = ["sharding.quantize=both", "schedule=constant"]
+    whole = train("whole", *words, "train.steps=4", ranks=2)
+    train("parts", *words, "train.steps=2", ranks=2)
+    parts = train("parts", *words, "train.steps=4", ranks=2)
+    assert_bitwise_equal(stored(newest(whole)), stored(newest(parts)))

@@ -34,6 +34,11 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.errors import RunFailed
 
 POINTS = {
+    # states on a disk
+    "state_part": "fsdp_trainer.offload.offloaded_optimizer:DiskOptimizer._update_in_memory",
+    "state_file": "fsdp_trainer.offload.state_files:reserve",
+    "state_piece": "fsdp_trainer.offload.state_files:move_piece",
+    "state_open": "fsdp_trainer.offload.state_files:os.open",
     # data
     "row_read": "fsdp_trainer.data.order.mixture:Mixture.read_rows",
     "batch_read": "fsdp_trainer.training.batches:Assembler.assemble",
@@ -113,6 +118,10 @@ POINTS = {
 """Functions and methods that can be replaced, by a name for what they do."""
 
 SETTINGS = {
+    "state_file_bytes": ["fsdp_trainer.offload.parts:FILE_BYTES"],
+    "state_part_bytes": ["fsdp_trainer.offload.parts:PART_BYTES"],
+    "state_sliced_bytes": ["fsdp_trainer.offload.parts:SLICED_BYTES"],
+    "state_quantum": ["fsdp_trainer.offload.parts:QUANTUM"],
     "save_pauses": ["fsdp_trainer.training.after_step.saving:pauses"],
     "signal_echo_seconds": ["fsdp_trainer.training.stopping.signals:ECHO_SECONDS"],
     "shared_folder_lag_seconds": ["fsdp_trainer.run.run_lock:LAG_SECONDS"],

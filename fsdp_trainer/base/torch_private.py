@@ -265,6 +265,39 @@ def no_pipeline_vote() -> Iterator[None]:
         yield
 
 
+def gather_from_copies(modules: list[Any]) -> dict[Tensor, Tensor]:
+    """Let fully_shard gather all units from copies, and return these by parameter.
+
+    The copies are flat, on the device and in the number format of the computation, and not yet
+    filled. With CPUOffloadPolicy, fully_shard copies and converts the parameters themselves each
+    time that it gathers them; it has no option against it. modules: the root first.
+    """
+    modules[0]._get_fsdp_state()._lazy_init()  # it would otherwise replace the copies
+    copies: dict[Tensor, Tensor] = {}
+    for group in (group for module in modules for group in _fsdp_groups(module)):
+        for parameter in group.fsdp_params:
+            dtype = parameter.param_dtype or parameter.sharded_param.dtype
+            size = parameter._sharded_param_data.numel()
+            copy = torch.zeros(size, dtype=dtype, device=parameter.device)
+            parameter._sharded_param_data = copies[parameter.sharded_param] = copy
+            # gradients are copied to pinned memory, whatever memory the parameter is in
+            parameter.pin_memory = parameter.device.type == "cuda"
+    return copies
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """Return the tensor that holds this rank's numbers of a DTensor, not a view of it."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_tensor(tensor: Any, local: Tensor) -> None:
+    """Let a DTensor hold its numbers, or a part of them, in another tensor.
+
+    There is no public way to move the numbers of a parameter that optimizers and modules know.
+    """
+    tensor._local_tensor = local
+
+
 def replace_all_gathers(module: Any, new: Callable[[int], Any]) -> None:
     """Gather a unit's parameters with `new(ranks)`, as set_custom_all_gather does.
 

@@ -36,6 +36,7 @@ from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.base.round_up import round_up
 from fsdp_trainer.base.torch_private import storage_info
 from fsdp_trainer.checkpoint.formats.tensor_files import as_bytes, as_tensor, grouped, write
+from fsdp_trainer.checkpoint.linked_files import LinkedPlace
 
 # bytes; writes past the page cache need addresses, lengths and offsets that are multiples of it
 ALIGNED = 4096
@@ -89,6 +90,8 @@ class ShardWriter:
         """
         self.group = group
         self.file = file_of(dist.get_rank())
+        self.linked: list[int] = []
+        """Numbers of the linked files with a tensor that this rank writes."""
         self.metadata = b""
         """The bytes of DCP's file `.metadata`, on rank 0."""
         self._limit: float = float("inf") if whole else WINDOW_BYTES
@@ -107,12 +110,13 @@ class ShardWriter:
                 torch.cuda.current_stream().synchronize()
             yield self._memory[:end]
 
-    def plan(self, state: dict[str, Tensor]) -> None:
+    def plan(self, state: dict[str, Tensor], linked: dict[str, LinkedPlace] | None = None) -> None:
         """Decide which rank writes a tensor that several have, and the layout of every file.
 
         The plan of the last call is kept if all names, shapes, dtypes and placements are the same;
-        otherwise collective.
+        otherwise collective. linked: places of the tensors in this rank's linked files.
         """
+        linked = linked or {}
         described = [
             (name, t.shape, t.dtype, t.placements if isinstance(t, DTensor) else None)
             for name, t in state.items()
@@ -125,30 +129,47 @@ class ShardWriter:
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=main)
         plans: Any = [None] * world if main else None
-        dist.gather_object(planner.create_local_plan(), plans, dst=0, group=self.group)
+        own = planner.create_local_plan(), linked
+        dist.gather_object(own, plans, dst=0, group=self.group)
         files: Any = None
         if main:
-            plans, metadata = planner.create_global_plan(plans)
-            files = [[archive_of(item) for item in plan.items] for plan in plans]
-            metadata.storage_data = dict(chain.from_iterable(map(places, files, count())))
+            in_files = [of_rank for _, of_rank in plans]
+            plans, metadata = planner.create_global_plan([plan for plan, _ in plans])
+            files = [list(map(archive_of, plan.items)) for plan in plans]
+            located = map(places, files, in_files, count())
+            metadata.storage_data = dict(chain.from_iterable(located))
             metadata.storage_meta = StorageMeta()
             self.metadata = pickle.dumps(metadata)
-        archives: list[Any] = [None]
-        dist.scatter_object_list(archives, files, src=0, group=self.group)
-        self._windows = list(grouped(archives[0], attrgetter("room"), self._limit))
-        size = max(sum(archive.room for archive in window) for window in self._windows)
+        listed: list[Any] = [None]
+        dist.scatter_object_list(listed, files, src=0, group=self.group)
+        written = [archive for archive in listed[0] if archive.index.fqn not in linked]
+        names = {archive.index.fqn for archive in listed[0]} & linked.keys()
+        self.linked = sorted({linked[name].file for name in names})
+        self._windows = list(grouped(written, attrgetter("room"), self._limit))
+        size = max((sum(archive.room for archive in window) for window in self._windows), default=0)
         self._memory = host_memory(max(size, 1), pinned=any(t.is_cuda for t in state.values()))
 
 
-def file_of(rank: int) -> str:
-    """Return DCP's name of a rank's file."""
-    return f"__{rank}_0.distcp"
+def file_of(rank: int, number: int = 0) -> str:
+    """Return DCP's name of a rank's file. number: 0 for its own, from 1 on for linked ones."""
+    return f"__{rank}_{number}.distcp"
 
 
-def places(archives: list[Archive], rank: int) -> Iterator[tuple[MetadataIndex, Any]]:
-    """Yield the location of each archive in a rank's file."""
+def linked_file_of(rank: int, number: int) -> str:
+    """Return the name of a rank's linked file."""
+    return file_of(rank, number + 1)
+
+
+def places(
+    archives: list[Archive], linked: dict[str, LinkedPlace], rank: int
+) -> Iterator[tuple[MetadataIndex, Any]]:
+    """Yield the location of each archive that a rank writes, in its own file or in a linked one."""
     start = 0
     for archive in archives:
+        if place := linked.get(archive.index.fqn):
+            name = linked_file_of(rank, place.file)
+            yield archive.index, storage_info(name, place.offset, place.length)
+            continue
         yield archive.index, storage_info(file_of(rank), start, archive.length)
         start += archive.room
 

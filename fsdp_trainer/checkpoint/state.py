@@ -74,6 +74,7 @@ def prepare_optimizer(
     The state is then loaded in place. names: of the tensors of a checkpoint. Raises UserError if
     `source`, where they come from, keeps it in another number format.
     """
+    optimizer.begin_load()
     stored: dict[str, set[str]] = defaultdict(set)
     for full in names:
         if full.startswith(OPTIMIZER):

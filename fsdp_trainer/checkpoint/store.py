@@ -37,7 +37,8 @@ from fsdp_trainer.checkpoint.atomic_files import (
     unfinished,
     write_durably,
 )
-from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, write_file
+from fsdp_trainer.checkpoint.linked_files import LinkedFiles, link
+from fsdp_trainer.checkpoint.shards import METADATA, ShardWriter, linked_file_of, write_file
 from fsdp_trainer.checkpoint.state import parameter_of
 from fsdp_trainer.config.paths import (
     BEST,
@@ -92,16 +93,28 @@ class CheckpointStore:
             self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._shard = ShardWriter(self.group, whole=self._background)
 
-    def save(self, step: int, state: dict[str, Tensor], progress: Json, started: float) -> None:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Tensor],
+        progress: Json,
+        started: float,
+        linked: LinkedFiles | None = None,
+    ) -> None:
         """Commit a checkpoint of `state` (tensors and DTensors) and `progress`.
 
         With mode=async it is written in the background, once `state` is copied; `wait` must have
         been called for the previous one. started: time.perf_counter() at the decision to save.
-        Raises RunFailed on every rank if any rank could not write it.
+        linked: files with some of the tensors, which the checkpoint links. Raises RunFailed on
+        every rank if any rank could not write it.
         """
-        self._shard.plan(state)
+        self._shard.plan(state, linked.places() if linked else None)
         windows = self._shard.windows(state)
-        write = partial(self._save, step, progress, started)
+        snapshot: list[Path] = []
+        if linked:
+            every = run_on_all_ranks("link the optimizer's states", linked.snapshot)
+            snapshot = every[dist.get_rank()]
+        write = partial(self._save, step, progress, started, snapshot)
         if self._background:
             staged = list(windows)
             stall = time.perf_counter() - started
@@ -131,17 +144,28 @@ class CheckpointStore:
         step: int,
         progress: Json,
         started: float,
+        snapshot: list[Path],
         windows: Iterable[Tensor],
         stall: float | None = None,
     ) -> None:
-        """Write and commit a checkpoint. stall: seconds that training waited; None: throughout."""
+        """Write and commit a checkpoint.
+
+        snapshot: links to this rank's linked files; stall: seconds that training waited, None:
+        throughout.
+        """
         target = self.folder / checkpoint_name(step)
         half = unfinished(target)
         what = f"write the checkpoint {target}"
 
         def write_shard() -> dict[str, dict[str, int]]:
             phases.enter("shards", step)
-            return {self._shard.file: write_file(half / self._shard.file, windows)}
+            files = {self._shard.file: write_file(half / self._shard.file, windows)}
+            for number in self._shard.linked:
+                name = linked_file_of(dist.get_rank(), number)
+                files[name] = link(snapshot[number], half / name)
+            for path in snapshot:
+                path.unlink()
+            return files
 
         def finish() -> None:
             phases.enter("rename")

@@ -46,6 +46,8 @@ class Device(NamedTuple):
     """Share of the peak that is reached, if the user gave one."""
     disk: float = 2e9
     """Bytes per second that a node can write to run.root."""
+    offload_disk: float = 2e9
+    """Bytes per second that a node reads and writes of states in files, both counted."""
     remark: str = ""
     """The reason why times of this device are less certain than those of others."""
 

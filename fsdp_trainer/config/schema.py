@@ -853,6 +853,10 @@ class Compile:
     )
 
 
+WHOLE_MATRICES = ("muon", "lamb", "lars")
+"""Optimizers whose update of a number depends on others of its matrix."""
+
+
 @dataclass
 class Optim:
     """The optimizer. Weight decay never applies to norms and biases."""
@@ -875,6 +879,16 @@ class Optim:
         "number format of the moments; `8bit`: blocks of up to 256 numbers share a scale;"
         " null: precision.master_dtype",
         choices=("float32", "bfloat16", "8bit"),
+    )
+    offload: str = key(
+        "none",
+        "where moments and the weights in precision.master_dtype are kept: `none`: on the device;"
+        " `cpu`: in host memory, where the update runs; `disk`: in files, updated a part at a time."
+        " With both the device keeps weights in precision.param_dtype",
+        choices=("none", "cpu", "disk"),
+    )
+    offload_path: str | None = key(
+        None, "offload=disk: folder of the files, on a local disk; null: the run's own folder"
     )
     rounding: str = key(
         "stochastic",

@@ -98,6 +98,12 @@ class Plan:
         above=0,
     )
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
+    offload_disk: float | None = key(
+        None,
+        "optim.offload=disk: GB/s that each node reads and writes there, added up; null: as disk."
+        " Its doctor measures them",
+        above=0,
+    )
     image_share: float | None = key(
         None,
         "of a model for images: share of a row's tokens that are of images; null: 0.5",

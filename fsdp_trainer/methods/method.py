@@ -100,7 +100,7 @@ class Method:
         """Read the weights of a second model in memory, and return their digest. Collective."""
         setup = self.setup
         dtype = setup.cfg.precision.param_dtype
-        digest = frozen_model.load(setup.model_device, setup.device, dtype)
+        digest = frozen_model.load(setup.frozen_model_device, setup.device, dtype)
         frozen_model.require_same(self.second, self.checkpoint, digest)
         return digest
 

@@ -51,6 +51,12 @@ class RunSetup:
     @property
     def model_device(self) -> torch.device:
         """The device on which weights, gradients and optimizer states are kept."""
+        on_host = self.cfg.sharding.cpu_offload or self.cfg.optim.offload != "none"
+        return torch.device("cpu") if on_host else self.device
+
+    @property
+    def frozen_model_device(self) -> torch.device:
+        """The device on which the weights of a second, frozen model are kept."""
         return torch.device("cpu") if self.cfg.sharding.cpu_offload else self.device
 
     @property

@@ -29,6 +29,15 @@ class TrainerOptimizer(Optimizer):
         elif not skip.item():
             self.step()
 
+    def begin_load(self) -> None:
+        """Prepare for new weights and states, which are loaded in place. Collective."""
+
+    def weights_changed(self) -> None:
+        """Take note that others than `step` have changed the weights."""
+
+    def close(self) -> None:
+        """Free what the optimizer has outside of this process's memory."""
+
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the next step in all groups."""
         for group in self.param_groups:

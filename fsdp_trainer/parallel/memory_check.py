@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import Optim, Precision, Sharding
+from fsdp_trainer.config.schema import WHOLE_MATRICES, Optim, Precision, Sharding
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.adapter_spec import AdapterSpec, frozen_dtype
 from fsdp_trainer.models.decoder import Decoder
@@ -36,15 +36,34 @@ class StateSetup(NamedTuple):
 
 
 class MemoryItem(NamedTuple):
-    """Bytes that a rank holds, and the formula for them.
-
-    offloads: True if sharding.cpu_offload moves them to the host.
-    """
+    """Bytes that a rank holds, and the formula for them. place: device, host or disk."""
 
     name: str
     size: float
     formula: str
-    offloads: bool = True
+    place: str = "device"
+
+
+class Places(NamedTuple):
+    """Where a rank keeps states, and gradients: device, host or disk.
+
+    copies: True if weights from which it gathers are on the device, beside those of the optimizer.
+    """
+
+    states: str
+    gradients: str
+    copies: bool
+
+    @classmethod
+    def of(cls, sharding: Sharding, optim: Optim) -> "Places":
+        """Return the configured places."""
+        if sharding.cpu_offload:
+            return cls("host", "host", False)
+        return {
+            "none": cls("device", "device", False),
+            "cpu": cls("host", "host", True),
+            "disk": cls("disk", "host", True),
+        }[optim.offload]
 
 
 def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
@@ -60,24 +79,30 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     frozen = sum(p.numel() for p in parameters) - trained - encoded
 
-    def sharded(name: str, numbers: int, size: float) -> MemoryItem:
+    places = Places.of(sharding, optim)
+
+    def sharded(name: str, numbers: int, size: float, place: str = places.states) -> MemoryItem:
         among = f"÷ {shards} ranks" if shards > 1 else "on every rank"
-        formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}"
-        return MemoryItem(name, numbers * size / shards, formula)
+        where = "" if place == "device" else f", on the {place}"
+        formula = f"{numbers / 1e9:.3g} G × {size:.3g} B {among}{where}"
+        return MemoryItem(name, numbers * size / shards, formula, place)
 
     def gathered(modules: Iterable[nn.Module], which: str, parts: int = 1) -> MemoryItem:
         size = gathered_on_rank(list(modules), sharding, computed) / parts
         formula = f"{size / computed / 1e9:.3g} G × {computed} B, {which}"
-        return MemoryItem("gathered", size, formula, offloads=False)
+        return MemoryItem("gathered", size, formula)
 
     states = [
         sharded("weights", trained, stored),
-        sharded("frozen", frozen, kept_frozen),
-        sharded("in 4 bits", encoded, 1),
+        sharded("frozen", frozen, kept_frozen, places.gradients),
+        sharded("in 4 bits", encoded, 1, places.gradients),
         sharded("moments", trained, mean_state_bytes(model, precision, optim)),
     ]
+    if places.copies:
+        numbers = trained + frozen + encoded // computed
+        states.append(sharded("to compute", numbers, computed, "device"))
     states = [state for state in states if state.size]  # in most runs nothing is frozen
-    gradients = sharded("gradients", trained, stored)
+    gradients = sharded("gradients", trained, stored, places.gradients)
     if layout.fsdp_ranks == 1 and stored == computed:
         return [*states, gradients]  # nothing is gathered
     units = block_units(model, sharding)
@@ -172,14 +197,17 @@ def check_memory(
 
     def fits(setup: StateSetup, model: Decoder = model) -> bool:
         items = least_memory(model, setup)
-        moved = setup.layout.sharding.cpu_offload and cuda
-        offloaded = total([item for item in items if item.offloads and moved])
-        return offloaded <= host and total(items) - offloaded <= memory
+        on_host, on_device = (
+            total([item for item in items if item.place == place]) for place in ("host", "device")
+        )
+        if not cuda:  # the device is the host
+            return on_host + on_device <= memory
+        return on_host <= host and on_device <= memory
 
     if fits(setup):
         return
     available = f"{gib(memory)} {'on the GPU' if cuda else 'for each rank on this machine'}"
-    if setup.layout.sharding.cpu_offload and cuda:
+    if cuda and Places.of(setup.layout.sharding, setup.optim).gradients == "host":
         available += f" and {gib(host)} of the host's"
     lines = arithmetic(least_memory(model, setup), available)
     overrides = suggestions(fits, setup, cuda)
@@ -217,6 +245,11 @@ def suggestions(fits: Callable[[StateSetup], bool], setup: StateSetup, cuda: boo
     if cuda and optim.name != "muon":  # the host would compute Muon's matrix products
         offloaded = replace(shards, sharding=replace(shards.sharding, cpu_offload=True))
         others["sharding.cpu_offload=true"] = setup._replace(layout=offloaded)
+    kept = replace(shards, sharding=replace(shards.sharding, cpu_offload=False))
+    for place in ("cpu", "disk") if cuda else ("disk",):
+        if optim.name not in WHOLE_MATRICES:
+            elsewhere = setup._replace(layout=kept, optim=replace(optim, offload=place))
+            others[f"optim.offload={place}"] = elsewhere
     overrides = [override for override, other in others.items() if fits(other)]
     inner = sharding.pipeline * sharding.context * sharding.tensor
     multiple = math.lcm(inner, sharding.expert)  # other numbers of ranks are refused

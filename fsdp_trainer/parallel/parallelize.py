@@ -99,19 +99,20 @@ COMM_BUFFERS = {
 class Computation:
     """The groups of the configuration that decide how ranks compute a model.
 
-    compile: None if blocks are not compiled.
+    compile: None if blocks are not compiled; offload: optim.offload of the model in training.
     """
 
     sharding: Sharding
     precision: Precision
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile | None = None
+    offload: str = "none"
 
     @classmethod
     def of(cls, cfg: TrainConfig, compiled: bool = False) -> "Computation":
         """Return the computation of the model in training. compiled: see `can_compile`."""
         checkpointing, compiling = cfg.activation_checkpoint, cfg.compile if compiled else None
-        return cls(cfg.sharding, cfg.precision, checkpointing, compiling)
+        return cls(cfg.sharding, cfg.precision, checkpointing, compiling, cfg.optim.offload)
 
     def forward_only(self) -> "Computation":
         """Return the computation, with the same layout, of a model that only runs forward.
@@ -124,6 +125,7 @@ class Computation:
             sharding=replace(sharding, separate_reduce_scatter=False, reduce_scatter_buffers=1),
             precision=replace(precision, master_dtype=precision.param_dtype, float8=None),
             activation_checkpoint=ActivationCheckpoint(mode="none"),
+            offload="none",
         )
 
 
@@ -154,7 +156,7 @@ def parallelize(
         compile_blocks(model, computation.compile, forward_alone=offloader is not None)
     if offloader is not None:
         offload_activations(model, offloader)
-    shard(model, dims, computation.sharding, computation.precision)
+    shard(model, dims, computation)
     return model
 
 
@@ -181,12 +183,13 @@ def prepare(
             parameter.data = parameter.data.to(dtype)
 
 
-def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> None:
+def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
     """Apply fully_shard to every `blocks_per_unit` blocks, to the embedding, and to [norm, head].
 
     [norm, head] stay gathered after forward, since backward begins with them. Tied weights must be
     in one unit. The root has no parameters of its own.
     """
+    cfg, precision = computation.sharding, computation.precision
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, precision.param_dtype),
         reduce_dtype=getattr(torch, precision.reduce_dtype),
@@ -195,8 +198,10 @@ def shard(model: Decoder, dims: Dims, cfg: Sharding, precision: Precision) -> No
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": dims.mesh, "mp_policy": policy}
-    if cfg.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
+    if cfg.cpu_offload or computation.offload != "none":
+        # what is in files is not in pinned memory
+        pins = dims.mesh.device_type == "cuda" and computation.offload != "disk"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
     for part in parts_of(model):
         shard_part(part, cfg, options, of_blocks)

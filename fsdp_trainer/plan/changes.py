@@ -201,9 +201,21 @@ def gather_less(run: Candidate) -> Iterator[Change]:
 
 def offload_states(run: Candidate) -> Iterator[Change]:
     """Yield offloading of weights and optimizer state to host memory."""
-    sharding = run.cfg.sharding
-    if run.on_gpu and sharding.strategy != "ddp" and not sharding.cpu_offload:
+    sharding, offload = run.cfg.sharding, run.cfg.optim.offload
+    if not run.on_gpu or sharding.strategy == "ddp":
+        return
+    if offload == "none" and not sharding.cpu_offload:
+        reason = "the host holds and updates the states, and the device has weights to compute with"
+        yield set_key("optim.offload", "cpu", reason)
         yield set_key("sharding.cpu_offload", True, "the host holds and updates the states")
+    if offload != "disk":
+        reason = "files hold the states, of which a part at a time is in memory"
+        change = set_key("optim.offload", "disk", reason)
+        if sharding.cpu_offload:
+            keys = change.keys | {"sharding.cpu_offload": False}
+            override = f"{change.override} sharding.cpu_offload=false"
+            change = change._replace(override=override, keys=keys)
+        yield change
 
 
 def smaller_head_chunks(run: Candidate) -> Iterator[Change]:

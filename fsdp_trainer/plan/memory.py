@@ -13,6 +13,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fsdp_trainer.base.eight_bit_messages import BYTES
+from fsdp_trainer.offload.offloaded_optimizer import BUFFERS
+from fsdp_trainer.offload.parts import SLICED_BYTES
 from fsdp_trainer.optim.footprint import Update, update_bytes
 from fsdp_trainer.plan.block_memory import (
     moved_bytes,
@@ -82,12 +84,14 @@ class Memory(NamedTuple):
     """The memory of a rank in a step.
 
     moments: the largest moment of each phase; host: bytes of host memory that a rank on a GPU uses
-    for offloaded tensors; tensors: most bytes of tensors at any moment, without the allowance.
+    for offloaded tensors; tensors: most bytes of tensors at any moment, without the allowance;
+    disk: bytes of files of states.
     """
 
     moments: tuple[Moment, ...]
     host: float
     tensors: float
+    disk: float = 0.0
 
     @property
     def peak(self) -> Moment:
@@ -118,11 +122,9 @@ def memory(run: PlannedRun, device: str = "cuda", load: float = 1.0) -> Memory:
         for phase in PHASES
         if phase in phases
     ]
-    host, tensors = (
-        max(step.states.host for step in steps),
-        max(step.moments.most_tensors for step in steps),
-    )
-    return Memory(tuple(largest), host, tensors)
+    tensors = max(step.moments.most_tensors for step in steps)
+    host, disk = (max(getattr(step.states, place) for step in steps) for place in ("host", "disk"))
+    return Memory(tuple(largest), host, tensors, disk)
 
 
 # --- what does not change in a step
@@ -188,6 +190,12 @@ class RankUnits:
         """Return the same for a unit of blocks that backward gathers, maybe from a second copy."""
         message = self.message(self.of_blocks[number])
         return self.gloo_copy(message) if self.copy_ranks else self.received(message)
+
+    @property
+    def copies(self) -> float:
+        """Bytes of this rank's part of all weights in the number format of the computation."""
+        gathered, experts = self.stored.all.gathered, self.stored.all.experts
+        return (gathered - experts) / self.ranks + experts / self.expert_ranks
 
     def copy_of(self, number: int) -> float:
         """Return the bytes of a second copy of a unit of blocks that a rank holds."""
@@ -270,42 +278,59 @@ class States(NamedTuple):
 
     device: bytes of parameters and of optimizer state on the device; host: bytes in host memory,
     with activations that are moved there; gradient: bytes of a number of a sharded gradient on the
-    device.
+    device; disk: bytes in files.
     """
 
     device: dict[str, float]
     host: float
     gradient: int
+    disk: float = 0.0
 
     @classmethod
-    def of(
-        cls,
-        units: FsdpUnit,
-        master: int,
-        activations: Activations,
-        teacher: TeacherUnits | None,
-        offload: bool,
-        whole: float,
-    ) -> "States":
-        """Return the states of all units of a rank, and of a teacher.
+    def of(cls, units: FsdpUnit, master: int, offload: str, copies: float) -> "States":
+        """Return the states of all units of a rank on a GPU.
 
-        master: bytes of a trained weight's number; offload: True if they are in host memory; whole:
-        bytes of models that the device has as a whole.
+        master: bytes of a trained weight's number; offload: "weights" for sharding.cpu_offload,
+        else as optim.offload; copies: bytes of the weights from which a rank gathers.
         """
-        states = {
-            "parameters": units.own * master + units.frozen,
-            "optimizer": units.state,
-        }
-        host = sum(states.values()) + units.own * master if offload else 0.0
+        parameters = units.own * master + units.frozen
+        states = {"parameters": parameters, "optimizer": units.state}
+        gradients, all_states = units.own * master, parameters + units.state
+        if offload == "none":
+            return cls(states, 0.0, master)
+        if offload == "weights":
+            return cls({}, all_states + gradients, 0)
+        on_device = {"parameters": copies}
+        if offload == "cpu":
+            return cls(on_device, all_states + gradients, 0)
+        filed = units.own * master + units.state
+        buffers = buffers_bytes(filed)
+        return cls(on_device, units.frozen + gradients + buffers, 0, filed)
+
+    def with_others(
+        self, activations: Activations, teacher: TeacherUnits | None, whole: float
+    ) -> "States":
+        """Return the states with moved activations, a teacher, and models that are not sharded.
+
+        whole: bytes of the latter. A teacher is on the host only with sharding.cpu_offload.
+        """
+        host, device = self.host, dict(self.device)
         host += sum(pinned_bytes(moved, activations.stream) for moved in activations.moved)
-        if teacher is not None and offload:
+        if teacher is not None and not device:
             host += teacher.states
         elif teacher is not None:
-            states["parameters"] += teacher.states
-        on_device = {} if offload else states
+            device["parameters"] += teacher.states
         if whole:
-            on_device["parameters"] = on_device.get("parameters", 0.0) + whole
-        return cls(on_device, host, 0 if offload else master)
+            device["parameters"] = device.get("parameters", 0.0) + whole
+        return self._replace(device=device, host=host)
+
+
+def buffers_bytes(filed: float) -> float:
+    """Return the bytes of the buffers through which states in files are updated.
+
+    filed: bytes of a rank's states. A parameter is never larger than all of them.
+    """
+    return BUFFERS * min(filed, SLICED_BYTES)
 
 
 # --- what changes
@@ -464,12 +489,14 @@ class Step:
         self.compared = COMPARED_BYTES if run.teacher and run.teacher.compares else 0
         self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
         self.tower = model.tower
-        offload = layout.sharding.cpu_offload and device == "cuda"
+        offload = "weights" if layout.sharding.cpu_offload else model.optim.offload
         whole, master = self.units.stored.all, model.stored_number
         self.scoring = run.scoring
         others = sum(one.weights for one in run.scoring)
         teacher = self.teacher_units
-        self.states = States.of(whole, master, self.activations, teacher, offload, others)
+        on_gpu = device == "cuda"
+        states = States.of(whole, master, offload if on_gpu else "none", self.units.copies)
+        self.states = states.with_others(self.activations, teacher, others)
         if layout.encodes_gradients and layout.sharding.error_feedback:
             kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES
             self.states.device["optimizer"] = kept

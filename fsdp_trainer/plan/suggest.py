@@ -23,6 +23,9 @@ from fsdp_trainer.plan.changes import (
 from fsdp_trainer.plan.plan import GIB, RunPlan
 
 MAX_SUGGESTIONS = 8
+PLACES_OF_STATES = re.compile(
+    r"(optim\.offload=\w+( sharding\.cpu_offload=false)?|sharding\.cpu_offload=true)"
+)
 ENOUGH = 4
 """Number of suggestions from which on combinations of more changes are not tried."""
 GAIN = 0.02
@@ -37,7 +40,8 @@ class Suggestion(NamedTuple):
     """Overrides, and the figures of the plan with them.
 
     peak_bytes: peak memory of a rank; cost: additional device time per token, 0.25 for a quarter
-    more, negative if it takes less; effect: what the overrides alter besides time and memory.
+    more, negative if it takes less; effect: what the overrides alter besides time and memory;
+    host_fits: True if most nodes have enough host memory for it.
     """
 
     override: str
@@ -45,6 +49,7 @@ class Suggestion(NamedTuple):
     cost: float
     reason: str
     effect: Effect = Effect.TIME
+    host_fits: bool = True
 
 
 def suggest(run: Candidate) -> list[Suggestion]:
@@ -102,15 +107,19 @@ def sufficient_changes(run: Candidate, plan: RunPlan) -> list[Suggestion]:
 def best_of_each(options: Iterable[Suggestion]) -> list[Suggestion]:
     """Return the best of each group of suggestions that differ only in a number.
 
-    That is the one that alters least, then costs least.
+    So do those that differ in the place of states. The best is the one for which the host has
+    enough memory, that alters least, then costs least.
     """
 
-    def effect_then_cost(option: Suggestion) -> tuple:
-        return option.effect, option.cost, -option.peak_bytes
+    def order(option: Suggestion) -> tuple:
+        return not option.host_fits, option.effect, option.cost, -option.peak_bytes
+
+    def group(override: str) -> str:
+        return PLACES_OF_STATES.sub("offload", re.sub(r"=\d+\b", "=", override))
 
     best: dict[str, Suggestion] = {}
-    for option in sorted(options, key=effect_then_cost):
-        best.setdefault(re.sub(r"=\d+\b", "=", option.override), option)
+    for option in sorted(options, key=order):
+        best.setdefault(group(option.override), option)
     return list(best.values())
 
 
@@ -213,7 +222,8 @@ def suggestion(change: Change, run: Candidate, plan: RunPlan) -> Suggestion | No
     if new.memory.host and not plan.memory.host:
         of_rank, of_node = new.memory.host / GIB, new.host_bytes_per_node / GIB
         reason += f" ({of_rank:,.0f} GiB a rank, {of_node:,.0f} a node)"
-    return Suggestion(change.override, new.peak_bytes, cost(new, plan), reason, change.effect)
+    fits = new.host_fits
+    return Suggestion(change.override, new.peak_bytes, cost(new, plan), reason, change.effect, fits)
 
 
 def plan_with(change: Change, run: Candidate, must_fit: bool = True) -> RunPlan | None:

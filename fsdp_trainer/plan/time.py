@@ -135,7 +135,7 @@ class StageTimes:
         # a forward is one of three passes over the blocks, and one of three products of the head
         reading = count * (compute.forward + compute.head / 3) + waited / 3
         reading += gathers * gathering.exposed
-        optimizer = optimizer_seconds(model, self.units.all.own, self.device)
+        optimizer = optimizer_seconds(model, self.units.all.own, self.device, layout.ranks)
         exchange = self.run.exchange
         between = exchange.seconds(self.units.all.own, self.device, self.links)
         total, exposed = total + between, exposed + exchange.exposed(between, computed + exposed)
@@ -285,7 +285,7 @@ class StageTimes:
             over_replicas = 2 * self.groups.replicate.seconds(size, device, links)
         if self.run.layout.encodes_gradients:
             seconds += self._in_memory(unit.trained_padded * (ENCODING + DECODING))
-        return seconds + over_replicas + unit.own * stored * self._from_host
+        return seconds + over_replicas + unit.own * stored * self._to_host
 
     def _in_memory(self, size: float) -> float:
         """Return the seconds to read from and write to the device's memory `size` bytes in all."""
@@ -293,8 +293,13 @@ class StageTimes:
 
     @property
     def _from_host(self) -> float:
-        """Seconds to copy a byte of the states from the host, or to it; 0 if they are not there."""
+        """Seconds to copy a byte of the weights from the host; 0 if they are not gathered there."""
         return 1 / self.device.host_link if self.run.layout.sharding.cpu_offload else 0.0
+
+    @property
+    def _to_host(self) -> float:
+        """Seconds to copy a byte of a gradient to the host; 0 if it is not updated there."""
+        return 1 / self.device.host_link if updates_on_host(self.run.model) else 0.0
 
 
 class TeacherSeconds(NamedTuple):
@@ -339,15 +344,31 @@ def owners_seconds(stages: RankStages, model: PlannedModel, device: Device, best
     return products * spread + traffic.seconds(device, LINKS[best])
 
 
-def optimizer_seconds(model: PlannedModel, numbers: float, device: Device) -> float:
+def updates_on_host(model: PlannedModel) -> bool:
+    """Return True if the host updates the weights."""
+    return model.layout.sharding.cpu_offload or model.optim.offload != "none"
+
+
+def optimizer_seconds(model: PlannedModel, numbers: float, device: Device, ranks: int) -> float:
     """Return the seconds of gradient norm, clipping and AdamW for `numbers` trained parameters.
 
-    They are determined by reading from and writing to memory.
+    They are determined by reading from and writing to memory, or a disk that the ranks of a node
+    share. ranks: number of all ranks.
     """
     stored = model.stored_number
     state = state_bytes(model.optim, model.precision.master_dtype)
     moved = numbers * (
         2 * stored + 2 * state + 4 * stored
     )  # weights; both moments; the gradient for norm, clipping (twice) and update
-    offload = model.layout.sharding.cpu_offload
-    return moved / (HOST_ADAMW if offload else device.memory_rate * MEMORY)
+    if not updates_on_host(model):
+        return moved / (device.memory_rate * MEMORY)
+    seconds = moved / HOST_ADAMW
+    if model.optim.offload == "none":
+        return seconds
+    seconds += numbers * model.number / device.host_link  # new weights to the device
+    if model.optim.offload == "cpu":
+        return seconds
+    # norm and clipping read and write the gradient before anything is read from the disk
+    before = numbers * 3 * stored / HOST_ADAMW
+    files = 2 * numbers * (stored + state) * min(ranks, device.per_node) / device.offload_disk
+    return before + max(seconds - before, files)

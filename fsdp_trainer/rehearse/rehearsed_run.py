@@ -26,6 +26,7 @@ LEFT_OUT: dict[str, tuple[Any, str]] = {
     "compile.enabled": (False, "blocks are not compiled"),
     "activation_checkpoint.offload": (False, "activations stay on the device"),
     "sharding.cpu_offload": (False, "weights and optimizer state stay on the device"),
+    "optim.offload": ("none", "weights and optimizer state stay on the device"),
     "precision.float8": (None, "products are in precision.param_dtype"),
     "sharding.messages": ("ordinary", "messages are ordinary tensors"),
     "objective.rewards": ([], "answers come with their rewards"),

@@ -46,6 +46,7 @@ from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
 from fsdp_trainer.run.describe import describe
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
+from fsdp_trainer.run.offload_states import offload_states
 from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data
 from fsdp_trainer.training.after_step.train_state import TrainState
 from fsdp_trainer.training.attention_setup import choose_attention
@@ -135,6 +136,7 @@ def build(
     allocate(model, setup.model_device, device)
     optimizer = build_optimizer(model, cfg.optim, cfg.run.seed, dims.stage_group)
     scale_after_each_step(model, optimizer, cfg.precision)
+    optimizer = offload_states(setup, model, optimizer)
     loss_scale = new_loss_scale(cfg.precision, setup.model_device)
     rows, digests = method.load(model, reading.options)
     outer = None
@@ -142,6 +144,7 @@ def build(
         outer = OuterStep(cfg.replicas, stored_parameters(model))
     filled = method.start_formats
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, outer, start, filled)
+    optimizer.weights_changed()
 
     if config.by_transformers:
         check_transformers(setup, model, reading.options.images)

@@ -14,10 +14,12 @@ from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
+from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
 from fsdp_trainer.run.run_lock import are_groups_beside
 from fsdp_trainer.training.after_step.garbage import GarbageCollection
 from fsdp_trainer.training.after_step.sample_prompts import Samples, encode_prompts
 from fsdp_trainer.training.after_step.saving import CheckpointManager, CopyCheck
+from fsdp_trainer.training.after_step.state_disk_note import StateDiskNote
 from fsdp_trainer.training.after_step.step_logging import SkipLimit, StepLogging
 from fsdp_trainer.training.after_step.task_evaluation import TrainingTasks
 from fsdp_trainer.training.after_step.timetable import Timetable
@@ -85,6 +87,7 @@ class LoopBuilder:
             ],
             after_step=[
                 log,
+                *state_disk_notes(setup, state),
                 SkipLimit(state.guard, cfg.train.max_skipped, checkpoints),
                 garbage,
                 checkpoints.copies,
@@ -202,6 +205,13 @@ def bytes_of_targets(setup: RunSetup) -> Tensor:
     """Return the bytes of each token, [vocabulary]; all 0 if the method predicts no text."""
     sizes = torch.from_numpy(token_bytes(setup.inputs.tokenizer, setup.config.vocab_size))
     return torch.zeros_like(sizes) if setup.cfg.objective.method.scores else sizes
+
+
+def state_disk_notes(setup: RunSetup, state: TrainState) -> list[StateDiskNote]:
+    """Return the note about a slow disk of states, if states are on one."""
+    if isinstance(state.optimizer, DiskOptimizer):
+        return [StateDiskNote(state.optimizer, setup.observer)]
+    return []
 
 
 def samples(setup: RunSetup, common: CommonParts) -> list[Samples]:

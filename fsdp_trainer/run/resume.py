@@ -48,6 +48,8 @@ FREE = {
     "objective.server",
     "objective.server_folder",
     "optim.implementation",
+    "optim.offload",
+    "optim.offload_path",
     "tokenizer.path",
 }
 """Keys of the compared groups that may change, since they affect how something is read or computed

@@ -277,6 +277,7 @@ class Rank:
                 trainer.checkpoints.store.wait()
             except BaseException as error:  # the error that ended the run is reported elsewhere
                 self.console.say(f"the checkpoint on its way was lost: {error}")
+        trainer.optimizer.close()
         trainer.groups.leave()
         trainer.profiler.close(alone=True)
         if trainer.observer.trackers:

@@ -22,7 +22,7 @@ LAYERS = [
     ("observe",),
     ("data", "optim"),
     ("checkpoint", "parallel", "generation"),
-    ("evaluation", "plan"),
+    ("evaluation", "plan", "offload"),
     ("launch",),
     ("training",),
     ("methods",),

@@ -23,6 +23,7 @@ from fsdp_trainer.apps.doctor.machines import (
     machines,
     software,
 )
+from fsdp_trainer.apps.doctor.state_disk import state_disk
 from fsdp_trainer.apps.doctor.storage import input_digests, inputs, storage
 from fsdp_trainer.config.devices import peak_flops
 from fsdp_trainer.config.durations import parse_duration
@@ -122,6 +123,7 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
         report.add("network", *group_links(cfg, world, timeout))
         report.add("devices", *devices(cfg, world, everyone, timeout))
     report.add("storage", *storage(cfg, world, everyone, timeout))
+    report.add("storage", *state_disk(cfg, world, everyone, timeout))
     if world.main:
         report.add("inputs", *inputs(cfg, everyone))
 

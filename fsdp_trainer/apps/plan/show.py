@@ -72,6 +72,7 @@ def one_world(
         },
         "host_gib": round(plan.memory.host / GIB, 3),
         "host_gib_per_node": round(plan.host_bytes_per_node / GIB, 3),
+        "disk_gib": round(plan.memory.disk / GIB, 3),
         "host_fits": plan.host_fits,
         "rollouts": rollouts_json(plan.rollouts),
         "groups": groups_json(cfg, plan),
@@ -265,6 +266,11 @@ def categories(plan: RunPlan) -> Table:
     table.add_row("  peak", size_text(peak.total, "bold"), Text(peak.when, "dim"))
     if plan.memory.host:
         table.add_row("  host", size_text(plan.memory.host), Text(host_line(plan), "dim"))
+    if plan.memory.disk:
+        ranks = min(plan.world_size, plan.device.per_node)
+        of_node = f"{plan.memory.disk * ranks / GIB:,.0f} GiB a node"
+        text = f"of files of states, each rank: {of_node}, read and written once a step"
+        table.add_row("  disk", size_text(plan.memory.disk), Text(text, "dim"))
     return table
 
 

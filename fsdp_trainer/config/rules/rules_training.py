@@ -10,7 +10,7 @@ from fsdp_trainer.config.check import Report, Violations, flatten, value_of
 from fsdp_trainer.config.durations import parse_duration, parse_steps
 from fsdp_trainer.config.host_list import read_hosts
 from fsdp_trainer.config.names import nearest
-from fsdp_trainer.config.schema import GROUPS, TrainConfig
+from fsdp_trainer.config.schema import GROUPS, WHOLE_MATRICES, TrainConfig
 from fsdp_trainer.extensions import IMPORTS
 
 # beginnings of variables that decide which code a rank runs: of loader, Python, compiler, plugins
@@ -110,6 +110,43 @@ def optimizer(cfg: TrainConfig, report: Report) -> Violations:
             "the host would compute muon's matrix products.\n"
             "Use  optim=adamw  or  sharding.cpu_offload=false",
         )
+
+
+def offloading(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the optimizer's states can be kept on the host or on a disk."""
+    offload = cfg.optim.offload
+    if "optim.offload_path" in report.typed and offload != "disk":
+        yield "optim.offload_path", "only counts with  optim.offload=disk"
+    if offload == "none":
+        return
+    key, sharding = "optim.offload", cfg.sharding
+    instead = f"Use  {key}=none"
+    cannot = {
+        "sharding=fsdp": ("ddp keeps everything on the device", sharding.strategy == "ddp"),
+        "sharding.cpu_offload=false": (
+            "sharding.cpu_offload moves the weights to the host too",
+            sharding.cpu_offload,
+        ),
+        "sharding.pipeline=1": (
+            f"together with sharding.pipeline={sharding.pipeline} is not in this version",
+            sharding.pipeline > 1,
+        ),
+        "replicas.method=none": (
+            "groups exchange weights that are on the device",
+            cfg.replicas.method != "none",
+        ),
+        "precision=bf16": (
+            "weights that are gathered in float8 are converted from those of the optimizer",
+            cfg.precision.float8 is not None,
+        ),
+        "optim=adamw": (
+            f"{cfg.optim.name} needs whole matrices or their norms, not parts of them",
+            cfg.optim.name in WHOLE_MATRICES and (offload == "disk" or cfg.optim.name == "muon"),
+        ),
+    }
+    for other, (reason, holds) in cannot.items():
+        if holds:
+            yield key, f"{reason}.\n{instead}  or  {other}"
 
 
 def tracking_command(cfg: TrainConfig, report: Report) -> Violations:

@@ -98,7 +98,7 @@ class CheckpointManager:
         state, tensors = self.state.record(progress), self.state.tensors()
         try:
             with self.clock.excluded():
-                self.store.save(progress.step, tensors, state, started)
+                self.store.save(progress.step, tensors, state, started, self.state.linked)
         except RunFailed as error:
             self._record_failure(progress.step, error, progress)
             return

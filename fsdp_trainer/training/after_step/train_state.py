@@ -8,8 +8,10 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import local_part
 from fsdp_trainer.checkpoint.frozen_weights import Base
+from fsdp_trainer.checkpoint.linked_files import LinkedFiles
 from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
 from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.parallelize import reshard
@@ -74,7 +76,13 @@ class TrainState:
             local_part(tensor).copy_(parts[name])
         progress.take_over(Progress.from_stored(record))
         self.guard.load(progress.recent, progress.spikes_in_a_row)
+        self.optimizer.weights_changed()
         reshard(self.model)
+
+    @property
+    def linked(self) -> LinkedFiles | None:
+        """Files with some of the tensors, which a checkpoint links; None: there are none."""
+        return self.optimizer if isinstance(self.optimizer, DiskOptimizer) else None
 
     @property
     def validation_fingerprint(self) -> str | None:

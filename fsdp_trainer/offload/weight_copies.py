@@ -1,0 +1,52 @@
+"""Weights in the number format of the computation, on the device that computes.
+
+With optim.offload a unit's parameters are in host memory or in files. fully_shard would copy them
+to the device each time that it gathers them. Instead it gathers from copies, which are made again
+after each update.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.base.torch_private import gather_from_copies, local_tensor
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.parallel.parallelize import fsdp_modules
+
+
+class WeightCopies:
+    """The copies of all of this rank's parts of parameters."""
+
+    def __init__(self, model: Decoder):
+        """Allocate the copies, and let fully_shard gather from them."""
+        self._copies = gather_from_copies(fsdp_modules(model))
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if writing a copy does not make the host wait."""
+        return any(copy.is_cuda for copy in self._copies.values())
+
+    def write_all(self) -> None:
+        """Write every copy."""
+        for parameter in self._copies:
+            self.write(parameter, 0, local_tensor(parameter))
+        if self.on_gpu:
+            torch.cuda.current_stream().synchronize()
+
+    @torch.no_grad()
+    def write(self, parameter: Tensor, first: int, numbers: Tensor) -> None:
+        """Write some numbers of a parameter's part, from number `first` on, to its copy.
+
+        To a GPU they are copied asynchronously: they must not change before that is done.
+        """
+        copy = self._copies[parameter]
+        flat = numbers.reshape(-1).to(copy.dtype)
+        if copy.is_cuda and not flat.is_pinned():
+            flat = flat.pin_memory()
+        copy[first : first + len(flat)].copy_(flat, non_blocking=True)
+
+
+def all_numbers(parameters: Iterable[Tensor]) -> int:
+    """Return how many numbers of parameters this rank holds."""
+    return sum(local_tensor(parameter).numel() for parameter in parameters)

@@ -1,0 +1,60 @@
+"""Where the states of the model in training are kept: optim.offload."""
+
+import hashlib
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdp_trainer.base.distributed import run_on_all_ranks
+from fsdp_trainer.checkpoint.state import stored_parameters
+from fsdp_trainer.config.schema import WHOLE_MATRICES
+from fsdp_trainer.methods.run_setup import RunSetup
+from fsdp_trainer.models.decoder import Decoder
+from fsdp_trainer.offload.offloaded_optimizer import UPDATING, DiskOptimizer, OffloadedOptimizer
+from fsdp_trainer.offload.parts import parts_in_memory
+from fsdp_trainer.offload.state_files import empty_folder
+from fsdp_trainer.offload.weight_copies import WeightCopies
+from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
+
+STATES = "states"
+"""Folder in the run's own, unless optim.offload_path names another place."""
+
+
+def offload_states(
+    setup: RunSetup, model: Decoder, optimizer: TrainerOptimizer
+) -> TrainerOptimizer:
+    """Return the optimizer with its states where optim.offload keeps them. Collective.
+
+    The model's weights are allocated, and not set yet. Raises RunFailed, for example if the disk
+    has no room for the files.
+    """
+    cfg = setup.cfg.optim
+    if cfg.offload == "none":
+        return optimizer
+    copies, named = WeightCopies(model), stored_parameters(model)
+    if cfg.offload == "cpu":
+        whole = cfg.name in WHOLE_MATRICES
+        return OffloadedOptimizer(optimizer, copies, parts_in_memory(named, whole))
+    folder = states_folder(setup.folder, cfg.offload_path) / f"rank-{dist.get_rank()}"
+    pinned = setup.device.type == "cuda"
+    made: list[TrainerOptimizer] = []
+
+    def make_files() -> bool:
+        was_cut_off = (folder / UPDATING).exists()
+        empty_folder(folder)
+        made.append(DiskOptimizer(optimizer, copies, named, folder, pinned))
+        return was_cut_off
+
+    if any(run_on_all_ranks(f"make files for the optimizer's states in {folder}", make_files)):
+        setup.observer.say(
+            "states   an update was cut off when the run ended: they come from the checkpoint"
+        )
+    return made[0]
+
+
+def states_folder(run: Path, path: str | None) -> Path:
+    """Return the folder of a run's files of states. path: optim.offload_path."""
+    if path is None:
+        return run / STATES
+    digest = hashlib.blake2b(str(run.resolve()).encode(), digest_size=4).hexdigest()
+    return Path(path).expanduser() / f"{run.name}-{digest}"

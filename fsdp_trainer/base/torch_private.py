@@ -265,12 +265,13 @@ def no_pipeline_vote() -> Iterator[None]:
         yield
 
 
-def gather_from_copies(modules: list[Any]) -> dict[Tensor, Tensor]:
+def gather_from_copies(modules: list[Any], on_host: bool) -> dict[Tensor, Tensor]:
     """Let fully_shard gather all units from copies, and return these by parameter.
 
-    The copies are flat, on the device and in the number format of the computation, and not yet
-    filled. With CPUOffloadPolicy, fully_shard copies and converts the parameters themselves each
-    time that it gathers them; it has no option against it. modules: the root first.
+    The copies are flat, in the number format of the computation, and not yet filled. With
+    CPUOffloadPolicy, fully_shard copies and converts the parameters themselves each time that it
+    gathers them; it has no option against it. modules: the root first. on_host: True for copies in
+    host memory, from which they are still copied to the device each time.
     """
     modules[0]._get_fsdp_state()._lazy_init()  # it would otherwise replace the copies
     copies: dict[Tensor, Tensor] = {}
@@ -278,10 +279,12 @@ def gather_from_copies(modules: list[Any]) -> dict[Tensor, Tensor]:
         for parameter in group.fsdp_params:
             dtype = parameter.param_dtype or parameter.sharded_param.dtype
             size = parameter._sharded_param_data.numel()
-            copy = torch.zeros(size, dtype=dtype, device=parameter.device)
+            on_gpu = parameter.device.type == "cuda"
+            device = torch.device("cpu") if on_host else parameter.device
+            copy = torch.zeros(size, dtype=dtype, device=device, pin_memory=on_gpu and on_host)
             parameter._sharded_param_data = copies[parameter.sharded_param] = copy
             # gradients are copied to pinned memory, whatever memory the parameter is in
-            parameter.pin_memory = parameter.device.type == "cuda"
+            parameter.pin_memory = on_gpu
     return copies
 
 

@@ -100,8 +100,8 @@ class Plan:
     disk: float = key(2.0, "GB/s that each node writes to run.root", above=0)
     offload_disk: float | None = key(
         None,
-        "optim.offload=disk: GB/s that each node reads and writes there, added up; null: as disk."
-        " Its doctor measures them",
+        "optim.offload=disk: GB/s that each node reads and writes there at a time, added up, which"
+        " doctor measures; null: twice plan.disk",
         above=0,
     )
     image_share: float | None = key(

@@ -1,8 +1,8 @@
-"""Weights in the number format of the computation, on the device that computes.
+"""Weights in the number format of the computation, from which fully_shard gathers.
 
-With optim.offload a unit's parameters are in host memory or in files. fully_shard would copy them
-to the device each time that it gathers them. Instead it gathers from copies, which are made again
-after each update.
+With optim.offload a unit's parameters are in host memory or in files. fully_shard would copy and
+convert them each time that it gathers them. Instead it gathers from copies, which are made again
+after each update. They are on the device, or with sharding.cpu_offload in host memory.
 """
 
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ from fsdp_trainer.parallel.parallelize import fsdp_modules
 class WeightCopies:
     """The copies of all of this rank's parts of parameters."""
 
-    def __init__(self, model: Decoder):
-        """Allocate the copies, and let fully_shard gather from them."""
-        self._copies = gather_from_copies(fsdp_modules(model))
+    def __init__(self, model: Decoder, on_host: bool):
+        """Allocate the copies, and let fully_shard gather from them. on_host: see above."""
+        self._copies = gather_from_copies(fsdp_modules(model), on_host)
 
     @property
     def on_gpu(self) -> bool:

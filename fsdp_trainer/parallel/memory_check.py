@@ -45,24 +45,23 @@ class MemoryItem(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a rank keeps states, and gradients: device, host or disk.
+    """Where a rank keeps states, gradients, and copies to compute with: device, host or disk.
 
-    copies: True if weights from which it gathers are on the device, beside those of the optimizer.
+    copies: None if it computes with the states' weights.
     """
 
     states: str
     gradients: str
-    copies: bool
+    copies: str | None
 
     @classmethod
     def of(cls, sharding: Sharding, optim: Optim) -> "Places":
         """Return the configured places."""
-        if sharding.cpu_offload:
-            return cls("host", "host", False)
+        computing = "host" if sharding.cpu_offload else "device"
         return {
-            "none": cls("device", "device", False),
-            "cpu": cls("host", "host", True),
-            "disk": cls("disk", "host", True),
+            "none": cls(computing, computing, None),
+            "cpu": cls("host", "host", computing),
+            "disk": cls("disk", "host", computing),
         }[optim.offload]
 
 
@@ -100,7 +99,7 @@ def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     ]
     if places.copies:
         numbers = trained + frozen + encoded // computed
-        states.append(sharded("to compute", numbers, computed, "device"))
+        states.append(sharded("to compute", numbers, computed, places.copies))
     states = [state for state in states if state.size]  # in most runs nothing is frozen
     gradients = sharded("gradients", trained, stored, places.gradients)
     if layout.fsdp_ranks == 1 and stored == computed:

@@ -211,11 +211,11 @@ def offload_states(run: Candidate) -> Iterator[Change]:
     if offload != "disk":
         reason = "files hold the states, of which a part at a time is in memory"
         change = set_key("optim.offload", "disk", reason)
-        if sharding.cpu_offload:
-            keys = change.keys | {"sharding.cpu_offload": False}
-            override = f"{change.override} sharding.cpu_offload=false"
-            change = change._replace(override=override, keys=keys)
         yield change
+        if not sharding.cpu_offload:
+            keys = change.keys | {"sharding.cpu_offload": True}
+            override = f"{change.override} sharding.cpu_offload=true"
+            yield Change(override, keys, f"{reason}; the host has weights to compute with")
 
 
 def smaller_head_chunks(run: Candidate) -> Iterator[Change]:

@@ -287,25 +287,26 @@ class States(NamedTuple):
     disk: float = 0.0
 
     @classmethod
-    def of(cls, units: FsdpUnit, master: int, offload: str, copies: float) -> "States":
+    def of(
+        cls, units: FsdpUnit, master: int, offload: str, weights: bool, copies: float
+    ) -> "States":
         """Return the states of all units of a rank on a GPU.
 
-        master: bytes of a trained weight's number; offload: "weights" for sharding.cpu_offload,
-        else as optim.offload; copies: bytes of the weights from which a rank gathers.
+        master: bytes of a trained weight's number; offload: optim.offload; weights: True for
+        sharding.cpu_offload; copies: bytes of weights to compute with that are no states.
         """
         parameters = units.own * master + units.frozen
         states = {"parameters": parameters, "optimizer": units.state}
         gradients, all_states = units.own * master, parameters + units.state
         if offload == "none":
-            return cls(states, 0.0, master)
-        if offload == "weights":
-            return cls({}, all_states + gradients, 0)
-        on_device = {"parameters": copies}
+            return cls({}, all_states + gradients, 0) if weights else cls(states, 0.0, master)
         if offload == "cpu":
-            return cls(on_device, all_states + gradients, 0)
+            return cls({"parameters": copies}, all_states + gradients, 0)
         filed = units.own * master + units.state
-        buffers = buffers_bytes(filed)
-        return cls(on_device, units.frozen + gradients + buffers, 0, filed)
+        host = units.frozen + gradients + buffers_bytes(filed)
+        if weights:
+            return cls({}, host + copies, 0, filed)
+        return cls({"parameters": copies}, host, 0, filed)
 
     def with_others(
         self, activations: Activations, teacher: TeacherUnits | None, whole: float
@@ -489,13 +490,13 @@ class Step:
         self.compared = COMPARED_BYTES if run.teacher and run.teacher.compares else 0
         self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
         self.tower = model.tower
-        offload = "weights" if layout.sharding.cpu_offload else model.optim.offload
         whole, master = self.units.stored.all, model.stored_number
         self.scoring = run.scoring
         others = sum(one.weights for one in run.scoring)
         teacher = self.teacher_units
-        on_gpu = device == "cuda"
-        states = States.of(whole, master, offload if on_gpu else "none", self.units.copies)
+        weights = device == "cuda" and layout.sharding.cpu_offload
+        offload = model.optim.offload if device == "cuda" else "none"
+        states = States.of(whole, master, offload, weights, self.units.copies)
         self.states = states.with_others(self.activations, teacher, others)
         if layout.encodes_gradients and layout.sharding.error_feedback:
             kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES

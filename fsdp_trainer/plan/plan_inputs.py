@@ -246,7 +246,7 @@ def target(cfg: PlanConfig, world: int) -> Device:
         chosen = chosen._replace(network=typed.network_gbps / 8 * 1e9)
     if cfg.launch.nproc_per_node != "auto" and chosen.name != "cpu":
         chosen = chosen._replace(per_node=cfg.launch.nproc_per_node)
-    states = (typed.offload_disk or typed.disk) * 1e9
+    states = (typed.offload_disk or 2 * typed.disk) * 1e9
     return chosen._replace(efficiency=typed.efficiency, disk=typed.disk * 1e9, offload_disk=states)
 
 

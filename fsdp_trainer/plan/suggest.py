@@ -24,7 +24,7 @@ from fsdp_trainer.plan.plan import GIB, RunPlan
 
 MAX_SUGGESTIONS = 8
 PLACES_OF_STATES = re.compile(
-    r"(optim\.offload=\w+( sharding\.cpu_offload=false)?|sharding\.cpu_offload=true)"
+    r"(optim\.offload=\w+( sharding\.cpu_offload=true)?|sharding\.cpu_offload=true)"
 )
 ENOUGH = 4
 """Number of suggestions from which on combinations of more changes are not tried."""

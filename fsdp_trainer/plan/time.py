@@ -261,14 +261,15 @@ class StageTimes:
         factor: on the bytes of its messages; group: that gathers all but experts on a separate
         mesh; None: the ranks that shard it.
         """
-        stored = self.run.model.stored_number
+        model = self.run.model
+        stored = model.stored_number if model.optim.offload == "none" else model.number
         of_host = (unit.own * stored + unit.frozen) * self._from_host
         shard, expert_shards = group or self.groups.shard, self.groups.expert_shards
         of_experts = expert_shards.seconds(unit.experts * factor, self.device, self.links)
         others = (unit.gathered - unit.experts) * factor
         seconds = of_experts + shard.seconds(others, self.device, self.links) + of_host
         if self.run.layout.encodes_weights and group is None:
-            seconds += self._in_memory(unit.gathered / self.run.model.number * DECODING)
+            seconds += self._in_memory(unit.gathered / model.number * DECODING)
         return seconds
 
     def _reduce(self, unit: FsdpUnit, is_last: bool) -> float:

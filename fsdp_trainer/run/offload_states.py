@@ -31,7 +31,7 @@ def offload_states(
     cfg = setup.cfg.optim
     if cfg.offload == "none":
         return optimizer
-    copies, named = WeightCopies(model), stored_parameters(model)
+    copies, named = WeightCopies(model, setup.cfg.sharding.cpu_offload), stored_parameters(model)
     if cfg.offload == "cpu":
         whole = cfg.name in WHOLE_MATRICES
         return OffloadedOptimizer(optimizer, copies, parts_in_memory(named, whole))

@@ -383,3 +383,11 @@ def test_dockers_shared_memory_and_too_few_open_files_are_problems():
     )
     assert files.what == "open files"
     assert "ulimit -n" in files.advice
+
+
+@pytest.mark.slow
+def test_the_disk_of_states_is_measured_and_its_rate_is_one_for_plan(doctor):
+    listed = doctor("optim.offload=disk", ranks=2, seam=QUICKLY)
+    (disk,) = [finding for (_, what), finding in listed.items() if what == "disk of states"]
+    assert "by 2 ranks of a node" in disk["text"]
+    assert "plan.offload_disk=" in disk["advice"]

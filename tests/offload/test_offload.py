@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from functools import partial
 
 import inject
@@ -53,6 +54,13 @@ def test_every_place_of_states_gives_the_same_bits(train, place, ranks, words):
     elsewhere = train("elsewhere", *words, place, ranks=ranks)
     assert elsewhere.column("loss") == device.column("loss")
     assert_same(elsewhere, device)
+
+
+@pytest.mark.slow
+def test_weights_to_compute_with_may_be_on_the_host_too(train):
+    words = ["train.steps=3", "precision.param_dtype=bfloat16", "batch.micro_rows=1"]
+    device = train("device", *words, ranks=2)
+    assert_same(train("disk", *words, DISK, "sharding.cpu_offload=true", ranks=2), device)
 
 
 def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkpoint(train):
@@ -133,6 +141,18 @@ def test_a_file_system_without_direct_access_is_used_without_it(train):
     words = ["train.steps=2"]
     run = train("run", *words, DISK, seam=inject.around("state_open", refuse_direct_access))
     assert_same(run, train("device", *words))
+
+
+def move_late(real, *args):
+    time.sleep(0.05)
+    return real(*args)
+
+
+@pytest.mark.slow
+def test_a_disk_that_makes_most_of_a_step_is_named_with_its_rate(train):
+    slow = train("slow", "train.steps=5", DISK, seam=inject.around("state_piece", move_late))
+    assert "updates are" in slow.out
+    assert slow.event("slow_states")[0]["share"] > 0.5
 
 
 @pytest.mark.parametrize(

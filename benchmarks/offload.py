@@ -137,12 +137,12 @@ def deepspeed_update(place: str, folder: Path) -> Callable[[], float] | None:
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    asked, answers = process.stdin, process.stdout
-    assert asked is not None
+    requests, answers = process.stdin, process.stdout
+    assert requests is not None
     assert answers is not None
 
     def step() -> float:
-        print("step", file=asked, flush=True)
+        print("step", file=requests, flush=True)
         for line in answers:
             if line.startswith("seconds "):
                 return float(line.split()[1])

@@ -1,4 +1,4 @@
-"""What `plan` counts in each place of states is what a real run has there, within 1%."""
+"""`plan` counts as much in each place of states as a real run has there, within 1%."""
 
 import json
 from functools import partial

@@ -143,3 +143,23 @@ def test_a_search_is_for_one_cluster(capsys, word, instead):
     base = [one for one in ("plan.gpu=h100", "plan.world_size=8") if one[:8] != word[:8]]
     assert main(["plan", "model=tiny", *base, word, *SEARCH]) == 2
     assert instead in capsys.readouterr().err
+
+
+def test_a_second_copy_inside_each_of_several_nodes_is_tried(capsys):
+    words = [*CLUSTER, "plan.gpu=h100", "plan.network_gbps=50"]
+    layouts = searched(capsys, *words)["layouts"]
+    assert any("sharding.reshard_after_forward=8" in one["overrides"] for one in layouts)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["model=llama3_8b", "plan.world_size=2"], "optim.offload=cpu"),
+        (["model=llama3_70b", "plan.world_size=8"], "optim.offload=disk"),
+    ],
+)
+def test_states_elsewhere_are_proposed_where_the_host_has_room_else_a_disk(capsys, words, wanted):
+    own = ["plan.gpu=a100_40gb", "batch.seq_len=2048", "activation_checkpoint=full"]
+    main(["plan", *words, *own, "plan.format=json"])
+    proposed = [one["override"] for one in json.loads(capsys.readouterr().out)["suggestions"]]
+    assert any(wanted in override.split() for override in proposed), proposed

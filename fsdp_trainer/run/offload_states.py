@@ -1,6 +1,7 @@
 """Where the states of the model in training are kept: optim.offload."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,7 +13,6 @@ from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.offload.offloaded_optimizer import UPDATING, DiskOptimizer, OffloadedOptimizer
 from fsdp_trainer.offload.parts import parts_in_memory
-from fsdp_trainer.offload.state_files import empty_folder
 from fsdp_trainer.offload.weight_copies import WeightCopies
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
@@ -35,21 +35,36 @@ def offload_states(
     if cfg.offload == "cpu":
         whole = cfg.name in WHOLE_MATRICES
         return OffloadedOptimizer(optimizer, copies, parts_in_memory(named, whole))
-    folder = states_folder(setup.folder, cfg.offload_path) / f"rank-{dist.get_rank()}"
-    pinned = setup.device.type == "cuda"
+    folder = clean_folder(setup) / f"rank-{dist.get_rank()}"
     made: list[TrainerOptimizer] = []
 
-    def make_files() -> bool:
-        was_cut_off = (folder / UPDATING).exists()
-        empty_folder(folder)
+    def make_files() -> None:
+        folder.mkdir(parents=True)
+        pinned = setup.device.type == "cuda"
         made.append(DiskOptimizer(optimizer, copies, named, folder, pinned))
-        return was_cut_off
 
-    if any(run_on_all_ranks(f"make files for the optimizer's states in {folder}", make_files)):
+    run_on_all_ranks(f"make files for the optimizer's states in {folder}", make_files)
+    return made[0]
+
+
+def clean_folder(setup: RunSetup) -> Path:
+    """Return the folder of the run's states, without what an earlier process left there.
+
+    Says if that was in the middle of an update. Collective.
+    """
+    folder = states_folder(setup.folder, setup.cfg.optim.offload_path)
+    what = f"look into {folder}"
+    if any(run_on_all_ranks(what, lambda: any(folder.glob(f"rank-*/{UPDATING}")))):
         setup.observer.say(
             "states   an update was cut off when the run ended: they come from the checkpoint"
         )
-    return made[0]
+
+    def clear() -> None:
+        if setup.world.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    run_on_all_ranks(f"clear {folder}", clear)
+    return folder
 
 
 def states_folder(run: Path, path: str | None) -> Path:

@@ -31,7 +31,7 @@ from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer, OffloadedOptimizer
 from fsdp_trainer.offload.parts import parts_in_memory
-from fsdp_trainer.offload.weight_copies import WeightCopies
+from fsdp_trainer.offload.weight_copies import WeightCopies, weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.parallel.dims import Dims
@@ -97,7 +97,7 @@ def update(offload: str, folder: Path) -> Callable[[], float]:
     if offload != "none":
         optimizer = elsewhere(offload, model, optimizer, named, folder)
     initialize_weights(model, 0)
-    optimizer.weights_changed()
+    weights_changed(model)
     gradients = {p: torch.randn_like(p) for p in named.values()}
 
     def step() -> float:

@@ -64,10 +64,6 @@ class OffloadedOptimizer(TrainerOptimizer):
         """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none)
 
-    def weights_changed(self) -> None:
-        """Write the device's weights again, after others than `step_unless` have changed them."""
-        self._copies.write_all()
-
     @torch.no_grad()
     def step_unless(self, skip: Tensor) -> None:
         """Update the weights, or with `skip` keep all as it is. Waits for the gradients."""

@@ -5,7 +5,7 @@ convert them each time that it gathers them. Instead it gathers from copies, whi
 after each update. They are on the device, or with sharding.cpu_offload in host memory.
 """
 
-from collections.abc import Iterable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class WeightCopies:
     def __init__(self, model: Decoder, on_host: bool):
         """Allocate the copies, and let fully_shard gather from them. on_host: see above."""
         self._copies = gather_from_copies(fsdp_modules(model), on_host)
+        COPIES[model] = self
 
     @property
     def on_gpu(self) -> bool:
@@ -47,6 +48,14 @@ class WeightCopies:
         copy[first : first + len(flat)].copy_(flat, non_blocking=True)
 
 
-def all_numbers(parameters: Iterable[Tensor]) -> int:
-    """Return how many numbers of parameters this rank holds."""
-    return sum(local_tensor(parameter).numel() for parameter in parameters)
+COPIES: WeakKeyDictionary[Decoder, WeightCopies] = WeakKeyDictionary()
+"""The copies of each model that has some."""
+
+
+def weights_changed(model: Decoder) -> None:
+    """Write a model's copies again, if it has some.
+
+    Must be called after others than its optimizer have changed its weights.
+    """
+    if copies := COPIES.get(model):
+        copies.write_all()

@@ -32,9 +32,6 @@ class TrainerOptimizer(Optimizer):
     def begin_load(self) -> None:
         """Prepare for new weights and states, which are loaded in place. Collective."""
 
-    def weights_changed(self) -> None:
-        """Take note that others than `step` have changed the weights."""
-
     def close(self) -> None:
         """Free what the optimizer has outside of this process's memory."""
 

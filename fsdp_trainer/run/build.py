@@ -144,7 +144,6 @@ def build(
         outer = OuterStep(cfg.replicas, stored_parameters(model))
     filled = method.start_formats
     base, dtypes = load_weights(setup, model, optimizer, loss_scale, outer, start, filled)
-    optimizer.weights_changed()
 
     if config.by_transformers:
         check_transformers(setup, model, reading.options.images)

@@ -61,7 +61,6 @@ def rewind(trainer: Trainer, spike: StepPlan) -> None:
     if now := trainer.checkpoints.state.base:  # the base may have moved since that checkpoint
         base = base.at(now.source, now.hub_id)
     restore(trainer.model, trainer.optimizer, checkpoint, loss_scale, base)
-    trainer.optimizer.weights_changed()
     precompute_float8_scales(trainer.model, trainer.cfg.precision)
     reshard(trainer.model)
     trainer.continue_from(progress)

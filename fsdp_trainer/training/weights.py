@@ -45,6 +45,7 @@ from fsdp_trainer.models.hf.new_model import meta_decoder
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.setup import ModelSetup, WeightSource
+from fsdp_trainer.offload.weight_copies import weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.materialize import grow_vocabulary, initialize_magnitudes
@@ -71,6 +72,7 @@ def fill(model: Decoder, source: WeightSource, drawn_dtype: str) -> dict[str, st
         read_adapter(model, source.adapter)
     else:
         initialize_magnitudes(model)
+    weights_changed(model)
     return formats
 
 
@@ -196,6 +198,7 @@ def restore(
     extra = extra_state(model.balance, loss_scale, outer)
     found = {name: tensor for name, tensor in extra.items() if name in stored}
     load_weights(model, checkpoint, state | found, base=base)
+    weights_changed(model)
     if outer and found.keys().isdisjoint(outer.state()):
         outer.begin()
 

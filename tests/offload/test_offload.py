@@ -7,6 +7,7 @@ from functools import partial
 
 import inject
 import pytest
+from pairs import write_pairs
 from stored import assert_byte_equal, checkpoint, newest, stored
 from world import SPIKY
 
@@ -61,6 +62,17 @@ def test_weights_to_compute_with_may_be_on_the_host_too(train):
     words = ["train.steps=3", "precision.param_dtype=bfloat16", "batch.micro_rows=1"]
     device = train("device", *words, ranks=2)
     assert_same(train("disk", *words, DISK, "sharding.cpu_offload=true", ranks=2), device)
+
+
+@pytest.mark.slow
+def test_a_reference_that_is_read_before_the_first_step_has_the_weights(train, tmp_path):
+    words = ["train.steps=2", "objective=dpo", f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"]
+    device, disk = (
+        train(name, *words, f"data.cache={tmp_path / name}-cache", place, ranks=2)
+        for name, place in (("device", "optim.offload=none"), ("disk", DISK))
+    )
+    assert disk.column("loss") == device.column("loss")
+    assert_same(disk, device)
 
 
 def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkpoint(train):

@@ -12,6 +12,7 @@ from fsdp_trainer.checkpoint.linked_files import LinkedFiles
 from fsdp_trainer.checkpoint.state import optimizer_state, prepare_optimizer, weights
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.offload.offloaded_optimizer import DiskOptimizer
+from fsdp_trainer.offload.weight_copies import weights_changed
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.outer_step import OuterStep
 from fsdp_trainer.parallel.parallelize import reshard
@@ -76,7 +77,7 @@ class TrainState:
             local_part(tensor).copy_(parts[name])
         progress.take_over(Progress.from_stored(record))
         self.guard.load(progress.recent, progress.spikes_in_a_row)
-        self.optimizer.weights_changed()
+        weights_changed(self.model)
         reshard(self.model)
 
     @property

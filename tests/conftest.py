@@ -1,5 +1,6 @@
 """Fixtures that tests share: a pool of ranks, and prepared data."""
 
+import collections
 import contextlib
 import gc
 import os
@@ -21,6 +22,21 @@ internal_errors: list[str] = []
 def pytest_internalerror(excrepr):
     """Record an error in pytest itself, or in one of its workers."""
     internal_errors.append(str(excrepr))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as `further` the cases of a test but those that its mark `grid` keeps, evenly spread."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for grid in cases.values():
+        keep = grid[0].get_closest_marker("grid").args[0]
+        kept = {i * len(grid) // keep for i in range(keep)}
+        for i, item in enumerate(grid):
+            if i not in kept:
+                item.add_marker(pytest.mark.further)
 
 
 def pytest_unconfigure():

@@ -150,6 +150,7 @@ def adapter_config(folder):
     ],
     ids=lambda value: " ".join(value).replace("adapter", "") if isinstance(value, list) else None,
 )
+@pytest.mark.grid(5)
 def test_peft_loads_our_adapter_and_gives_our_logits(train, tmp_path, family, options, how):
     base = make_folder(tmp_path / "base", family, **options)
     merge = ["checkpoint.merge=true", f"model.init_from={base}"]

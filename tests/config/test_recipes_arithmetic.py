@@ -75,6 +75,7 @@ def hardware(text):
 
 
 @pytest.mark.slow
+@pytest.mark.grid(8)
 def test_every_recipe_fits_the_hardware_that_its_head_names(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned(f"+recipe={recipe.cfg.run.name}", *hardware(recipe.text)).fits
@@ -94,6 +95,7 @@ def check_answers(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.grid(8)
 def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recipe):
     (line,) = re.findall(
         r"# +Planned with:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text

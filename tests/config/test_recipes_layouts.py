@@ -15,6 +15,7 @@ from benchmarks.recipe_layouts import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recipes())
+@pytest.mark.grid(8)
 def test_a_recipe_is_nearly_as_fast_as_the_fastest_layout_of_its_hardware(name):
     best = seconds(name, recorded()[name])
     assert seconds(name, []) <= SLOWER * best, (
@@ -24,6 +25,7 @@ def test_a_recipe_is_nearly_as_fast_as_the_fastest_layout_of_its_hardware(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recipes())
+@pytest.mark.grid(8)
 def test_a_recipe_leaves_a_tenth_of_the_memory_of_its_hardware(name):
     plan = candidate(name, []).plan()
     assert plan.peak_bytes <= MEMORY_SHARE * plan.memory_bytes

@@ -59,6 +59,7 @@ def text(tmp_path):
         for name in RECIPES
     ],
 )
+@pytest.mark.grid(8)
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, inputs, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
     answers = cfg.objective.method.samples

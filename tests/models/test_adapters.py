@@ -269,6 +269,7 @@ def merged(name, given, base, scale, fused):
         ("olmo2", "lora", 1),
     ],
 )
+@pytest.mark.grid(4)
 def test_every_family_learns_as_through_merged_weights(
     train_adapters, shown, tmp_path, family, kind, ranks
 ):

@@ -84,6 +84,7 @@ def test_packed_documents_never_see_each_other(pair, layout):
 
 
 @pytest.mark.parametrize("layout", ["documents", "mask"])
+@pytest.mark.grid(30)
 def test_gradients_of_all_parameters_are_those_of_transformers(pair, layout):
     ours, theirs = pair
     tokens, row = random_tokens(3, 40), 40
@@ -157,6 +158,7 @@ NEW = 8
 
 
 @pytest.mark.slow
+@pytest.mark.grid(8)
 def test_prompts_in_one_batch_continue_as_each_alone_and_as_in_transformers(pair):
     """They end on both sides of the windows, of 8 or 16 tokens, and of yarn's first context."""
     ours, theirs = pair

@@ -48,6 +48,7 @@ def assert_same(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), RUNS.values(), ids=RUNS.keys())
+@pytest.mark.grid(4)
 def test_every_place_of_states_gives_the_same_bits(train, ranks, words):
     words = ["train.steps=2", "data.validation=0.2", "train.validate_every=1", *words]
     device = train("device", *words, ranks=ranks)

@@ -104,6 +104,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.grid(2)
 def test_a_second_copy_changes_no_bit(train, tmp_path, words):
     """Neither do validations between the steps, which leave a copy behind."""
     common = ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
@@ -165,6 +166,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.grid(3)
 def test_training_with_messages_in_eight_bits_learns_like_exact_training(train, ranks, words):
     exact = train("exact", "train.steps=10", *words, ranks=ranks)
     eight_bits = ["sharding.quantize=both", "sharding.error_feedback=true"]

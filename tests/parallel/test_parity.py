@@ -126,6 +126,7 @@ WAYS = [
 @pytest.mark.parametrize(
     ("ranks", "how"), WAYS, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
+@pytest.mark.grid(5)
 def test_every_way_of_sharding_and_recomputing(same, ranks, how):
     same(ranks, "batch.micro_rows=1", *how, common=("batch.rows=7",))
 

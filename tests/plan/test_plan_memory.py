@@ -48,6 +48,7 @@ def without_allowance(moment) -> float:
 
 @pytest.mark.parametrize("ranks", [1, 2, 7, 8])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.grid(4)
 def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
     config = replace(MODEL, tie_word_embeddings=tied, vocab_size=8003, hidden_size=500)
     moments = {

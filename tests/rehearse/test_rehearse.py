@@ -150,6 +150,7 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", LARGE)
+@pytest.mark.grid(4)
 def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
     recipe, world = LARGE[run]
     words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]

@@ -308,6 +308,21 @@ class States(NamedTuple):
             return cls({}, host + copies, 0, filed)
         return cls({"parameters": copies}, host, 0, filed)
 
+    @classmethod
+    def on_cpu(cls, units: FsdpUnit, master: int, offload: str, copies: float) -> "States":
+        """Return the states of all units of a rank whose device is the host; see `of`.
+
+        Mapped files are not counted.
+        """
+        parameters = units.own * master + units.frozen
+        if offload == "none":
+            return cls({"parameters": parameters, "optimizer": units.state}, 0.0, master)
+        if offload == "cpu":
+            return cls({"parameters": parameters + copies, "optimizer": units.state}, 0.0, master)
+        filed = units.own * master + units.state
+        held = units.frozen + copies + buffers_bytes(filed)
+        return cls({"parameters": held}, 0.0, master, filed)
+
     def with_others(
         self, activations: Activations, teacher: TeacherUnits | None, whole: float
     ) -> "States":
@@ -494,9 +509,11 @@ class Step:
         self.scoring = run.scoring
         others = sum(one.weights for one in run.scoring)
         teacher = self.teacher_units
-        weights = device == "cuda" and layout.sharding.cpu_offload
-        offload = model.optim.offload if device == "cuda" else "none"
-        states = States.of(whole, master, offload, weights, self.units.copies)
+        offload, copies = model.optim.offload, self.units.copies
+        weights = layout.sharding.cpu_offload
+        states = States.on_cpu(whole, master, offload, copies)
+        if device == "cuda":
+            states = States.of(whole, master, offload, weights, copies)
         self.states = states.with_others(self.activations, teacher, others)
         if layout.encodes_gradients and layout.sharding.error_feedback:
             kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES

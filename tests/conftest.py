@@ -33,9 +33,9 @@ def pytest_collection_modifyitems(items):
             cases[item.nodeid.partition("[")[0]].append(item)
     for grid in cases.values():
         keep = grid[0].get_closest_marker("grid").args[0]
-        kept = {i * len(grid) // keep for i in range(keep)}
+        spread = {i * len(grid) // keep for i in range(keep)}
         for i, item in enumerate(grid):
-            if i not in kept:
+            if i not in spread:
                 item.add_marker(pytest.mark.further)
 
 

@@ -152,6 +152,7 @@ def overrides(folder, file, samples, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.grid(2)
 def test_ten_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind):
     """Rows are packed. On 4 ranks some have no image."""
     file, chats = data

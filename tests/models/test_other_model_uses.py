@@ -65,6 +65,7 @@ def load(folder):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", MIXING, "mamba"])
+@pytest.mark.grid(2)
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run, kind):
     steady = ["schedule=constant", "train.steps=4"]
     whole = weights(run("whole", kind, *steady))
@@ -91,6 +92,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])
+@pytest.mark.grid(1)
 def test_ways_to_compute_change_nothing(run, kind):
     plain = run("plain", kind)
     for number, own in enumerate(WAYS):
@@ -113,6 +115,7 @@ def test_sixteen_bits_train(run):
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "phi"])
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
+@pytest.mark.grid(3)
 def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
     from peft import PeftModel
 

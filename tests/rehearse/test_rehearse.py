@@ -117,6 +117,7 @@ STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
         [*STAGES, "batch.rows=16", "sharding.pipeline_schedule=zbv"],
     ],
 )
+@pytest.mark.grid(2)
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2)
     with patch.object(

@@ -146,6 +146,7 @@ def assert_weights(run, outer, own, tolerance):
     [(WHOLE, 2, 1), (WHOLE, 2, 2), (STREAMED, 2, 1), (WHOLE, 3, 1)],
     ids=["whole", "2 ranks", "streamed", "3 groups"],
 )
+@pytest.mark.grid(2)
 def test_three_outer_steps_are_those_of_a_plain_program(
     groups, words, folder, rows, tmp_path, choice, count, ranks
 ):

@@ -73,6 +73,7 @@ def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.grid(2)
 def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, layout):
     ranks, sharding = LAYOUTS[layout]
     run, _ = groups.train(tmp_path / "run", *words, *sharding, "replicas.min=2", ranks=ranks)

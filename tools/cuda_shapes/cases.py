@@ -53,6 +53,8 @@ LAYOUTS = {
         "sharding.pipeline=2", "sharding.tensor=2", "sharding.context=2",
     ],
     "weights and states on the host": ["sharding.cpu_offload=true"],
+    "a second copy": ["sharding.reshard_after_forward=4"],
+    "messages in eight bits": ["sharding.quantize=both", "sharding.error_feedback=true"],
 }  # fmt: skip
 METHODS = {
     "dpo": ["objective=dpo"],

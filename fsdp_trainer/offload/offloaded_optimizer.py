@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +17,7 @@ from fsdp_trainer.base.torch_private import dtensor_like, local_tensor, set_loca
 from fsdp_trainer.checkpoint.formats.tensor_files import as_tensor
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
 from fsdp_trainer.checkpoint.shards import host_memory
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.offload.parts import (
     FiledStates,
     Slice,
@@ -165,7 +166,7 @@ class DiskOptimizer(OffloadedOptimizer):
                 if file.is_linked:
                     self._replace(file)
 
-        run_on_all_ranks(f"make files for the optimizer's states in {self._folder}", unlink)
+        use_disk(f"make files for the optimizer's states in {self._folder}", unlink)
 
     def places(self) -> dict[str, LinkedPlace]:
         """Return the place of each tensor by its name in a checkpoint."""
@@ -210,7 +211,7 @@ class DiskOptimizer(OffloadedOptimizer):
             return
         what = f"update the optimizer's states in {self._folder}"
         began = time.perf_counter()
-        run_on_all_ranks(what, lambda: self._update_all(skip))
+        use_disk(what, lambda: self._update_all(skip))
         self.seconds += time.perf_counter() - began
 
     def _update_all(self, skip: Tensor) -> None:
@@ -339,6 +340,21 @@ class DiskOptimizer(OffloadedOptimizer):
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):  # another rank's folder is still there
             self._folder.parent.rmdir()
+
+
+def use_disk(what: str, work: Callable[[], None]) -> None:
+    """Run `work` on every rank. Collective. Raises RunFailed with what to do if a disk is full.
+
+    what: completes "cannot …" in the message.
+    """
+    try:
+        run_on_all_ranks(what, work)
+    except RunFailed as error:
+        advice = (
+            "Make room there, or use another disk:  optim.offload_path=FOLDER  . The same command "
+            "goes on from the newest checkpoint"
+        )
+        raise RunFailed(f"{error.args[0]}\n{advice}") from None
 
 
 def set_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

@@ -11,7 +11,12 @@ from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.config.schema import WHOLE_MATRICES
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.decoder import Decoder
-from fsdp_trainer.offload.offloaded_optimizer import UPDATING, DiskOptimizer, OffloadedOptimizer
+from fsdp_trainer.offload.offloaded_optimizer import (
+    UPDATING,
+    DiskOptimizer,
+    OffloadedOptimizer,
+    use_disk,
+)
 from fsdp_trainer.offload.parts import parts_in_memory
 from fsdp_trainer.offload.weight_copies import WeightCopies
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
@@ -43,7 +48,7 @@ def offload_states(
         pinned = setup.device.type == "cuda"
         made.append(DiskOptimizer(optimizer, copies, named, folder, pinned))
 
-    run_on_all_ranks(f"make files for the optimizer's states in {folder}", make_files)
+    use_disk(f"make files for the optimizer's states in {folder}", make_files)
     return made[0]
 
 

@@ -142,6 +142,7 @@ def test_a_full_disk_ends_the_run_with_the_place_and_the_reason(train, point):
     assert "optimizer's states in" in run.err
     assert "rank-" in run.err
     assert "No space left on device" in run.err
+    assert "optim.offload_path=FOLDER" in run.err
 
 
 def refuse_direct_access(real, path, flags, *args):

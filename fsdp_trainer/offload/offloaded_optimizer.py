@@ -24,9 +24,9 @@ from fsdp_trainer.offload.parts import (
     UpdatePart,
     files_of,
     parts_of_file,
-    states_of,
 )
 from fsdp_trainer.offload.state_files import (
+    NEAR,
     FiledTensor,
     Span,
     StateFile,
@@ -116,10 +116,15 @@ class DiskOptimizer(OffloadedOptimizer):
         for parameter in named.values():
             optimizer.state[parameter].update(optimizer.empty_state(parameter))
         self._folder = folder
-        self._states = {one.parameter: one for one in states_of(named, optimizer)}
+        self._states = {p: FiledStates.of(name, p, optimizer.state[p]) for name, p in named.items()}
         divided = files_of(list(self._states.values()))
         self._files = [self._new_file(number, states) for number, states in enumerate(divided)]
-        parts = [p for number, states in enumerate(divided) for p in parts_of_file(number, states)]
+        sliced = optimizer.updates_slices
+        parts = [
+            part
+            for number, states in enumerate(divided)
+            for part in parts_of_file(number, states, sliced)
+        ]
         super().__init__(optimizer, copies, parts)
         self._file_of = {
             one.parameter: file
@@ -324,7 +329,12 @@ class DiskOptimizer(OffloadedOptimizer):
             for piece in part.slices
             for name in self._states[piece.parameter].tensors
         ]
-        return file.spans(ranges)
+        # between the tensors of a slice there are numbers of other slices
+        is_whole = all(
+            piece.last - piece.first == self._states[piece.parameter].numbers
+            for piece in part.slices
+        )
+        return file.spans(ranges, NEAR if is_whole else 0)
 
     def _to_write(self, file: StateFile, reading: int) -> int:
         """Return the descriptor for new numbers: of the file, or of a new one if it is linked."""

@@ -5,13 +5,14 @@ See docs/offload.md.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fsdp_trainer.base.torch_private import local_tensor
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.checkpoint.formats.tensor_files import grouped
 from fsdp_trainer.checkpoint.state import OPTIMIZER, WEIGHTS
-from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 
 FILE_BYTES = 2**30
 """A file has about as many bytes, or one parameter's."""
@@ -24,11 +25,16 @@ QUANTUM = 2**18
 
 
 class Slice(NamedTuple):
-    """Numbers of this rank's part of a parameter, from `first` to `last`, flat."""
+    """Numbers of this rank's part of a parameter, from `first` to `last`, flat.
+
+    room: bytes that count in a part. Those of a slice of a larger parameter fill one, since a
+    parameter can be in memory with one of its slices only.
+    """
 
     parameter: nn.Parameter
     first: int
     last: int
+    room: int
 
 
 class UpdatePart(NamedTuple):
@@ -56,64 +62,42 @@ class FiledStates:
         large = {
             f"{OPTIMIZER}{name}/{key}": tensor for key, tensor in state.items() if key != "step"
         }
-        numbers = local_tensor(parameter).numel()
+        numbers = local_part(parameter).numel()
         return cls(parameter, numbers, {WEIGHTS + name: parameter, **large})
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(local_tensor(tensor).nbytes for tensor in self.tensors.values())
+        return sum(local_part(tensor).nbytes for tensor in self.tensors.values())
 
-    def slices(self) -> Iterator[Slice]:
-        """Yield the slices that are updated one after the other; one if the parameter is small."""
-        if self.nbytes <= SLICED_BYTES:
-            yield Slice(self.parameter, 0, self.numbers)
+    def slices(self, sliced: bool) -> Iterator[Slice]:
+        """Yield the slices that are updated one after the other; one if the parameter is small.
+
+        sliced: False for a single slice of any parameter.
+        """
+        if self.nbytes <= SLICED_BYTES or not sliced:
+            yield Slice(self.parameter, 0, self.numbers, self.nbytes)
             return
         each = PART_BYTES * self.numbers // self.nbytes
         each = max(QUANTUM, each // QUANTUM * QUANTUM)
         for first in range(0, self.numbers, each):
-            yield Slice(self.parameter, first, min(first + each, self.numbers))
+            yield Slice(self.parameter, first, min(first + each, self.numbers), PART_BYTES)
 
 
 def files_of(states: list[FiledStates]) -> list[list[FiledStates]]:
     """Return the states in the order given, divided into files."""
-    files: list[list[FiledStates]] = []
-    size = FILE_BYTES
-    for one in states:
-        if size + one.nbytes > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(one)
-        size += one.nbytes
-    return files
+    return list(grouped(states, attrgetter("nbytes"), FILE_BYTES))
 
 
 def parts_in_memory(named: dict[str, nn.Parameter], whole: bool) -> list[UpdatePart]:
-    """Return parts of parameters by name. whole: True for a single part."""
+    """Return parts of whole parameters. named: by name; whole: True for a single part."""
     states = [FiledStates.of(name, parameter, {}) for name, parameter in named.items()]
-    if whole:
-        return [UpdatePart(0, [Slice(one.parameter, 0, one.numbers) for one in states])]
-    return list(parts_of_file(0, states))
+    parts = list(parts_of_file(0, states, sliced=False))
+    return [UpdatePart(0, [piece for part in parts for piece in part.slices])] if whole else parts
 
 
-def parts_of_file(number: int, states: list[FiledStates]) -> Iterator[UpdatePart]:
-    """Yield the parts of a file."""
-    slices: list[Slice] = []
-    size = 0
-    for one in states:
-        pieces = list(one.slices())
-        if slices and (len(pieces) > 1 or size + one.nbytes > PART_BYTES):
-            yield UpdatePart(number, slices)
-            slices, size = [], 0
-        if len(pieces) > 1:
-            yield from (UpdatePart(number, [piece]) for piece in pieces)
-            continue
-        slices += pieces
-        size += one.nbytes
-    if slices:
-        yield UpdatePart(number, slices)
-
-
-def states_of(named: dict[str, nn.Parameter], optimizer: TrainerOptimizer) -> list[FiledStates]:
-    """Return the states of trained parameters. named: by name; their states must exist."""
-    return [FiledStates.of(name, p, optimizer.state[p]) for name, p in named.items()]
+def parts_of_file(number: int, states: list[FiledStates], sliced: bool) -> Iterator[UpdatePart]:
+    """Yield the parts of a file. sliced: True to slice large parameters."""
+    slices = [piece for one in states for piece in one.slices(sliced)]
+    for part in grouped(slices, attrgetter("room"), PART_BYTES):
+        yield UpdatePart(number, part)

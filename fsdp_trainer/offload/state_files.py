@@ -101,12 +101,16 @@ class StateFile:
         """True if a checkpoint has a link to the file."""
         return self.path.stat().st_nlink > 1
 
-    def spans(self, ranges: list[tuple[int, int]]) -> list[Span]:
-        """Return the spans that cover ranges of bytes, in ascending order and near each other."""
+    def spans(self, ranges: list[tuple[int, int]], near: int) -> list[Span]:
+        """Return the spans that cover ranges of bytes, which are in ascending order.
+
+        near: ranges at most so far from each other are covered together with what is between them,
+        which must be no numbers of another part.
+        """
         spans: list[Span] = []
         for begin, end in ranges:
             first, last = begin // ALIGNED * ALIGNED, round_up(end, ALIGNED)
-            if spans and first - (spans[-1].offset + spans[-1].length) <= NEAR:
+            if spans and first - (spans[-1].offset + spans[-1].length) <= near:
                 before = spans.pop()
                 spans.append(Span(before.offset, last - before.offset, before.at))
                 continue

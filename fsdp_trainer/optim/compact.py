@@ -110,6 +110,11 @@ class CompactOptimizer(TrainerOptimizer):
         for parameter in self.keys:
             require_whole_blocks(parameter, self.block(parameter))
 
+    @property
+    def updates_slices(self) -> bool:
+        """False if random bits depend on the places of a parameter's numbers."""
+        return not self.stochastic
+
     def block(self, parameter: nn.Parameter) -> int:
         """Return how many numbers of a moment share a scale; 1: it has no scale."""
         return block_size(parameter.shape) if self.state_format == "8bit" else 1

@@ -14,6 +14,11 @@ class TrainerOptimizer(Optimizer):
     skips_on_device: bool
     found_inf: Tensor | None = None
 
+    @property
+    def updates_slices(self) -> bool:
+        """True if some numbers of a parameter can be updated as if they were all of it."""
+        return True
+
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state filled with zeros, to be loaded in place."""
         raise NotImplementedError

@@ -36,7 +36,7 @@ RUNS = {
 @inject.fault
 def many_small_parts():
     """Divide the states of a tiny model into several files, parts and slices."""
-    sizes = {"file_bytes": 2**18, "part_bytes": 2**15, "sliced_bytes": 2**16, "quantum": 4096}
+    sizes = {"file_bytes": 2**18, "part_bytes": 2**14, "sliced_bytes": 2**14, "quantum": 4096}
     with inject.together(*(inject.setting(f"state_{name}", n) for name, n in sizes.items()))():
         yield
 
@@ -86,6 +86,19 @@ def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkp
         assert_byte_equal(stored(one), stored(other))
         assert len(list(one.glob("__1_*.distcp"))) > 1
     assert not (disk.folder / "states").exists()
+
+
+def test_large_parameters_in_host_memory_are_updated_as_a_whole(train):
+    words = ["train.steps=2"]
+    host = train("host", *words, CPU, seam=many_small_parts())
+    assert_same(host, train("device", *words))
+
+
+def test_random_rounding_of_large_parameters_is_that_of_their_numbers_places(train):
+    """A part of a parameter would draw the random bits of its first numbers again."""
+    words = ["train.steps=2", "precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"]
+    disk = train("disk", *words, DISK, seam=many_small_parts())
+    assert_same(disk, train("device", *words))
 
 
 @pytest.mark.slow

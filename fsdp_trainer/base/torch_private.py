@@ -288,11 +288,6 @@ def gather_from_copies(modules: list[Any], on_host: bool) -> dict[Tensor, Tensor
     return copies
 
 
-def local_tensor(tensor: Any) -> Tensor:
-    """Return the tensor that holds this rank's numbers of a DTensor, not a view of it."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def set_local_tensor(tensor: Any, local: Tensor) -> None:
     """Let a DTensor hold its numbers, or a part of them, in another tensor.
 

@@ -2,11 +2,10 @@
 
 import os
 import shutil
-import zlib
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-READ_BYTES = 2**24
+from fsdp_trainer.checkpoint.atomic_files import describe, sync
 
 
 class LinkedPlace(NamedTuple):
@@ -36,10 +35,5 @@ def link(source: Path, target: Path) -> dict[str, int]:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)
-    size = crc32 = 0
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
-        while piece := file.read(READ_BYTES):
-            crc32 = zlib.crc32(piece, crc32)
-            size += len(piece)
-    return {"bytes": size, "crc32": crc32}
+    sync(target)
+    return describe(target.parent, [target.name])[target.name]

@@ -115,8 +115,12 @@ class Layout:
 
     @property
     def copy_ranks(self) -> int:
-        """Number of ranks among which a second copy of the blocks is divided; 0: there is none."""
-        return copy_ranks(self.sharding, self.fsdp_ranks)
+        """Number of ranks among which a second copy of the blocks is divided; 0: there is none.
+
+        Divided among all `fsdp_ranks`, it would be the same as the first.
+        """
+        ranks = number_of_ranks(self.sharding) or 0
+        return ranks if ranks < self.fsdp_ranks else 0
 
     @property
     def encodes_weights(self) -> bool:
@@ -212,15 +216,6 @@ def number_of_ranks(sharding: Sharding) -> int | None:
     """Return sharding.reshard_after_forward if it is a number of ranks, else None."""
     value = sharding.reshard_after_forward
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def copy_ranks(sharding: Sharding, fsdp_ranks: int) -> int:
-    """Return among how many ranks a second copy of the blocks is divided; 0: there is none.
-
-    Divided among all `fsdp_ranks`, it would be the same as the first.
-    """
-    ranks = number_of_ranks(sharding) or 0
-    return ranks if ranks < fsdp_ranks else 0
 
 
 def keeps_gathered(sharding: Sharding) -> bool:

@@ -51,8 +51,8 @@ class RunSetup:
     @property
     def model_device(self) -> torch.device:
         """The device on which weights, gradients and optimizer states are kept."""
-        on_host = self.cfg.sharding.cpu_offload or self.cfg.optim.offload != "none"
-        return torch.device("cpu") if on_host else self.device
+        elsewhere = self.cfg.optim.offload != "none"
+        return torch.device("cpu") if elsewhere else self.frozen_model_device
 
     @property
     def frozen_model_device(self) -> torch.device:

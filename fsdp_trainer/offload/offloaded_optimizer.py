@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_trainer.base.distributed import run_on_all_ranks
-from fsdp_trainer.base.torch_private import dtensor_like, local_tensor, set_local_tensor
+from fsdp_trainer.base.distributed import local_part, run_on_all_ranks
+from fsdp_trainer.base.torch_private import dtensor_like, set_local_tensor
+from fsdp_trainer.checkpoint.atomic_files import make_empty
 from fsdp_trainer.checkpoint.formats.tensor_files import as_tensor
 from fsdp_trainer.checkpoint.linked_files import LinkedPlace
 from fsdp_trainer.checkpoint.shards import host_memory
@@ -31,7 +32,6 @@ from fsdp_trainer.offload.state_files import (
     Span,
     StateFile,
     Transfers,
-    empty_folder,
     open_for_update,
 )
 from fsdp_trainer.offload.weight_copies import WeightCopies
@@ -90,7 +90,7 @@ class OffloadedOptimizer(TrainerOptimizer):
         self._optimizer.step_unless(skip)
         for parameter, *_ in part.slices:
             set_gradient(parameter, None)
-            self._copies.write(parameter, 0, local_tensor(parameter))
+            self._copies.write(parameter, 0, local_part(parameter))
 
 
 class DiskOptimizer(OffloadedOptimizer):
@@ -144,7 +144,7 @@ class DiskOptimizer(OffloadedOptimizer):
         file = StateFile(self._folder / f"{number}.states")
         for one in states:
             for name, tensor in one.tensors.items():
-                file.add(name, local_tensor(tensor))
+                file.add(name, local_part(tensor))
         file.create(file.path)
         file.map()
         return file
@@ -184,7 +184,7 @@ class DiskOptimizer(OffloadedOptimizer):
     def snapshot(self) -> list[Path]:
         """Return links to the files as they are now, which later updates leave alone."""
         links = self._folder / "snapshot"
-        empty_folder(links)
+        make_empty(links)
         for file in self._files:
             os.link(file.path, links / file.path.name)
         return [links / file.path.name for file in self._files]
@@ -288,12 +288,12 @@ class DiskOptimizer(OffloadedOptimizer):
             self.state[parameter]["step"].copy_(counts[parameter])
             gradient = gradients[parameter]
             if gradient is not None:
-                own = local_tensor(gradient).reshape(-1)[piece.first : piece.last]
+                own = local_part(gradient).reshape(-1)[piece.first : piece.last]
                 set_gradient(parameter, dtensor_like(gradient, own, gradient.shape))
         self._optimizer.step_unless(skip)
         for piece in part.slices:
             set_gradient(piece.parameter, None)
-            self._copies.write(piece.parameter, piece.first, local_tensor(piece.parameter))
+            self._copies.write(piece.parameter, piece.first, local_part(piece.parameter))
             if piece.last == self._states[piece.parameter].numbers:
                 del gradients[piece.parameter]
         if self._copies.on_gpu:

@@ -7,7 +7,6 @@ files. A file that is linked is not changed any more: the next update writes ano
 
 import fcntl
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -177,9 +176,3 @@ def move_piece(move: Move, file: int, offset: int, view: memoryview) -> None:
         if not count:
             raise OSError(EIO, "a file of optimizer states is shorter than it was made")
         done += count
-
-
-def empty_folder(folder: Path) -> None:
-    """Make an empty folder, deleting what an earlier process left there. Raises OSError."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)

@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fsdp_trainer.base.torch_private import gather_from_copies, local_tensor
+from fsdp_trainer.base.distributed import local_part
+from fsdp_trainer.base.torch_private import gather_from_copies
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.parallelize import fsdp_modules
 
@@ -21,17 +22,14 @@ class WeightCopies:
     def __init__(self, model: Decoder, on_host: bool):
         """Allocate the copies, and let fully_shard gather from them. on_host: see above."""
         self._copies = gather_from_copies(fsdp_modules(model), on_host)
-        COPIES[model] = self
-
-    @property
-    def on_gpu(self) -> bool:
+        self.on_gpu = any(copy.is_cuda for copy in self._copies.values())
         """True if writing a copy does not make the host wait."""
-        return any(copy.is_cuda for copy in self._copies.values())
+        COPIES[model] = self
 
     def write_all(self) -> None:
         """Write every copy."""
         for parameter in self._copies:
-            self.write(parameter, 0, local_tensor(parameter))
+            self.write(parameter, 0, local_part(parameter))
         if self.on_gpu:
             torch.cuda.current_stream().synchronize()
 

@@ -14,11 +14,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_trainer.base.distributed import ALL_GATHER
 from fsdp_trainer.base.eight_bit_messages import decode, encode
 from fsdp_trainer.base.torch_private import replace_all_gathers, replace_reduce_scatters
 
 
-class QuantizedAllGather:
+class Messages:
+    """Base class of what sends fully_shard's messages. See torch's AllGather and ReduceScatter."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class QuantizedAllGather(Messages):
     """Gathers weights in 8-bit numbers. Integers, and a second copy, are gathered as they are.
 
     ranks: number of ranks over which the weights are sharded. A smaller group gathers a second
@@ -27,10 +36,6 @@ class QuantizedAllGather:
 
     def __init__(self, ranks: int):
         self.ranks = ranks
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -41,17 +46,15 @@ class QuantizedAllGather:
     ) -> dist.Work | None:
         """Fill `output_tensor` with the decoded parts of all ranks. Collective."""
         if not input_tensor.is_floating_point() or group.size() < self.ranks:
-            return dist.all_gather_into_tensor(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
+            return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
         own = encode(input_tensor[None])
         parts = own.new_empty(group.size(), own.shape[1])
-        dist.all_gather_into_tensor(parts, own, group=group)
+        ALL_GATHER(parts, own, group=group)
         decode(parts, output_tensor.view(group.size(), -1))
         return None
 
 
-class QuantizedReduceScatter:
+class QuantizedReduceScatter(Messages):
     """Sums gradients over ranks in float32; each rank sends its addends in 8-bit numbers.
 
     feedback: True to add what encoding has cut off to the next message of the same unit, which
@@ -62,10 +65,6 @@ class QuantizedReduceScatter:
     def __init__(self, feedback: bool):
         self.feedback = feedback
         self._cut_off: Tensor | None = None
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

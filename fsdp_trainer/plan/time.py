@@ -198,9 +198,9 @@ class StageTimes:
         hidden = max(0.0, blocks * (1 - unit) + last - self.compute.forward)
         freed = sum_of(freed_blocks(self.stages, self.units, model))
         has_copy = self.run.layout.copy_ranks > 0
-        again = self._gather(freed, factor)
-        if has_copy:  # gathered as it is, from neighbours
-            again = self._gather(freed, 1.0, self.groups.again)
+        # a second copy is gathered as it is, from neighbours
+        how = (1.0, self.groups.again) if has_copy else (factor, None)
+        again = self._gather(freed, *how)
         again += self._gather(freed_images(self.units, model), others)
         return Gathering(first + blocks * unit + hidden, again, first + blocks + last + again)
 

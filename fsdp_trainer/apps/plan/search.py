@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.plan.changes import Candidate, copy_fits, expert_counts
-from fsdp_trainer.plan.memory import GIB
 from fsdp_trainer.plan.plan import RunPlan
 
 
@@ -253,7 +252,7 @@ class Search:
         self.nearest: PlannedLayout | None = None
         self.tried = 0
         self.states_typed = run.cfg.sharding.cpu_offload
-        self.host_limit = self._host_limit(run)
+        self.host_needed = run.plan().host_bytes_per_node if self.states_typed else 0.0
         self._choose(run, (), DIMENSIONS)
         self.layouts.sort(key=lambda layout: (layout.plan.seconds, layout.plan.peak_bytes))
 
@@ -313,18 +312,11 @@ class Search:
         return layout.plan
 
     def _fits(self, plan: RunPlan) -> bool:
-        """Return True if device and host have enough memory."""
-        return plan.fits and plan.host_bytes_per_node <= self.host_limit
+        """Return True if device and host have enough memory.
 
-    def _host_limit(self, run: Candidate) -> float:
-        """Return the bytes of host memory that a layout may need on a node.
-
-        That is what most nodes have or, if the user configured sharding.cpu_offload, what the run
-        needs as it is.
+        If the user configured sharding.cpu_offload, the host has what the run needs as it is.
         """
-        plan = run.plan()
-        needed = plan.host_bytes_per_node if self.states_typed else 0.0
-        return max(needed, plan.host_limit_gib * GIB)
+        return plan.fits and (plan.host_fits or plan.host_bytes_per_node <= self.host_needed)
 
 
 def least_on_device(plan: RunPlan, keys: tuple[str, ...]) -> float:

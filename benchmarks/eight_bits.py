@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import evaluations
+from benchmarks.harness import evaluations, print_losses
 
 STEPS = 300
 MODEL = [
@@ -42,11 +42,7 @@ def main() -> None:
             name: validation_losses(Path(folder), name.replace(", ", "-").replace(" ", "-"), *words)
             for name, words in WAYS.items()
         }
-    print("| step | " + " | ".join(columns) + " |")
-    print("|---|" + "---|" * len(columns))
-    for step in sorted(columns["exact"]):
-        values = (f"{losses[step]:.4f}" for losses in columns.values())
-        print(f"| {step} | " + " | ".join(values) + " |")
+    print_losses(columns, ".4f")
 
 
 if __name__ == "__main__":

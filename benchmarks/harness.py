@@ -256,3 +256,12 @@ def evaluations(run: Path) -> dict[int, float]:
     """Return the validation losses of a run by step."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return {e["step"]: e["loss"] for e in events if e["event"] == "evaluation"}
+
+
+def print_losses(columns: dict[str, dict[int, float]], digits: str) -> None:
+    """Print a Markdown table of losses by step, a column for each run. digits: their format."""
+    print("| step | " + " | ".join(columns) + " |")
+    print("|---|" + "---|" * len(columns))
+    for step in sorted(next(iter(columns.values()))):
+        values = (f"{losses[step]:{digits}}" for losses in columns.values())
+        print(f"| {step} | " + " | ".join(values) + " |")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import evaluations
+from benchmarks.harness import evaluations, print_losses
 
 STEPS = 300
 EVERY = (1, 10, 50)
@@ -38,11 +38,7 @@ def main() -> None:
         for every in EVERY:
             words = ["replicas.method=diloco", f"replicas.every={every}"]
             columns[f"every {every}"] = validation_losses(root, f"every-{every}", *words)
-    print("| step | " + " | ".join(columns) + " |")
-    print("|---|" + "---|" * len(columns))
-    for step in sorted(columns["sync"]):
-        values = (f"{losses[step]:.3f}" for losses in columns.values())
-        print(f"| {step} | " + " | ".join(values) + " |")
+    print_losses(columns, ".3f")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ class DiskOptimizer(OffloadedOptimizer):
             for one in states
         }
         self._transfers = Transfers()
-        room = max((sum(s.length for s in self._spans(part)) for part in parts), default=0)
+        self._spans = [self._spans_of(part) for part in parts]
+        room = max((sum(span.length for span in spans) for spans in self._spans), default=0)
         self._buffers = [host_memory(max(room, 1), pinned) for _ in range(BUFFERS)]
         self.seconds = 0.0
         """Seconds of all updates so far."""
@@ -252,8 +253,7 @@ class DiskOptimizer(OffloadedOptimizer):
         def read(number: int) -> None:
             place = number % BUFFERS
             wait(busy[place])
-            part = self._parts[number]
-            file, spans = reading[part.file], self._spans(part)
+            file, spans = reading[self._parts[number].file], self._spans[number]
             busy[place] = self._transfers.begin(os.preadv, file, spans, self._buffers[place])
 
         try:
@@ -263,7 +263,7 @@ class DiskOptimizer(OffloadedOptimizer):
                 wait(busy[number % BUFFERS])
                 if number + 1 < len(parts):
                     read(number + 1)
-                buffer, spans = self._buffers[number % BUFFERS], self._spans(part)
+                buffer, spans = self._buffers[number % BUFFERS], self._spans[number]
                 self._update_in_memory(part, spans, buffer, gradients, counts, skip)
                 busy[number % BUFFERS] = self._transfers.begin(
                     os.pwritev, writing[part.file], spans, buffer
@@ -321,7 +321,7 @@ class DiskOptimizer(OffloadedOptimizer):
             filed.begin + size * piece.last // whole,
         )
 
-    def _spans(self, part: UpdatePart) -> list[Span]:
+    def _spans_of(self, part: UpdatePart) -> list[Span]:
         """Return the pieces of the file that a part is read from and written to."""
         file = self._files[part.file]
         ranges = [

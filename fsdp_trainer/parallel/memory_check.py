@@ -64,6 +64,10 @@ class Places(NamedTuple):
             "disk": cls("disk", "host", computing),
         }[optim.offload]
 
+    def without_host(self) -> "Places":
+        """Return the places for a device that is the host itself."""
+        return Places(self.states.replace("host", "device"), "device", self.copies and "device")
+
 
 def least_memory(model: Decoder, setup: StateSetup) -> list[MemoryItem]:
     """Return a lower bound of a rank's peak memory, without activations and temporaries."""

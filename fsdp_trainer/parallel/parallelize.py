@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -204,10 +205,7 @@ def shard(model: Decoder, dims: Dims, computation: Computation) -> None:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
     of_blocks = options | {"shard_placement_fn": expert_placement(model, dims)}
     for part in parts_of(model):
-        shard_part(part, cfg, options, of_blocks)
-        if mesh := dims.copy_mesh:
-            for unit in units_with_copy(part, cfg):
-                keep_second_copy(unit, mesh)
+        shard_part(part, cfg, options, of_blocks, dims.copy_mesh)
 
     for module in fsdp_modules(model):
         # the loss is already divided by the step's global weight
@@ -264,11 +262,16 @@ def part_of_stage(stage: Stage, is_frozen: bool) -> ShardedPart:
 
 
 def shard_part(
-    part: ShardedPart, cfg: Sharding, options: dict[str, Any], of_blocks: dict[str, Any]
+    part: ShardedPart,
+    cfg: Sharding,
+    options: dict[str, Any],
+    of_blocks: dict[str, Any],
+    copies: DeviceMesh | None,
 ) -> None:
     """Apply fully_shard to a part's units, then to the part itself.
 
-    options: arguments of fully_shard; of_blocks: arguments for units of blocks.
+    options: arguments of fully_shard; of_blocks: arguments for units of blocks; copies: see
+    Dims.copy_mesh.
     """
     reshard = not keeps_gathered(cfg)
     if part.embedding is not None:
@@ -284,23 +287,16 @@ def shard_part(
     for unit in units:
         fully_shard(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard, **of_blocks)
     fully_shard(part.root, reshard_after_forward=False, **options)
-    for frozen in [*units_without_backward(part, units), *images_before_trained(part.images)]:
+    before_trained = units_before_trained(units) if part.is_frozen_before else []
+    for frozen in [*before_trained, *images_before_trained(part.images)]:
         frozen.set_unshard_in_backward(False)
+    if copies is not None:
+        for unit in units[len(before_trained) :]:  # those that backward gathers again
+            keep_second_copy(unit[0], copies)
     # samples during training must, like a forward, wait for the optimizer's last write
     for name in part.inference:
         register_fsdp_forward_method(part.root, name)
     prefetch([unit[0] for unit in units], cfg.prefetch)
-
-
-def units_with_copy(part: ShardedPart, cfg: Sharding) -> list[Any]:
-    """Return the first module of each unit of blocks that backward gathers again."""
-    units = grouped_blocks(part.blocks, cfg)
-    return [unit[0] for unit in units[len(units_without_backward(part, units)) :]]
-
-
-def units_without_backward(part: ShardedPart, units: list[list[nn.Module]]) -> list[Any]:
-    """Return the first module of each unit of blocks that backward does not reach."""
-    return units_before_trained(units) if part.is_frozen_before else []
 
 
 def units_before_trained(units: list[list[nn.Module]]) -> list[Any]:

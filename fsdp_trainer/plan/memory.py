@@ -16,6 +16,7 @@ from fsdp_trainer.base.eight_bit_messages import BYTES
 from fsdp_trainer.offload.offloaded_optimizer import BUFFERS
 from fsdp_trainer.offload.parts import SLICED_BYTES
 from fsdp_trainer.optim.footprint import Update, update_bytes
+from fsdp_trainer.parallel.memory_check import Places
 from fsdp_trainer.plan.block_memory import (
     moved_bytes,
     norm_traced,
@@ -287,41 +288,26 @@ class States(NamedTuple):
     disk: float = 0.0
 
     @classmethod
-    def of(
-        cls, units: FsdpUnit, master: int, offload: str, weights: bool, copies: float
-    ) -> "States":
-        """Return the states of all units of a rank on a GPU.
+    def of(cls, units: FsdpUnit, master: int, places: Places, copies: float) -> "States":
+        """Return the states of all units of a rank. Mapped files are not counted as memory.
 
-        master: bytes of a trained weight's number; offload: optim.offload; weights: True for
-        sharding.cpu_offload; copies: bytes of weights to compute with that are no states.
+        master: bytes of a trained weight's number; copies: bytes of weights to compute with that
+        are no states.
         """
-        parameters = units.own * master + units.frozen
-        states = {"parameters": parameters, "optimizer": units.state}
-        gradients, all_states = units.own * master, parameters + units.state
-        if offload == "none":
-            return cls({}, all_states + gradients, 0) if weights else cls(states, 0.0, master)
-        if offload == "cpu":
-            return cls({"parameters": copies}, all_states + gradients, 0)
-        filed = units.own * master + units.state
-        host = units.frozen + gradients + buffers_bytes(filed)
-        if weights:
-            return cls({}, host + copies, 0, filed)
-        return cls({"parameters": copies}, host, 0, filed)
+        held: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
 
-    @classmethod
-    def on_cpu(cls, units: FsdpUnit, master: int, offload: str, copies: float) -> "States":
-        """Return the states of all units of a rank whose device is the host; see `of`.
+        def add(place: str, category: str, size: float) -> None:
+            held[place][category] = held[place].get(category, 0.0) + size
 
-        Mapped files are not counted.
-        """
-        parameters = units.own * master + units.frozen
-        if offload == "none":
-            return cls({"parameters": parameters, "optimizer": units.state}, 0.0, master)
-        if offload == "cpu":
-            return cls({"parameters": parameters + copies, "optimizer": units.state}, 0.0, master)
-        filed = units.own * master + units.state
-        held = units.frozen + copies + buffers_bytes(filed)
-        return cls({"parameters": held}, 0.0, master, filed)
+        add(places.states, "parameters", units.own * master)
+        add(places.states, "optimizer", units.state)
+        filed = sum(held["disk"].values())
+        add(places.gradients, "parameters", units.frozen + buffers_bytes(filed))
+        if places.copies:
+            add(places.copies, "parameters", copies)
+        on_device = places.gradients == "device"
+        host = sum(held["host"].values()) + (0.0 if on_device else units.own * master)
+        return cls(held["device"], host, master if on_device else 0, filed)
 
     def with_others(
         self, activations: Activations, teacher: TeacherUnits | None, whole: float
@@ -509,11 +495,10 @@ class Step:
         self.scoring = run.scoring
         others = sum(one.weights for one in run.scoring)
         teacher = self.teacher_units
-        offload, copies = model.optim.offload, self.units.copies
-        weights = layout.sharding.cpu_offload
-        states = States.on_cpu(whole, master, offload, copies)
-        if device == "cuda":
-            states = States.of(whole, master, offload, weights, copies)
+        places = Places.of(layout.sharding, model.optim)
+        if device == "cpu":
+            places = places.without_host()
+        states = States.of(whole, master, places, self.units.copies)
         self.states = states.with_others(self.activations, teacher, others)
         if layout.encodes_gradients and layout.sharding.error_feedback:
             kept = self.states.device.get("optimizer", 0.0) + whole.trained_padded * SUM_BYTES

@@ -1,6 +1,6 @@
 """Speed of training steps on one GPU relative to its ceilings, and the gain of each technique.
 
-    python -m benchmarks.gpu [--parts ceilings,sft,ladder,mfu] [--small 1] [--check]
+    python -m benchmarks.gpu [--parts ceilings,sft,ladder,mfu,offload] [--small 1] [--check]
 
 - ceilings: a bfloat16 matrix product, and attention at 8,192 tokens by each available kernel.
 - sft: Qwen3-0.6B with one document per row of 8k, 16k or 64k tokens and full recomputation.
@@ -8,6 +8,7 @@
 - ladder: Llama-3.2-1B in rows of 8,192 tokens packed with documents of 1,000 tokens in the mean:
   from plain to all techniques, one at a time, and a Hugging Face Trainer on the same documents,
   padded to the longest of a batch. Both have a learning rate of 0: their mean losses must agree.
+- offload: Llama-3.2-1B, four rows of 8,192 tokens a step, by the place of the optimizer's states.
 - several: on all GPUs of this machine, the bytes per second of each collective, and eight blocks of
   Llama-3.1-8B's shape by layout: sharded, in tensor groups, and with context parallelism by each
   method. It is not among the default parts, and is reported as missing if there is one GPU.
@@ -45,7 +46,7 @@ from fsdp_trainer.base.distributed import ALL_GATHER, REDUCE_SCATTER
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 
-STEPS, WARM, EVERY = 16, 8, 4  # optimizer steps in all, untimed at the start, between log writes
+STEPS, EVERY = 16, 4  # optimizer steps, of which the second half is timed; and between log writes
 CUDA = torch.cuda.is_available()
 LADDER = {
     "eager, block mask, all logits, full recomputation": [],
@@ -62,14 +63,22 @@ PLAIN = [
     "activation_checkpoint=full",
     "precision=bf16",
 ]
-SIZE = {"sft": "qwen3_0_6b", "ladder": "llama3_2_1b", "mfu": "llama3_8b", "several": "llama3_8b"}
-VOCABULARY = {"sft": 151_936, "ladder": 128_256, "mfu": 128_256, "several": 128_256}
+SIZE = {
+    "sft": "qwen3_0_6b",
+    "ladder": "llama3_2_1b",
+    "offload": "llama3_2_1b",
+    "mfu": "llama3_8b",
+    "several": "llama3_8b",
+}
+VOCABULARY = dict.fromkeys(SIZE, 128_256) | {"sft": 151_936}
 DOCUMENTS_AT_ONCE = 8  # in a batch of the Trainer
 
 
 def main() -> None:
     """Measure the requested parts, print and store the result."""
-    given = arguments(__doc__, repeat=1, parts="ceilings,sft,ladder,mfu", small=0, task="", links=0)
+    given = arguments(
+        __doc__, repeat=1, parts="ceilings,sft,ladder,mfu,offload", small=0, task="", links=0
+    )
     if given.links:
         return print_link_speeds(bool(given.small))
     if given.task:
@@ -79,7 +88,8 @@ def main() -> None:
             "benchmarks.gpu needs a GPU; to see whether it runs at all:  python -m benchmarks.gpu --small 1"
         )
     result: dict[str, Any] = {
-        "what": f"one GPU, {STEPS - WARM} timed steps" + (", tiny models" if given.small else "")
+        "what": f"one GPU, {STEPS - STEPS // 2} timed steps"
+        + (", tiny models" if given.small else "")
     }
     with tempfile.TemporaryDirectory() as name:
         for part in given.parts.split(","):
@@ -184,6 +194,24 @@ def mfu(folder: Path, small: bool) -> dict[str, Any]:
     }
 
 
+def offload(folder: Path, small: bool) -> dict[str, Any]:
+    """Return the figures of Llama-3.2-1B with the optimizer's states in each place."""
+    row = 256 if small else 8192
+    common = ["activation_checkpoint=full", "batch.rows=4"]
+    common += [] if small else ["compile=enabled"]
+    # a disk is slow: fewer steps
+    places = {
+        "on the GPU": (STEPS, ["batch.micro_rows=4"]),
+        "on the host": (STEPS, ["batch.micro_rows=4", "optim.offload=cpu"]),
+        "on the host, four micro-batches": (STEPS, ["optim.offload=cpu"]),
+        "on a disk": (4, ["batch.micro_rows=4", "optim.offload=disk"]),
+    }
+    return {
+        name: run(folder, "offload", small, row, [row] * 64, [*common, *how], steps=steps)
+        for name, (steps, how) in places.items()
+    }
+
+
 def several(folder: Path, small: bool) -> dict[str, Any]:
     """Return the figures of all GPUs of this machine together; with `small` of two CPU ranks."""
     ranks = 2 if small else torch.cuda.device_count()
@@ -253,6 +281,7 @@ def run(
     lengths: list[int],
     how: list[str],
     ranks: int = 1,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """Train random weights on random letters; return the run's figures, or the error.
 
@@ -266,29 +295,32 @@ def run(
     (folder / f"{part}.jsonl").write_text(
         "".join(json.dumps({"text": text}) + "\n" for text in texts)
     )
-    given = [
-        *data(folder, part, row, ranks),
-        *model(part, small),
-        f"train.steps={STEPS}",
-        "schedule=constant",
-        *how,
-    ]
+    named = {override.split("=")[0] for override in how}
+    usual = [*data(folder, part, row, ranks), *model(part, small), "schedule=constant"]
+    given = [override for override in usual if override.split("=")[0] not in named]
+    given += [f"train.steps={steps}", *how]
     place = [
         f"run.root={folder}",
         "run.name=run",
         "run.overwrite=true",
         "checkpoint.resume=never",
         "checkpoint.every=null",
-        f"logging.every={EVERY}",
+        f"logging.every={min(EVERY, steps // 2)}",
     ]
-    failed = train_without_saving([*given, *place, f"launch.nproc_per_node={ranks}"], folder)
-    if failed:
-        return {"failed": failed}
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    seconds = [line["step_seconds"] for line in lines[WARM:]]
+    place.append(f"launch.nproc_per_node={ranks}")
+    failed = train_without_saving([*given, *place], folder, steps)
+    results = {"failed": failed} if failed else figures_of(folder / "run", steps)
+    print(part, *how, json.dumps(results), flush=True)
+    return results
+
+
+def figures_of(run: Path, steps: int) -> dict[str, Any]:
+    """Return the figures of a run of so many steps, of which the second half is timed."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = [line["step_seconds"] for line in lines[steps // 2 :]]
     tokens = np.diff([0, *(line["tokens"] for line in lines)])
     results = {
-        "tokens_per_second": float(tokens[WARM:].sum() / sum(seconds)),
+        "tokens_per_second": float(tokens[steps // 2 :].sum() / sum(seconds)),
         "memory_gib": lines[-1]["memory_gib"],
     }
     results["mean_loss"] = float(
@@ -300,21 +332,22 @@ def run(
     for figure in ("mfu_palm", "mfu_causal"):
         if figure in lines[-1]:
             results[figure] = float(
-                np.average([line[figure] for line in lines[WARM:]], weights=seconds)
+                np.average([line[figure] for line in lines[steps // 2 :]], weights=seconds)
             )
     return results
 
 
-def train_without_saving(overrides: list[str], folder: Path) -> str:
+def train_without_saving(overrides: list[str], folder: Path, steps: int) -> str:
     """Train until the last step's metrics are written; return why it failed, or nothing.
 
     The run is killed then: writing its last checkpoint takes longer than the steps.
     """
     metrics, log = folder / "run/metrics.jsonl", folder / "log.txt"
     metrics.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)  # the run before may still write to its own
     with python_process(["-m", "fsdp_trainer", *overrides], log) as process:
         while process.poll() is None:
-            if metrics.exists() and len(metrics.read_text().splitlines()) == STEPS:
+            if metrics.exists() and len(metrics.read_text().splitlines()) == steps:
                 return ""
             time.sleep(0.1)
     if not process.returncode:
@@ -432,7 +465,14 @@ def train_with_trainer(task: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-PARTS = {"ceilings": ceilings, "sft": sft, "ladder": ladder, "mfu": mfu, "several": several}
+PARTS = {
+    "ceilings": ceilings,
+    "sft": sft,
+    "ladder": ladder,
+    "mfu": mfu,
+    "offload": offload,
+    "several": several,
+}
 
 if __name__ == "__main__":
     main()

@@ -8,6 +8,9 @@ from functools import partial
 import inject
 import pytest
 import torch
+from image_models import make_image_folder, write_pictures
+from other_models import make_other_folder
+from pairs import write_labelled, write_pairs
 from stored import assert_bitwise_equal, newest, stored
 from world import read_lines, write_chats
 
@@ -345,3 +348,119 @@ def test_float8_is_near_bfloat16_and_goes_on(train, recipe):
     run = train("run", *common, f"precision.float8={recipe}", "train.steps=6", timeout=300)
     assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.05)
     assert run.column("step") == [1, 2, 3, 4, 5, 6]
+
+
+ELSEWHERE = [
+    ["optim.offload=cpu"],
+    ["optim.offload=disk"],
+    ["optim.offload=disk", "sharding.cpu_offload=true"],
+]
+
+
+@pytest.mark.parametrize("how", ELSEWHERE, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_elsewhere_train_as_on_the_gpu_and_go_on_bitwise(train, how, dtype):
+    common = [
+        "launch.device=cuda",
+        f"precision.param_dtype={dtype}",
+        "batch.micro_rows=2",
+        "schedule=constant",
+        "checkpoint.every=3",
+    ]
+    device = train("device", *common, "train.steps=6")
+    train("again", *common, *how, "train.steps=3")
+    again, whole = (train(name, *common, *how, "train.steps=6") for name in ("again", "whole"))
+    assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
+    tolerance = 1e-4 if dtype == "float32" else 0.01
+    for name in ("loss", "grad_norm"):
+        assert whole.column(name) == pytest.approx(device.column(name), rel=tolerance)
+
+
+@pytest.mark.parametrize("how", [["activation_checkpoint=full"], ["compile=enabled"]], ids=str)
+def test_states_on_the_host_go_with_recomputation_and_compilation(train, how):
+    common = ["train.steps=5", "launch.device=cuda", "schedule=constant", *how]
+    device = train("device", *common, timeout=300)
+    host = train("host", *common, "optim.offload=cpu", timeout=300)
+    assert host.column("loss") == pytest.approx(device.column("loss"), rel=1e-4)
+
+
+METHODS = {
+    "dpo": (write_pairs, []),
+    "orpo": (write_pairs, []),
+    "reward": (write_pairs, []),
+    "kto": (write_labelled, []),
+    "dpo, adapters": (write_pairs, ["adapter=lora"]),
+    "dpo, states on the host": (write_pairs, ["optim.offload=cpu"]),
+}
+
+
+@pytest.mark.parametrize(("write", "how"), METHODS.values(), ids=METHODS.keys())
+def test_preferences_are_learnt_as_on_a_cpu(train, tmp_path, request, write, how):
+    method = request.node.callspec.id.split(",")[0]
+    common = [f"objective={method}", f"data.path={write(tmp_path / 'rows.jsonl')}", *how]
+    cpu, gpu = (
+        train(device, *common, "train.steps=5", "schedule=constant", f"launch.device={device}")
+        for device in ("cpu", "cuda")
+    )
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+
+
+OF_A_FOLDER = [
+    "model.implementation=transformers", "precision=fp32", "batch.micro_rows=1", "train.steps=5",
+    "schedule=constant", "checkpoint.every=null", "launch.watchdog=false",
+]  # fmt: skip
+"""Overrides in place of those that shape a tiny model."""
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "qwen3_next", "cohere2"])
+def test_modules_of_transformers_train_as_on_a_cpu(train, tmp_path, kind):
+    folder = make_other_folder(tmp_path / kind, kind)
+    common = [f"model.init_from={folder}", "batch.seq_len=64", "batch.rows=4"]
+    cpu, gpu = (
+        train(device, *common, f"launch.device={device}", base=OF_A_FOLDER, timeout=300)
+        for device in ("cpu", "cuda")
+    )
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_images_train_as_on_a_cpu(train, tmp_path, kind):
+    names = write_pictures(tmp_path / "pictures", 4)
+    rows = []
+    for i, name in enumerate(names):
+        question = [{"type": "image", "image": f"pictures/{name}"}, {"type": "text", "text": "?"}]
+        answer = {"role": "assistant", "content": f"it is {i * i}!"}
+        rows.append({"messages": [{"role": "user", "content": question}, answer]})
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = [
+        f"model.init_from={make_image_folder(tmp_path / kind, kind)}",
+        f"data.path={path}",
+        "batch.seq_len=160",
+        "batch.rows=2",
+    ]
+    cpu, gpu = (
+        train(device, *common, f"launch.device={device}", base=OF_A_FOLDER, timeout=300)
+        for device in ("cpu", "cuda")
+    )
+    assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
+
+
+@pytest.mark.parametrize("how", [[], ["optim.offload=cpu"], ["adapter=lora"]], ids=str)
+def test_rewards_train_and_go_on_bitwise(train, how):
+    common = [
+        "objective=grpo",
+        'objective.rewards=[{name: regex, pattern: "[a-z]"}]',
+        "data.path=demo:sums",
+        "objective.max_new_tokens=6",
+        "objective.samples=4",
+        "batch.rows=4",
+        "batch.micro_rows=2",
+        "launch.device=cuda",
+        "schedule=constant",
+        "checkpoint.every=2",
+        *how,
+    ]
+    train("again", *common, "train.steps=2", timeout=300)
+    again, whole = (train(name, *common, "train.steps=4", timeout=300) for name in ("again", "w"))
+    assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))

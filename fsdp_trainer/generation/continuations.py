@@ -13,6 +13,12 @@ from fsdp_trainer.generation.decoding import Decoding
 from fsdp_trainer.generation.key_value_cache import KeyValueCache, Prompts
 from fsdp_trainer.generation.prompt_images import PromptImages, image_inputs
 from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
+from fsdp_trainer.generation.recorded_decoding import (
+    LEAST_TOKENS,
+    RecordedDecoding,
+    can_record,
+    try_to_record,
+)
 from fsdp_trainer.generation.sampling import Sampling, choose, log_probabilities, random_numbers
 from fsdp_trainer.models.decoder import Decoder, ImageInputs
 from fsdp_trainer.models.hf.own_cache import OwnCache
@@ -109,6 +115,7 @@ class Generation:
         is_long = scaling.get("rope_type") == "longrope"
         # past this length all keys are rotated differently, also those in the cache
         self.long_from = scaling["original_max_position_embeddings"] if is_long else None
+        self.recorded: RecordedDecoding | None = None
 
     def run(
         self,
@@ -132,6 +139,7 @@ class Generation:
             if len(unfinished) <= len(rows) // 2:
                 remaining = unfinished or [0]
                 self.cache.keep(remaining)
+                self.recorded = None
                 rows = [rows[i] for i in remaining]
                 chosen = chosen[remaining]
             logits = self.step(rows, chosen, is_idle=not unfinished)
@@ -162,6 +170,7 @@ class Generation:
         names = list(self.model.blocks())
         row_lengths = [len(text) for text in texts]
         self.cache = KeyValueCache(names, row_lengths, capacity, self.device)
+        self.recorded = None
         firsts = [ends[number[text]] - len(text) for text in texts]
         columns = self.cache.prompt_columns(firsts)
         for block in self.cache.blocks.values():
@@ -187,12 +196,18 @@ class Generation:
         if any(row.length - 1 == self.long_from for row in rows if not row.is_done):
             return self.start(rows)
         layout = self.cache.next_layout()
+        if self.recorded is not None:
+            return self.recorded.next_logits(chosen, self.cache.end)
         copy = self.decoding.model_for(len(rows), self.cache.capacity - self.cache.end)
         if copy is not None:
             return copy.next_logits(chosen[:, None], layout, self.cache.blocks)
         index = torch.arange(len(rows), device=self.device)
         caches = self.cache.blocks
-        return self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
+        logits = self.model.next_logits(chosen[:, None], layout.positions, layout, index, caches)
+        remaining = self.cache.capacity - self.cache.end
+        if remaining >= LEAST_TOKENS and can_record(self.model, self.device):
+            self.recorded = try_to_record(self.model, self.cache, chosen, logits)
+        return logits
 
     def random_column(self, rows: list[Continuation]) -> Tensor | None:
         """Return the rows' random numbers, [rows, 1] float64; None at temperature 0."""

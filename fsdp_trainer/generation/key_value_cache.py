@@ -91,6 +91,11 @@ class BlockCache:
         stored[:, :, : self.cache.end] = placed.transpose(1, 2)
         return stored
 
+    def clear(self, end: int) -> None:
+        """Set the columns from `end` on to zero."""
+        self.keys[:, :, end:] = 0
+        self.values[:, :, end:] = 0
+
     def keep(self, rows: Tensor, first: int, end: int) -> None:
         """Keep only these rows, and the columns from `first` to `end`."""
         for name in ("keys", "values"):
@@ -128,18 +133,26 @@ class NextTokens(PackedAttention):
         return self.row_lengths - 1
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-        """See PackedAttention.
-
-        The heads that share keys become queries of one head, so that no kernel repeats the keys.
-        """
+        """See PackedAttention."""
         first = 0 if self.window is None else max(0, self.keys - self.window)
         mask = None if self.mask is None else self.mask[..., first:]
-        grouped = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
-        if scoring.sinks is not None:
-            scoring = scoring._replace(sinks=scoring.sinks.unflatten(0, (k.shape[2], -1)))
-        out = sdpa(grouped, k[:, first:], v[:, first:], mask, scoring, is_causal=False)
-        return out.transpose(1, 2).reshape(q.shape)
+        return attend_to_cached(q, k[:, first:], v[:, first:], mask, scoring)
 
     def document_lengths(self, positions: Tensor) -> Tensor:
         """[rows, 1] int64: the length of each row so far."""
         return self.row_lengths
+
+
+def attend_to_cached(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """Return the attention of one query in each row, [rows, 1, heads, head_dim], as q.
+
+    k, v: [rows, columns, kv heads, head_dim]. mask: [rows, 1, 1, columns], visible columns.
+    The heads that share keys become queries of one head, so that no kernel repeats the keys.
+    """
+    grouped = q[:, 0].unflatten(1, (k.shape[2], -1)).transpose(1, 2)
+    if scoring.sinks is not None:
+        scoring = scoring._replace(sinks=scoring.sinks.unflatten(0, (k.shape[2], -1)))
+    out = sdpa(grouped, k, v, mask, scoring, is_causal=False)
+    return out.transpose(1, 2).reshape(q.shape)

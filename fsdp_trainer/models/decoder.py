@@ -392,7 +392,10 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the residual stream before the first block."""
-        x = self.embedding(tokens)
+        return self.scaled_embedding(self.embedding(tokens))
+
+    def scaled_embedding(self, x: Tensor) -> Tensor:
+        """Return the embedding of tokens as the first block reads it."""
         if self.config.family_spec.scaled_embedding:
             # the factor is rounded to the number format of the weights
             scale = self.config.hidden_size**0.5

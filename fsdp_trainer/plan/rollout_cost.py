@@ -13,6 +13,11 @@ PROMPT_TOKENS = 256
 """Assumed tokens of a prompt, if a row has room for them."""
 REACHED = (0.25, 0.75)
 """Assumed range of the share of the memory's rate that eager generation reaches."""
+LAUNCH_SECONDS = 1.2e-3
+"""Seconds in which a host launches a block's kernels one by one; measured beside an H200: 1.1 ms.
+
+The shortest time assumes that a CUDA graph launches them all at once.
+"""
 BYTES = 2
 """Bytes of a number in generation: bfloat16."""
 
@@ -82,4 +87,5 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
     forwards = math.ceil(own / choice.answer_rows) * choice.max_new_tokens
     ideal = forwards * (weights + cache / 2) / (device.memory_rate or 1.0)
     slow, fast = (ideal / share for share in REACHED)
+    slow = max(slow, forwards * config.num_hidden_layers * LAUNCH_SECONDS)
     return Rollouts(answers, at_once, cache, weights, (fast, slow))

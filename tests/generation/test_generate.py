@@ -3,16 +3,18 @@
 import json
 import shutil
 from contextlib import contextmanager
+from functools import partial
 
 import inject
 import pytest
 import torch
 from world import read_lines
+from zoo import make_folder
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.config.verbs import GenerateConfig
 from fsdp_trainer.errors import UserError
-from fsdp_trainer.generation import decoding
+from fsdp_trainer.generation import continuations, decoding, recorded_decoding
 from fsdp_trainer.generation.continuations import generate_tokens, stream_tokens
 from fsdp_trainer.generation.prompt_ranks import OwnPrompts, SamePrompts
 from fsdp_trainer.generation.sampling import Sampling, choose, random_numbers
@@ -124,6 +126,58 @@ def test_a_cache_shrinks_when_half_of_the_answers_are_done(speaker):
         assert answer == free[: ends[0] if ends else None]
     assert sizes[1:] == sorted(sizes[1:], reverse=True)
     assert sizes[-1] < 6
+
+
+FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(
+    tmp_path, monkeypatch, family
+):
+    """A CPU records nothing: it calls the function that a GPU records."""
+    model = Speaker.load(make_folder(tmp_path / "hf", family)).model
+    prompts = [[5, 6, 7], [9], list(range(20, 41)), [11, 12]]
+    sampling = Sampling(40, 1.0, 0.95, samples=6, seed=1)
+    usual = generate_tokens(model, prompts, range(10), sampling)
+    used = []
+
+    def record(compute, device):
+        compute()
+        used.append(device)
+        return compute
+
+    monkeypatch.setattr(recorded_decoding, "record", record)
+    monkeypatch.setattr(continuations, "can_record", lambda model, device: True)
+    monkeypatch.setattr(decoding.Decoding, "is_worth_it", lambda *_: False)
+    assert generate_tokens(model, prompts, range(10), sampling) == usual
+    assert len(used) > 1
+
+
+@pytest.mark.parametrize("fault", ["error", "wrong"])
+def test_answers_go_on_without_a_recording_that_fails_or_differs(speaker, monkeypatch, fault):
+    prompts = encoded(speaker, "abc", "x")
+    usual = generate_tokens(speaker.model, prompts, (), Sampling(max_tokens=30))
+    attempts = []
+
+    def record(compute, device):
+        attempts.append(device)
+        if fault == "error":
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return partial(setattr, compute.__self__, "logits", torch.zeros(2, 260))
+
+    monkeypatch.setattr(recorded_decoding, "record", record)
+    monkeypatch.setattr(decoding.Decoding, "is_worth_it", lambda *_: False)
+    monkeypatch.setattr(
+        continuations,
+        "can_record",
+        lambda model, device: model not in recorded_decoding._unrecorded,
+    )
+    with pytest.warns(UserWarning, match="without a CUDA graph: (operation not|its logits differ)"):
+        assert generate_tokens(speaker.model, prompts, (), Sampling(max_tokens=30)) == usual
+    recorded_decoding._unrecorded.clear()
+    assert len(attempts) == 1
 
 
 def test_sampling_depends_on_the_number_and_keeps_to_the_nucleus():

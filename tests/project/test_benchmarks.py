@@ -89,7 +89,7 @@ def test_ways_take_turns_and_a_ratio_is_taken_within_a_round():
 def in_the_pool(world, monkeypatch):
     """Train what benchmarks start on the tests' ranks: nothing is timed here."""
 
-    def train(overrides, _):
+    def train(overrides, *_):
         world.command("train", *overrides, ranks=int(overrides[-1].rpartition("=")[2]))
         return ""
 
@@ -105,15 +105,14 @@ def test_a_gpu_benchmarks_run_ends_with_its_last_step_or_with_what_failed(tmp_pa
     trainer = tmp_path / "trainer"
     monkeypatch.setattr(sys, "executable", str(trainer))
     trainer.write_text(
-        f"#!/bin/sh\nmkdir {tmp_path}/run\n"
-        f"seq {gpu.STEPS} > {tmp_path}/run/metrics.jsonl; sleep 900"
+        f"#!/bin/sh\nmkdir {tmp_path}/run\nseq 3 > {tmp_path}/run/metrics.jsonl; sleep 900"
     )
     trainer.chmod(0o700)
-    assert gpu.train_without_saving([], tmp_path) == ""
+    assert gpu.train_without_saving([], tmp_path, 3) == ""
     trainer.write_text("#!/bin/sh\necho started; echo CUDA out of memory >&2; echo; exit 1")
-    assert gpu.train_without_saving([], tmp_path) == "CUDA out of memory"
+    assert gpu.train_without_saving([], tmp_path, 3) == "CUDA out of memory"
     trainer.write_text("#!/bin/sh\necho a reason >&2; exit 2")
-    assert gpu.train_without_saving([], tmp_path) == "a reason"
+    assert gpu.train_without_saving([], tmp_path, 3) == "a reason"
 
 
 def answered(module, file):
@@ -130,7 +129,7 @@ def answered(module, file):
 def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
     in_the_pool, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys, "argv", ["gpu", "--small", "1", "--parts", "ceilings,sft"])
+    monkeypatch.setattr(sys, "argv", ["gpu", "--small", "1", "--parts", "ceilings,sft,offload"])
     gpu.main()
     said = capsys.readouterr().out
     assert '"tflops"' in said

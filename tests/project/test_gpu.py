@@ -4,6 +4,7 @@ import gzip
 import json
 import pickle
 from functools import partial
+from importlib.metadata import version
 
 import inject
 import pytest
@@ -13,10 +14,17 @@ from other_models import make_other_folder
 from pairs import write_labelled, write_pairs
 from stored import assert_bitwise_equal, newest, stored
 from world import read_lines, write_chats
+from zoo import make_folder
 
+from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.base import phases
+from fsdp_trainer.generation import continuations
+from fsdp_trainer.generation.continuations import generate_tokens
+from fsdp_trainer.generation.sampling import Sampling
 
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+TORCH, TRANSFORMERS = (
+    tuple(map(int, each.split(".")[:2])) for each in (torch.__version__, version("transformers"))
+)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -423,6 +431,7 @@ def test_modules_of_transformers_train_as_on_a_cpu(train, tmp_path, kind):
     assert gpu.column("loss") == pytest.approx(cpu.column("loss"), rel=2e-3)
 
 
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="needs transformers 5.23")
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
 def test_images_train_as_on_a_cpu(train, tmp_path, kind):
     names = write_pictures(tmp_path / "pictures", 4)
@@ -464,3 +473,18 @@ def test_rewards_train_and_go_on_bitwise(train, how):
     train("again", *common, "train.steps=2", timeout=300)
     again, whole = (train(name, *common, "train.steps=4", timeout=300) for name in ("again", "w"))
     assert_bitwise_equal(stored(newest(again)), stored(newest(whole)))
+
+
+def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(tmp_path, monkeypatch):
+    model = Speaker.load(make_folder(tmp_path / "hf", "qwen3")).model.cuda()
+    prompts = [[5, 6, 7], [9], list(range(20, 41)), [11, 12]]
+    sampling = Sampling(40, 1.0, 0.95, samples=6, seed=1)
+    replays = []
+    real = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), real(graph))
+    )
+    recorded = generate_tokens(model, prompts, range(10), sampling)
+    assert len(set(map(id, replays))) > 1
+    monkeypatch.setattr(continuations, "can_record", lambda model, device: False)
+    assert generate_tokens(model, prompts, range(10), sampling) == recorded

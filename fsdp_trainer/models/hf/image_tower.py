@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import output_capturing
@@ -50,7 +51,10 @@ class ImageTower:
         forward = inspect.signature(base.forward).parameters
         features = getattr(base, "get_image_features", None)
         if tower is base or features is None or "mm_encoder_outputs" not in forward:
-            reason = f"the images of {type(hf).__name__} are computed in a way that is not known"
+            reason = (
+                f"the images of {type(hf).__name__} are computed in a way that is not known.\n"
+                f"transformers is {transformers.__version__}; images need 5.23 or newer"
+            )
             problem = Problem(f"model_type={hf.config.model_type}", reason)
             raise UserError("the model's images are not computed here", [problem])
         self.tower: nn.Module = tower

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 CHECKPOINT = ("staging", "shards", "manifest", "rename", "prune")
 PHASES = (
     *("start", "data", "forward", "backward", "clip", "update", "profile"),
-    *("validation", "samples", "evaluation", "rollouts", "rewards", "log", "read"),
+    *("validation", "samples", "evaluation", "rollouts", "environments", "rewards", "log", "read"),
     *CHECKPOINT,
     *("agree", "export", "end", "rewind", "check", "compile", "groups"),
 )

@@ -78,6 +78,38 @@ class ObjectiveChoice:
         " own (--import), each a name or a mapping with its settings, as"
         " [number, {name: length, max: 512}]",
     )
+    environment: str | dict[str, Any] | None = key(
+        None,
+        "grpo: what the model talks with over several turns: calculator, python, search, user, or"
+        " a class of your own as FILE.py:NAME, whose code runs on every rank; with settings as"
+        " {name: search, folder: documents}; null: an answer is one turn",
+        used_by=("grpo",),
+    )
+    turns: int = key(
+        8, "grpo: the model's turns with an environment, at most", minimum=1, used_by=("grpo",)
+    )
+    discount: float = key(
+        1.0,
+        "grpo: what a reward counts for the turn before it, where an environment rewards each turn",
+        minimum=0,
+        maximum=1,
+        used_by=("grpo",),
+    )
+    environment_seconds: float = key(
+        60.0,
+        "grpo: time that one call of an environment may take; then its rollout has failed",
+        above=0,
+        used_by=("grpo",),
+    )
+    environment_output: int = key(
+        8192,
+        "grpo: characters of an environment's turn, at most; the rest is cut",
+        minimum=1,
+        used_by=("grpo",),
+    )
+    environments_at_once: int = key(
+        32, "grpo: environments that a rank calls at the same time", minimum=1, used_by=("grpo",)
+    )
     samples: int = key(
         8,
         "grpo: answers to each prompt, which are compared with each other",
@@ -103,6 +135,15 @@ class ObjectiveChoice:
         " length; `dr_grpo`: tokens equally, divided by the maximum length of an answer, and"
         " rewards are not divided by their deviation",
         choices=("dapo", "grpo", "dr_grpo"),
+        used_by=("grpo",),
+    )
+    surrogate: str = key(
+        "clip",
+        "grpo: what is made of a token's probability now and at sampling: `clip`: their ratio,"
+        " clipped, as PPO; `gspo`: that of the whole answer, a mean over its tokens, with"
+        " weighting=grpo as in the paper; `cispo`: a clipped weight of the log-probability, so that"
+        " every token has a gradient",
+        choices=("clip", "gspo", "cispo"),
         used_by=("grpo",),
     )
     clip_low: float = key(
@@ -185,6 +226,12 @@ class ObjectiveChoice:
         minimum=0,
         used_by=("grpo",),
     )
+
+    @property
+    def compares_answers(self) -> bool:
+        """True if a token's loss depends on the other tokens of its answer."""
+        is_gspo = self.method.samples and self.surrogate == "gspo" and self.updates > 1
+        return self.method.compares_answers or is_gspo
 
     @property
     def method(self) -> "MethodSpec":
@@ -348,11 +395,6 @@ OF_LABELLED_ANSWERS = (
     ),
 )
 OF_SAMPLED_ANSWERS = (
-    Refused(
-        "objective.rewards",
-        is_missing,
-        "answers are trained on by their rewards.\nUse  objective.rewards=[exact]  or  [number]",
-    ),
     Refused(
         "data.streaming",
         bool,

@@ -172,9 +172,7 @@ class Generation:
         self.cache = KeyValueCache(names, row_lengths, capacity, self.device)
         self.recorded = None
         firsts = [ends[number[text]] - len(text) for text in texts]
-        columns = self.cache.prompt_columns(firsts)
-        for block in self.cache.blocks.values():
-            block.columns = columns
+        self.cache.expect_prompts(firsts)
         tokens = np.concatenate([np.array(text, np.int64) for text in different])
         positions = np.concatenate([np.arange(length) for length in lengths])
         last = [ends[number[text]] - 1 for text in texts]

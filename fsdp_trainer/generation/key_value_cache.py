@@ -31,6 +31,12 @@ class KeyValueCache:
         self.starts = self.end - np.array(lengths, np.int64)
         self.blocks = {name: BlockCache(self) for name in names}
 
+    def expect_prompts(self, starts: Sequence[int]) -> None:
+        """Let each block expect the packed prompts. starts: index of each row's first token."""
+        columns = self.prompt_columns(starts)
+        for block in self.blocks.values():
+            block.expect(columns)
+
     def prompt_columns(self, starts: Sequence[int]) -> Tensor:
         """Return the index of the packed token in each column of each row: flat int64.
 
@@ -69,6 +75,10 @@ class BlockCache:
         self.cache = cache
         self.columns: Tensor | None = None
         self.keys = self.values = torch.empty(0)
+
+    def expect(self, columns: Tensor) -> None:
+        """Expect prompts. columns: see above."""
+        self.columns = columns
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """See Cache. Prompts are packed, [1, tokens, …], and attend only to themselves."""

@@ -2,11 +2,13 @@
 
 import base64
 import io
+import json
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,12 +24,21 @@ TINY = 1e-4
 """Added to the standard deviation of rewards before dividing by it, as in trl."""
 
 
+class EpisodeFacts(NamedTuple):
+    """Facts of a rollout with an environment. seconds: time in the environment's methods."""
+
+    wrong_calls: int
+    seconds: float
+    failure: str | None
+
+
 @dataclass(frozen=True)
 class Rollout:
     """An answer to a prompt, with its rewards.
 
-    row, sample: see Request. reward: weighted sum of the scores, used for training. scores:
-    unweighted score of each reward.
+    row, sample: see Request. reward: weighted sum of the scores, used for training; NaN if it
+    failed and is not used. scores: unweighted score of each reward. turn_rewards: one for each of
+    the model's turns, whose sum is `reward`, or none. episode: facts of one with an environment.
     """
 
     row: int
@@ -36,6 +47,13 @@ class Rollout:
     answer: SampledAnswer
     reward: float
     scores: list[float]
+    turn_rewards: tuple[float, ...] = ()
+    episode: EpisodeFacts | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """False for one that failed."""
+        return not math.isnan(self.reward)
 
     @property
     def tokens(self) -> int:
@@ -75,9 +93,17 @@ class PackedAnswers:
         rewards = np.array([rollout.reward for rollout in rollouts])
         self.rewards = rewards.reshape(-1, cfg.samples)
         """[prompts, samples] float64."""
-        self.advantages = advantages(cfg, self.rewards).ravel()
+        self.advantages = [
+            gains
+            for i in range(0, len(self.rollouts), cfg.samples)
+            for gains in turn_advantages(cfg, self.rollouts[i : i + cfg.samples])
+        ]
+        """Of each of the model's turns, by rollout."""
         self.is_supervised = np.array(
-            [rollout.answer.finished or not cfg.mask_truncated for rollout in rollouts]
+            [
+                rollout.is_used and (rollout.answer.finished or not cfg.mask_truncated)
+                for rollout in rollouts
+            ]
         )
 
     def __len__(self) -> int:
@@ -86,8 +112,8 @@ class PackedAnswers:
 
     def plan(self, step: int, start: int, stop: int, metrics: dict[str, Any]) -> StepPlan:
         """Return the plan of the step. start, stop: range of the rows of its prompts."""
-        answers = [rollout.answer for rollout in self.rollouts]
-        counts = [len(answer.tokens) for answer in answers]
+        answers = [rollout.answer for rollout in self.rollouts if rollout.is_used]
+        counts = [rollout.answer.own_tokens for rollout in self.rollouts]
         supervised = sum(n for n, used in zip(counts, self.is_supervised, strict=True) if used)
         return StepPlan(
             step,
@@ -97,7 +123,7 @@ class PackedAnswers:
             tokens=sum(rollout.tokens for rollout in self.rollouts),
             supervised=supervised,
             attention_cost=int(self.costs.sum()),
-            documents=len(answers),
+            documents=len(self.rollouts),
             packed=len(self),
             metrics=metrics,
         )
@@ -125,18 +151,21 @@ class PackedAnswers:
         return rows
 
     def _put(self, rows: Rows, row: int, start: int, i: int) -> None:
-        """Write a prompt and its answer into a row; only tokens of the answer are supervised."""
+        """Write a prompt and its answer into a row; only the model's own tokens are supervised."""
         rollout, answer = self.rollouts[i], self.rollouts[i].answer
         whole = slice(start, start + rollout.tokens)
         first = whole.start + len(rollout.prompt) - 1
-        supervised = slice(first, first + len(answer.tokens))
         rows.tokens[row, whole] = [*rollout.prompt, *answer.tokens]
         rows.positions[row, whole] = np.arange(rollout.tokens)
-        rows.labels[row, supervised] = answer.tokens
-        weight = token_weight(self.cfg, len(answer.tokens)) if self.is_supervised[i] else 0.0
-        rows.weights[row, supervised] = weight
-        rows.columns[ADVANTAGE][row, supervised] = self.advantages[i]
-        rows.columns[SAMPLED][row, supervised] = answer.log_probabilities
+        if not self.is_supervised[i] and not rollout.is_used:
+            return
+        weight = token_weight(self.cfg, answer.own_tokens) if self.is_supervised[i] else 0.0
+        for own, gain in zip(answer.own_turns, self.advantages[i], strict=True):
+            supervised = slice(first + own.start, first + own.stop)
+            rows.labels[row, supervised] = answer.tokens[own]
+            rows.weights[row, supervised] = weight
+            rows.columns[ADVANTAGE][row, supervised] = gain
+            rows.columns[SAMPLED][row, supervised] = answer.log_probabilities[own]
 
 
 # --- weights and advantages -----------------------------------------------------------------------
@@ -168,6 +197,40 @@ def advantages(cfg: ObjectiveChoice, rewards: np.ndarray) -> np.ndarray:
     return centred / (rewards.std(1, ddof=1, keepdims=True) + TINY)
 
 
+def turn_advantages(cfg: ObjectiveChoice, group: Sequence[Rollout]) -> list[np.ndarray]:
+    """Return the advantage of each of the model's turns, by rollout. group: of one prompt.
+
+    Without rewards for turns all turns of an answer have its advantage. With them the advantage is
+    the discounted sum of this turn's and all later rewards, from which the mean of all turns of the
+    group is subtracted and which are divided by their deviation (Shao et al. 2024, §4.1.3).
+    Rollouts that failed are left out; so is one that remains alone.
+    """
+    turns = [len(rollout.answer.own_turns) for rollout in group]
+    gains = [np.zeros(count) for count in turns]
+    used = [i for i, rollout in enumerate(group) if rollout.is_used]
+    if len(used) < 2:
+        return gains
+    if not any(group[i].turn_rewards for i in used):
+        rewards = np.array([[group[i].reward for i in used]])
+        for i, gain in zip(used, advantages(cfg, rewards)[0], strict=True):
+            gains[i][:] = gain
+        return gains
+    every = np.concatenate([by_turn(group[i]) for i in used])[None]
+    normalised = np.split(advantages(cfg, every)[0], np.cumsum([turns[i] for i in used])[:-1])
+    for i, of_turns in zip(used, normalised, strict=True):
+        total = 0.0
+        for turn in reversed(range(turns[i])):
+            total = of_turns[turn] + cfg.discount * total
+            gains[i][turn] = total
+    return gains
+
+
+def by_turn(rollout: Rollout) -> Sequence[float]:
+    """Return the rewards of the model's turns; one for all of them is the last turn's."""
+    before = [0.0] * (len(rollout.answer.own_turns) - 1)
+    return rollout.turn_rewards or [*before, rollout.reward]
+
+
 # --- answers in a checkpoint ----------------------------------------------------------------------
 
 
@@ -182,6 +245,9 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
         "tokens": np.array([t for r in rollouts for t in (*r.prompt, *r.answer.tokens)], np.int32),
         "sampled": np.array([p for r in rollouts for p in r.answer.log_probabilities], np.float32),
     }
+    if any(r.episode for r in rollouts):
+        episodes = [[r.answer.turns, r.turn_rewards, r.episode] for r in rollouts]
+        arrays["episodes"] = np.array(json.dumps(episodes))
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return base64.b64encode(zlib.compress(file.getvalue())).decode()
@@ -192,11 +258,16 @@ def decode_rollouts(text: str) -> list[Rollout]:
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
     tokens, sampled = iter(stored["tokens"].tolist()), iter(stored["sampled"].tolist())
     rollouts = []
+    episodes = iter(json.loads(str(stored["episodes"])) if "episodes" in stored.files else ())
     columns = [stored[name].tolist() for name in ("numbers", "rewards", "sizes")]
     sizes = zip(*columns, strict=True)
     for (row, sample, finished, version), (reward, *scores), (before, length) in sizes:
         prompt = list(islice(tokens, before))
         answered, scored = list(islice(tokens, length)), list(islice(sampled, length))
-        answer = SampledAnswer(answered, scored, bool(finished), version)
-        rollouts.append(Rollout(row, sample, prompt, answer, reward, scores))
+        turns, rewards_of_turns, facts = next(episodes, ((), (), None))
+        answer = SampledAnswer(answered, scored, bool(finished), version, tuple(turns))
+        episode = EpisodeFacts(*facts) if facts else None
+        rollouts.append(
+            Rollout(row, sample, prompt, answer, reward, scores, tuple(rewards_of_turns), episode)
+        )
     return rollouts

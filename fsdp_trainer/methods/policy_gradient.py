@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.base import phases
@@ -19,8 +20,13 @@ from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
 from fsdp_trainer.config.schema import Checkpoint
+from fsdp_trainer.data.templates.turn_tokens import TurnTokens
+from fsdp_trainer.environments.known_environments import KEY, find_environment
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
+from fsdp_trainer.methods.document_sums import answer_sums
+from fsdp_trainer.methods.episodes import EpisodePlayer
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.policy_server import PolicyServer, ServedModel
 from fsdp_trainer.methods.policy_weights import PolicyWeights
@@ -41,6 +47,7 @@ from fsdp_trainer.models.adapters.adapters import without_adapters
 from fsdp_trainer.models.decoder import Decoder, MicroBatch
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.observe.step_log import finite_or_none
+from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.reward import Reward
 from fsdp_trainer.rewards.table import make_rewards
@@ -58,23 +65,35 @@ of packed answers."""
 class PolicyGradient:
     """Σ weight · loss of a micro-batch's tokens (Shao et al. 2024, eq. 3; Yu et al. 2025, §3).
 
-    The head calls it. weights: [tokens] float32, already divided by the step's Σ weight. columns:
-    see columns_of. on_server: True if the sampler is a server, whose numerics differ.
+    Variants: GSPO (Zheng et al. 2025, eq. 13) and CISPO (MiniMax-M1, 2025, eq. 4). The head calls
+    it. weights: [tokens] float32, already divided by the step's Σ weight. columns: see columns_of.
+    on_server: True if the sampler is a server, whose numerics differ. batch, dims: for GSPO's sums
+    over answers; see answer_sums.
     """
 
     weights: Tensor
     columns: dict[str, Tensor]
     cfg: ObjectiveChoice
     on_server: bool = False
+    batch: MicroBatch | None = None
+    dims: Dims | None = None
     needs_mean = False
-    needs_all_tokens = False
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """See Objective."""
+        return self.cfg.compares_answers
 
     def __call__(self, scores: Scores, tokens: slice) -> Tensor:
         """Return the sum over `tokens`. scores: those of these tokens."""
         log_probability, advantage = scores.log_probability, self.columns[ADVANTAGE][tokens]
         ratio = self.ratio(scores, tokens)
-        clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        if self.cfg.surrogate == "cispo":
+            weight = ratio.detach().clamp(max=1 + self.cfg.clip_high)
+            loss = -weight * advantage * log_probability
+        else:
+            clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
+            loss = -torch.minimum(ratio * advantage, clipped * advantage)
         if self.on_server and self.cfg.updates == 1:
             loss = loss * self.importance(scores, tokens)
         if self.cfg.kl:
@@ -91,7 +110,19 @@ class PolicyGradient:
         if self.cfg.updates == 1:
             return (scores.log_probability - scores.log_probability.detach()).exp()
         change = scores.log_probability - self.columns[SAMPLED][tokens]
+        if self.cfg.compares_answers:
+            # the answer's mean change, with the derivative of this token's
+            change = self.answer_means(change.detach()) + (change - change.detach())
         return change.exp().clamp(max=self.cfg.importance_cap)
+
+    def answer_means(self, values: Tensor) -> Tensor:
+        """Return for each token the mean of the values of its answer's tokens. Collective."""
+        assert self.batch is not None
+        assert self.batch.documents is not None
+        both = torch.stack([values, torch.ones_like(values)])
+        sums, counts = answer_sums(both, self.batch, self.dims)
+        means = F.pad(sums / counts.clamp(min=1), (0, 1))  # the last one: of padding
+        return means[self.batch.documents].to(values.dtype)
 
     def importance(self, scores: Scores, tokens: slice) -> Tensor:
         """Return truncated importance weights of tokens (Yao et al. 2025).
@@ -134,7 +165,9 @@ class RolloutForwardBackward(ForwardBackward):
         weights = batch.weights / (plan.weight or 1.0)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else 1.0
         on_server = self.choice.server is not None
-        objective = PolicyGradient(weights, columns_of(batch), self.choice, on_server)
+        objective = PolicyGradient(
+            weights, columns_of(batch), self.choice, on_server, batch, self.dims
+        )
         value, scores, auxiliary = self.model(batch, replace(objective, weights=weights * scale))
         phases.enter("backward")
         value.backward()
@@ -155,15 +188,15 @@ class RolloutMetrics:
     size = 1 + len(keys)
     of_tokens = True
 
-    def __init__(self, cfg: ObjectiveChoice):
-        self.cfg = cfg
+    def __init__(self, cfg: ObjectiveChoice, dims: Dims | None = None):
+        self.cfg, self.dims = cfg, dims
 
     def part(self, result: MicroBatchResult) -> Tensor:
         """Return [size] float64."""
         scores, batch = result.scores, result.batch
         columns = columns_of(batch)
         mask = batch.weights > 0
-        objective = PolicyGradient(batch.weights, columns, self.cfg)
+        objective = PolicyGradient(batch.weights, columns, self.cfg, batch=batch, dims=self.dims)
         every = slice(0, len(batch.targets))
         ratio = objective.ratio(scores, every)
         gain = columns[ADVANTAGE]
@@ -228,6 +261,14 @@ class PolicyGradientMethod(Method):
         self.loaded = self._reference_in_memory() if is_loaded else None
         self.served = self._served_model() if self.choice.server else None
         self.rewards = open_models(make_rewards(self.choice.rewards), setup.device)
+        entry = self.choice.environment
+        self.environment = None if entry is None else find_environment(entry)
+        if self.environment and not (self.environment.rewards or self.rewards):
+            reason = f"the environment {self.environment.title} gives no rewards.\n"
+            use = (
+                "Use  objective.rewards=[exact]  or another, or give it a method  reward(messages)"
+            )
+            raise UserError("nothing rewards the answers", [Problem(KEY, reason + use)])
 
     def _reference_in_memory(self) -> ReferenceModel:
         """Return the reference without weights. Collective."""
@@ -255,11 +296,13 @@ class PolicyGradientMethod(Method):
 
     def about(self) -> list[str]:
         choice, rows = self.choice, self.setup.cfg.batch.rows
-        titles = ", ".join(reward.title for reward in self.rewards)
+        own = [self.environment.title] if self.environment and self.environment.rewards else []
+        titles = ", ".join([*own, *(reward.title for reward in self.rewards)])
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
         return [
             f"{rows:,} prompts a step × {choice.samples} answers of at most "
             f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
+            *([f"{self.environment.about}, {choice.turns} at most"] if self.environment else []),
             *short_contexts(self.rewards, self._longest_prompt, choice.max_new_tokens),
         ]
 
@@ -303,7 +346,14 @@ class PolicyGradientMethod(Method):
             )
         else:
             sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)
-        maker = AnswerMaker(sampler, self.rewards, tokenizer, split.part, split.parts, is_first)
+        player = None
+        if self.environment:
+            turns = TurnTokens(setup.inputs.template, tokenizer)
+            longest = min(setup.cfg.batch.seq_len, model.config.max_position_embeddings)
+            options = self.choice, sampler, turns, longest, is_first
+            player = EpisodePlayer(self.environment, *options)
+        parts = split.part, split.parts
+        maker = AnswerMaker(sampler, self.rewards, tokenizer, *parts, is_first, player)
         return RolloutSource(rows, maker, context)
 
     def _weights_for(
@@ -326,7 +376,7 @@ class PolicyGradientMethod(Method):
         )
 
     def metric(self) -> MethodMetric:
-        return RolloutMetrics(self.choice)
+        return RolloutMetrics(self.choice, self.setup.dims)
 
     def step(self, parts: StepParts) -> ForwardBackward:
         reference: Callable[[MicroBatch], Tensor] | None = self.loaded

@@ -1,6 +1,7 @@
 """Prompts as a data source: the model answers them, and rewards score the answers."""
 
-from collections import deque
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,8 +15,16 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
+from fsdp_trainer.environments.environment import last_text
 from fsdp_trainer.errors import RunFailed, UserError
-from fsdp_trainer.methods.answers import PackedAnswers, Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.methods.answers import (
+    EpisodeFacts,
+    PackedAnswers,
+    Rollout,
+    decode_rollouts,
+    encode_rollouts,
+)
+from fsdp_trainer.methods.episodes import Episode, EpisodePlayer
 from fsdp_trainer.methods.sampler import AnswerSampler, Request, SampledAnswer
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
@@ -38,8 +47,17 @@ WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of
 them above which the run prints a warning."""
 
+FAILURES_SHOWN = 3
+"""Number of different reasons for failed rollouts that a step's event has."""
+
 Questions = dict[int, dict[str, Any]]
 """The data for scoring answers, by the row of the prompt."""
+
+
+def has_equal_rewards(group: np.ndarray) -> bool:
+    """Return True if no answer to a prompt is better than another. NaN: a failed one."""
+    used = group[~np.isnan(group)]
+    return not len(used) or bool(np.ptp(used) == 0)
 
 
 @dataclass
@@ -56,6 +74,13 @@ class AnswerMaker:
     own_part: int
     parts: int
     is_first: bool = True
+    player: EpisodePlayer | None = None
+
+    @property
+    def titles(self) -> list[str]:
+        """The names of all scores of a rollout, that of the environment's reward first."""
+        own = [self.player.spec.title] if self.player and self.player.spec.rewards else []
+        return [*own, *(reward.title for reward in self.rewards)]
 
     def make(
         self,
@@ -73,12 +98,18 @@ class AnswerMaker:
         first, stop = (count * part // self.parts for part in (self.own_part, self.own_part + 1))
         own = requests[first:stop]
         try:
-            answers = self.sampler.sample(own, step, check)
-            phases.enter("rewards")
-            rollouts = self._judge(own, answers, questions)
+            if self.player:
+                episodes = self.player.play(own, questions, step, check)
+                phases.enter("rewards")
+                rollouts = self._judge_episodes(episodes, questions)
+            else:
+                answers = self.sampler.sample(own, step, check)
+                phases.enter("rewards")
+                rollouts = self._judge(own, answers, questions)
         except (RunFailed, UserError) as error:  # from a server or a reward, on all ranks
             raise DataLost(error) from None
         by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
+        self._require_some(list(by_request.values()))
         return [by_request[request.row, request.sample] for request in requests]
 
     def _judge(
@@ -101,6 +132,47 @@ class AnswerMaker:
             for (request, answer), total, each in judged
         ]
 
+    def _judge_episodes(self, episodes: list[Episode], questions: Questions) -> list[Rollout]:
+        """Score rollouts with an environment, but for those that failed. Collective."""
+        assert self.player
+        played = episodes if self.is_first else []
+        used = [episode for episode in played if episode.failure is None]
+        attempts = [self._episode_attempt(episode, questions) for episode in used]
+        scores = score_on_ranks(self.rewards, attempts)
+        by_attempt = iter(zip(*scores, strict=True)) if self.rewards else iter([()] * len(used))
+        sums = iter(totals(self.rewards, scores) if self.rewards else [0.0] * len(used))
+        rollouts = []
+        for episode in played:
+            if episode.failure is None:
+                others, total = next(by_attempt), next(sums)
+                rollouts.append(rewarded(episode, total, others, self.player.spec.rewards))
+            else:
+                count = len(self.titles)
+                rollouts.append(rewarded(episode, math.nan, [math.nan] * count, False))
+        return rollouts
+
+    def _episode_attempt(self, episode: Episode, questions: Questions) -> Attempt:
+        """Return the last answer of a rollout with all turns before it."""
+        question = questions[episode.request.row]
+        last = max(i for i, turn in enumerate(episode.messages) if turn["role"] == "assistant")
+        return Attempt(
+            question["prompt"],
+            last_text(episode.messages),
+            question["row"],
+            question["reference"],
+            episode.sampled().own_tokens,
+            episode.is_complete,
+            episode.messages[:last],
+            episode.tools,
+        )
+
+    def _require_some(self, rollouts: list[Rollout]) -> None:
+        """Raise DataLost if all of a step's rollouts failed."""
+        failures = [r.episode.failure for r in rollouts if r.episode and r.episode.failure]
+        if failures and len(failures) == len(rollouts):
+            reason = f"all {len(rollouts)} rollouts failed, the first with\n  {failures[0]}"
+            raise DataLost(RunFailed(reason))
+
     def _attempt(self, request: Request, answer: SampledAnswer, questions: Questions) -> Attempt:
         question = questions[request.row]
         return Attempt(
@@ -113,6 +185,28 @@ class AnswerMaker:
             question["messages"],
             question["tools"],
         )
+
+
+def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: bool) -> Rollout:
+    """Return a rollout with an environment. others: the weighted sum of the rewards' scores.
+
+    has_own: the environment's own reward is the first score. One for each turn is kept as such, and
+    the others are added to that of the last turn.
+    """
+    own, by_turn = episode.rewards if has_own else 0.0, ()
+    if isinstance(own, list):
+        by_turn = (*own[:-1], own[-1] + others)
+        own = math.fsum(own)
+    facts = EpisodeFacts(episode.wrong_calls, episode.seconds, episode.failure)
+    return Rollout(
+        *episode.key,
+        episode.prompt,
+        episode.sampled(),
+        own + others,
+        [own, *scores] if has_own else [*scores],
+        by_turn,
+        facts,
+    )
 
 
 class RolloutSource:
@@ -209,7 +303,7 @@ class RolloutSource:
         plans = list(islice(self.prompts.plans(progress), len(by_step)))
         last = plans[-1] if plans else StepPlan(progress.step, 0, progress.rows)
         plans += islice(self.prompts.plans_after(last, progress), len(by_step) - len(plans))
-        samples, scores = range(self.cfg.objective.samples), len(self.maker.rewards)
+        samples, scores = range(self.cfg.objective.samples), len(self.maker.titles)
         stored = [[(r.row, r.sample, len(r.scores)) for r in step] for step in by_step]
         wanted = [
             [(row, i, scores) for row in range(plan.start, plan.stop) for i in samples]
@@ -223,21 +317,48 @@ class RolloutSource:
 
     def _metrics(self, packed: PackedAnswers, plan: StepPlan) -> dict[str, Any]:
         """Return the metrics of a step's answers for its line; warn, and record some answers."""
-        answers = [rollout.answer for rollout in packed.rollouts]
-        scores = np.array([rollout.scores for rollout in packed.rollouts])
-        titles = [reward.title for reward in self.maker.rewards]
-        equal = float((np.ptp(packed.rewards, 1) == 0).mean())
+        used = [rollout for rollout in packed.rollouts if rollout.is_used]
+        answers = [rollout.answer for rollout in used]
+        rewards = np.array([rollout.reward for rollout in used])
+        scores = np.array([rollout.scores for rollout in used])
+        equal = float(np.mean([has_equal_rewards(group) for group in packed.rewards]))
         self._warn(equal, plan.step)
         self._record(packed, plan.step)
         return {
-            "reward": float(packed.rewards.mean()),
-            "reward_std": float(packed.rewards.std()),
-            **{f"reward/{title}": float(scores[:, i].mean()) for i, title in enumerate(titles)},
+            "reward": float(rewards.mean()),
+            "reward_std": float(rewards.std()),
+            **{
+                f"reward/{title}": float(scores[:, i].mean())
+                for i, title in enumerate(self.maker.titles)
+            },
             "equal_groups": equal,
-            "answer_tokens": float(np.mean([len(answer.tokens) for answer in answers])),
-            "answer_tokens_max": max(len(answer.tokens) for answer in answers),
+            "answer_tokens": float(np.mean([answer.own_tokens for answer in answers])),
+            "answer_tokens_max": max(answer.own_tokens for answer in answers),
             "truncated_share": float(np.mean([not answer.finished for answer in answers])),
             "staleness": float(np.mean([plan.step - 1 - answer.version for answer in answers])),
+            **self._episode_metrics(packed.rollouts, plan.step),
+        }
+
+    def _episode_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+        """Return the metrics of rollouts with an environment; record why some failed."""
+        if not self.maker.player:
+            return {}
+        facts = [rollout.episode for rollout in rollouts if rollout.episode]
+        failures = Counter(each.failure for each in facts if each.failure)
+        if failures:
+            reasons = dict(failures.most_common(FAILURES_SHOWN))
+            count = failures.total()
+            self.context.observer.event("environment_failed", step=step, reasons=reasons)
+            first = next(iter(reasons))
+            self.context.observer.say(f"step {step}: {count} rollouts failed, as in: {first}")
+        used = [rollout for rollout in rollouts if rollout.is_used]
+        turns = [len(rollout.answer.own_turns) for rollout in used]
+        return {
+            "turns": float(np.mean(turns)),
+            "turns_max": max(turns),
+            "wrong_calls": float(np.mean([each.wrong_calls for each in facts])),
+            "environment_seconds": float(np.mean([each.seconds for each in facts])),
+            "environment_failures": failures.total() / len(facts),
         }
 
     def _warn(self, equal: float, step: int) -> None:
@@ -260,7 +381,10 @@ class RolloutSource:
         every = self.cfg.logging.every or 1
         if step % every:
             return
-        group = sorted(packed.rollouts[: self.cfg.objective.samples], key=lambda r: -r.reward)
+        first = packed.rollouts[: self.cfg.objective.samples]
+        group = sorted((r for r in first if r.is_used), key=lambda r: -r.reward)
+        if not group:
+            return
         shown = [group[0], group[-1]] if group[0].reward != group[-1].reward else group[:1]
         decode = self.maker.tokenizer.decode
         lines = [

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -36,17 +37,31 @@ class Request:
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """An answer of the model.
+    """An answer of the model, or its answers over several turns.
 
     tokens: including the stop token that ended it. log_probabilities: log-probability of each token
     when it was sampled, at objective.temperature. finished: False if the answer was cut at the
-    maximum length. version: number of optimizer steps done by the weights that made it.
+    maximum length. version: number of optimizer steps done by the weights that made it. turns: for
+    several turns, the numbers of tokens: the model's, then the environment's, and so on.
     """
 
     tokens: list[int]
     log_probabilities: list[float]
     finished: bool
     version: int
+    turns: tuple[int, ...] = ()
+
+    @property
+    def own_turns(self) -> list[slice]:
+        """The tokens of each of the model's turns."""
+        turns = self.turns or (len(self.tokens),)
+        ends = list(accumulate(turns))
+        return [slice(end - n, end) for end, n in zip(ends[::2], turns[::2], strict=True)]
+
+    @property
+    def own_tokens(self) -> int:
+        """Number of the tokens that the model has written."""
+        return sum(self.turns[::2]) if self.turns else len(self.tokens)
 
 
 class AnswerSampler(Protocol):

@@ -100,6 +100,11 @@ TITLES = {
     "clip_share": Title("Tokens that are clipped", is_share=True),
     "sampler_kl": Title("Divergence of sampling from training, nats a token", log=True),
     "sampler_difference": Title("Log-probabilities, sampling against training", log=True),
+    "turns": Title("Turns of a rollout", "mean"),
+    "turns_max": Title("Turns of a rollout", "most"),
+    "wrong_calls": Title("Tool calls that could not be read, by rollout"),
+    "environment_seconds": Title("Seconds in the environment, by rollout"),
+    "environment_failures": Title("Rollouts whose environment failed", is_share=True),
     "staleness": Title("Age of the answers' weights, steps"),
     "teacher_loss": Title("The teacher's loss on the same tokens"),
 }

@@ -1,23 +1,29 @@
-"""The process that runs the code of one answer, started as a script by rewards/code.py.
+"""The process that runs the code of one answer, or of a call of the environment `python`.
 
-It imports nothing from the package. It reads a job as JSON from standard input and writes the
-verdict to standard output. Before it runs the answer's code, it irrevocably gives up all
-privileges, all system calls except those in SYSCALLS (so it cannot start a process, send a signal,
-connect to the network or write a file), time and memory above its limits and, if the kernel has
-Landlock, reading outside the system's and Python's folders and its working folder.
+rewards/code.py starts it as a script. It imports nothing from the package. It reads a job as JSON
+from standard input and writes the verdict to standard output. Before it runs the answer's code, it
+irrevocably gives up all privileges, all system calls except those in SYSCALLS (so it cannot start a
+process, send a signal, connect to the network or write a file), time and memory above its limits
+and, if the kernel has Landlock, reading outside the system's and Python's folders and its working
+folder.
 """
 
+import ast
 import ctypes
+import io
 import json
 import os
 import platform
 import resource
 import signal
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 UNPROTECTED = "unprotected"
 """The verdict if the system cannot confine the process."""
+MOST_PRINTED = 900
+"""Characters of what a cell prints that are returned: within MOST_OUTPUT of rewards/code.py."""
 MACHINES = ("x86_64", "aarch64")
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # fmt: off
@@ -91,7 +97,7 @@ class FolderRule(ctypes.Structure):
 
 
 def main() -> None:
-    """Read a job, run it, and write the verdict: the job's token and the number of passed tests."""
+    """Read a job, run it, and write the verdict: the job's token and what its kind of job says."""
     job = json.load(sys.stdin)
     verdict = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -102,8 +108,8 @@ def main() -> None:
     except (OSError, KeyError, AttributeError):
         os.write(verdict, UNPROTECTED.encode())
         os._exit(1)
-    passed = run(job)
-    os.write(verdict, f"{job['token']} {passed}".encode())
+    said = run_cell(job) if "cell" in job else str(run(job))
+    os.write(verdict, f"{job['token']} {said}".encode(errors="replace"))
     os._exit(0)
 
 
@@ -123,6 +129,32 @@ def run(job: dict[str, Any]) -> int:
             if not job["partial"]:
                 break
     return passed
+
+
+def run_cell(job: dict[str, Any]) -> str:
+    """Run earlier code, then a cell; return 1 if the cell raised, else 0, and what it printed.
+
+    As in an interactive session the value of a last expression is printed.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with redirect_stdout(io.StringIO()) as earlier, redirect_stderr(earlier):
+        for code in job["earlier"]:
+            exec(compile(code, "earlier.py", "exec"), names)
+    raised = 0
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
+        try:
+            tree = ast.parse(job["cell"])
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "cell.py", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "cell.py", "eval"), names)
+                if value is not None:
+                    print(repr(value))
+        except BaseException as error:
+            raised = 1
+            print(f"{type(error).__name__}: {error}")
+    text = printed.getvalue().strip()
+    return f"{raised} {text if len(text) <= MOST_PRINTED else text[:MOST_PRINTED] + ' …'}"
 
 
 def confine(cpu_seconds: int, memory_mib: int) -> None:

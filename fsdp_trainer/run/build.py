@@ -324,7 +324,7 @@ def batch_options(
         context=context_ranks(dims, method, config.windows),
         attention=attention,
         last_tokens=cfg.objective.method.scores,
-        number_documents=cfg.objective.method.compares_answers,
+        number_documents=cfg.objective.compares_answers,
         images=images,
     )
 

@@ -127,7 +127,8 @@ def test_every_option_sets_its_groups_selector():
             chosen["compile"] = "enabled"  # one needs the other
         if chosen["optim"] in ("muon", "normuon") or chosen["precision"] == "fp8":
             chosen["adapter"] = "none"  # one refuses the other
-        if any(refused.is_wrong is is_missing for refused in METHODS[chosen["objective"]].refused):
+        method = METHODS[chosen["objective"]]
+        if method.samples or any(refused.is_wrong is is_missing for refused in method.refused):
             chosen["objective"] = "sft"  # a teacher or rewards would have to be named
         method = METHODS[chosen["objective"]]
         if method.compares_answers:

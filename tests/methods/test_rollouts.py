@@ -135,7 +135,15 @@ def test_answers_are_packed_behind_their_prompts_and_each_token_knows_its_advant
 
 def textbook(cfg, current, old, advantage, mask, reference, cap=None):
     """The loss of [answers, length] tokens, as trl's GRPOTrainer has it."""
-    ratio = (current - (current.detach() if old is None else old)).exp()
+    change = current - (current.detach() if old is None else old)
+    if cfg.surrogate == "gspo":
+        mean = (change * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        change = mean.expand_as(change)
+    ratio = change.exp()
+    if cfg.surrogate == "cispo":
+        weight = ratio.detach().clamp(max=min(cap or 1e9, 1 + cfg.clip_high))
+        loss = -weight * advantage[:, None] * current
+        return (loss * mask).sum() / mask.sum()
     clipped = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     ratio = ratio if cap is None else ratio.clamp(max=cap)
     loss = -torch.min(ratio * advantage[:, None], clipped * advantage[:, None])
@@ -214,8 +222,12 @@ def answer_scores(model, temperature):
         {"weighting": "dapo", "kl": 0.1, "temperature": 1.5},
         {"weighting": "grpo", "updates": 2, "importance_cap": 50.0},
         {"weighting": "dr_grpo", "kl": 0.1, "updates": 2, "clip_high": 0.28},
+        {"weighting": "grpo", "surrogate": "gspo", "updates": 2, "clip_high": 0.3},
+        {"weighting": "grpo", "surrogate": "gspo"},
+        {"weighting": "dapo", "surrogate": "cispo", "updates": 2, "clip_high": 0.1},
+        {"weighting": "dapo", "surrogate": "cispo"},
     ],
-    ids=lambda options: options["weighting"],
+    ids=lambda options: f"{options['weighting']} {options.get('surrogate', '')}",
 )
 def test_every_gradient_is_that_of_whole_logits(options):
     answers, cfg = packed(**options)
@@ -223,7 +235,8 @@ def test_every_gradient_is_that_of_whole_logits(options):
     for one in (model, other):
         one.lm_head.temperature = cfg.temperature
         one.lm_head.chunk_mib = 1 / 64
-    rows = Assembler(24, 1, len(answers), 0, 1, torch.device("cpu"))
+    device = torch.device("cpu")
+    rows = Assembler(24, 1, len(answers), 0, 1, device, number_documents=cfg.compares_answers)
     batch = rows.assemble(answers.read_rows(range(len(answers))))
     reference = ReferenceModel(other, WeightSource(), stays_gathered=True) if cfg.kl else None
     parts = (model, *[None] * 6)

@@ -16,7 +16,7 @@ PACKAGE = Path(fsdp_trainer.__file__).parent
 LAYERS = [
     ("errors", "version", "base"),
     ("config", "extensions"),
-    ("models", "rewards"),
+    ("models", "rewards", "environments"),
     # what composes a configuration asks the models' rules, which need no torch either
     ("config.rules", "config.composing", "config.document"),
     ("observe",),

@@ -34,7 +34,7 @@ OF_PHASE = (
         "evaluation": "validation",
     }
     | dict.fromkeys(("forward", "backward", "clip", "update", "read"), "training")
-    | dict.fromkeys(("rollouts", "rewards"), "training")
+    | dict.fromkeys(("rollouts", "environments", "rewards"), "training")
     | dict.fromkeys(CHECKPOINT, "checkpoint")
 )
 OUTSIDE = ("start", "rewind")  # phases outside steps

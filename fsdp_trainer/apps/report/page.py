@@ -37,7 +37,7 @@ LARGEST_LOAD = 12  # quarters of the even load at which a cell reaches full colo
 EVENTS, TEXT = 400, 2_000  # events shown for each run, characters shown of an answer
 GROUPS = {  # phases stacked in a bar, in the order of a step
     "data": ("data",),
-    "answers, rewards": ("rollouts", "rewards"),
+    "answers, rewards": ("rollouts", "environments", "rewards"),
     "forward": ("forward",),
     "backward": ("backward",),
     "clip, update": ("clip", "update"),

@@ -35,6 +35,7 @@ from fsdp_trainer.config.rules.rules_data import (
 )
 from fsdp_trainer.config.rules.rules_objective import (
     divergence,
+    environment_of_answers,
     prompts,
     reference,
     refused,
@@ -114,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     unused_keys,
     refused,
     reference,
+    environment_of_answers,
     rewards,
     prompts,
     divergence,

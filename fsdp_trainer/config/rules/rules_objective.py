@@ -6,10 +6,21 @@ See config/rules/rules.py. What a method refuses altogether is in its entry of c
 from pathlib import Path
 
 from fsdp_trainer.config.check import Report, Violations, value_of
+from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
 from fsdp_trainer.config.schema import TrainConfig
+from fsdp_trainer.environments.known_environments import environment_problems
 from fsdp_trainer.extensions import objective_names
 from fsdp_trainer.rewards.table import entry_problems
+
+OF_ENVIRONMENTS = (
+    "turns",
+    "discount",
+    "environment_seconds",
+    "environment_output",
+    "environments_at_once",
+)
+"""Keys of objective that only have an effect with an environment."""
 
 
 def registered_objective(cfg: TrainConfig, report: Report) -> Violations:
@@ -61,9 +72,29 @@ def stored_teacher(cfg: TrainConfig, report: Report) -> Violations:
 
 def rewards(cfg: TrainConfig, report: Report) -> Violations:
     """Check that entries of objective.rewards name existing rewards, with parts that these have."""
-    problems = list(entry_problems(cfg.objective.rewards))
+    choice = cfg.objective
+    problems = list(entry_problems(choice.rewards))
     if problems:
         yield "objective.rewards", "\n".join(problems)
+    if choice.method.samples and not choice.rewards and choice.environment is None:
+        reason = "answers are trained on by their rewards.\n"
+        yield "objective.rewards", reason + "Use  objective.rewards=[exact]  or  [number]"
+
+
+def environment_of_answers(cfg: TrainConfig, report: Report) -> Violations:
+    """Check the environment, and that there is one if its keys are given."""
+    choice = cfg.objective
+    if choice.environment is None:
+        for name in OF_ENVIRONMENTS:
+            if f"objective.{name}" in report.typed:
+                yield f"objective.{name}", "only counts with  objective.environment=NAME"
+        return
+    problems = list(environment_problems(choice.environment))
+    if problems:
+        yield "objective.environment", "\n".join(problems)
+    if choice.environment_seconds > parse_duration(cfg.launch.timeout):
+        reason = f"other ranks wait for an environment, at most launch.timeout={cfg.launch.timeout}"
+        yield "objective.environment_seconds", f"{reason}.\nUse less, or a longer launch.timeout"
 
 
 def prompts(cfg: TrainConfig, report: Report) -> Violations:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,17 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Return the token ids of a text in which special tokens are ordinary text."""
+        return self._as_text.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _as_text(self) -> Tokenizer:
+        """The backend, but that it reads special tokens as text."""
+        backend = Tokenizer.from_str(self.backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """Return the text of token ids."""

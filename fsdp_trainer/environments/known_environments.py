@@ -1,0 +1,151 @@
+"""All environments by name, and construction of the one in a configuration. Imports no torch."""
+
+import hashlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
+from fsdp_trainer.config.names import nearest
+from fsdp_trainer.environments.calculator import Calculator
+from fsdp_trainer.environments.document_search import DocumentSearch
+from fsdp_trainer.environments.environment import Environment
+from fsdp_trainer.environments.python_code import Python
+from fsdp_trainer.environments.user import User
+from fsdp_trainer.errors import Problem, UserError
+
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    kind.name: kind for kind in (Calculator, Python, DocumentSearch, User)
+}
+METHODS = ("reset", "step")
+"""What a user's environment must have; `reward` and `close` are optional."""
+KEY = "objective.environment"
+Entry = str | dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """The environment of a run.
+
+    make: returns a new one, for one rollout. rewards: True if it rewards rollouts itself.
+    """
+
+    title: str
+    make: Callable[[], Any]
+    rewards: bool = False
+    file: Path | None = None
+
+    @property
+    def about(self) -> str:
+        """Return the line that a run's start says."""
+        runs = f", which runs the code in {self.file}" if self.file else ""
+        return f"answers over several turns with the environment {self.title}{runs}"
+
+
+def find_environment(entry: Entry) -> EnvironmentSpec:
+    """Return the environment that an entry describes. Raises UserError."""
+    problems = list(environment_problems(entry))
+    if problems:
+        raise _bad(entry, "\n".join(problems))
+    options = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    name = str(options.pop("name"))
+    if name in ENVIRONMENTS:
+        kind = ENVIRONMENTS[name]
+        about = {each.name: each for each in fields(kind)}
+        values = {part: convert(value, about[part].type) for part, value in options.items()}
+        return EnvironmentSpec(name, lambda: kind(**values))
+    path, _, attribute = name.rpartition(":")
+    file = Path(path)
+    kind = _attribute(_imported(entry, file), attribute, entry)
+    make = lambda: kind(**options)  # noqa: E731
+    made = _made(entry, make, attribute)
+    return EnvironmentSpec(attribute, make, callable(getattr(made, "reward", None)), file)
+
+
+def environment_problems(entry: Entry) -> Iterator[str]:
+    """Yield an error message for each problem of objective.environment. Runs no code of a user."""
+    options = dict(entry) if isinstance(entry, dict) else {"name": entry}
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        yield f"{as_text(entry)}  lacks a name, as in  {{name: search, folder: documents}}"
+    elif name in ENVIRONMENTS:
+        yield from _problems_of(name, options)
+    elif ":" not in name or not name.rpartition(":")[0].endswith(".py"):
+        close = nearest(name, ENVIRONMENTS)
+        meant = f" Did you mean  {close} ?" if close else ""
+        known = f"{' '.join(ENVIRONMENTS)}, or your own as FILE.py:NAME"
+        yield f"there is no such environment.{meant}\nThere are: {known}"
+    elif not Path(name.rpartition(":")[0]).is_file():
+        yield f"{name.rpartition(':')[0]} is no file"
+
+
+def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
+    kind = ENVIRONMENTS[name]
+    known = {each.name: each for each in fields(kind) if each.metadata}
+    wrong = [reason for part in options if (reason := _wrong_part(name, part, options, known))]
+    yield from wrong
+    if not wrong:
+        values = {part: convert(value, known[part].type) for part, value in options.items()}
+        problem = kind(**values).wrong_settings()
+        if problem:
+            yield f"{name}: {problem}"
+
+
+def _wrong_part(
+    name: str, part: str, options: dict[str, Any], known: dict[str, Field]
+) -> str | None:
+    """Return the error message for one option; None if it is valid."""
+    value = options[part]
+    if part not in known:
+        close = nearest(part, known)
+        meant = f". Did you mean  {close} ?" if close else "."
+        has = f"It has: {' '.join(known)}" if known else "It has none"
+        return f"{part}: {as_text(value)}  is no option of {name}{meant}\n{has}"
+    try:
+        converted = convert(value, known[part].type)
+    except (ValueError, OverflowError):
+        return f"{part}: {as_text(value)}  {wrong_type(part, value, known[part])}"
+    problem = wrong_with(converted, known[part])
+    return f"{part}: {as_text(value)}  {problem}" if problem else None
+
+
+def _imported(entry: Entry, file: Path) -> Any:
+    """Return the module of a user's file. Raises UserError with the error of its code."""
+    name = f"environment_{hashlib.blake2b(str(file.resolve()).encode(), digest_size=8).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise _bad(entry, f"{file} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _attribute(module: Any, name: str, entry: Entry) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        own = [each for each, value in vars(module).items() if inspect.isclass(value)]
+        raise _bad(entry, f"the file has no {name}. It has: {' '.join(own) or 'no class'}")
+    return found
+
+
+def _made(entry: Entry, make: Callable[[], Any], name: str) -> Any:
+    """Return a user's environment. Raises UserError if it cannot be made, or lacks a method."""
+    try:
+        made = make()
+    except Exception as error:
+        raise _bad(entry, f"{name} cannot be made: {type(error).__name__}: {error}") from error
+    missing = [method for method in METHODS if not callable(getattr(made, method, None))]
+    if missing:
+        has = "reset(row), step(messages) and, if rewards do not score all, reward(messages)"
+        raise _bad(entry, f"{name} has no {' and no '.join(missing)}. An environment has {has}")
+    return made
+
+
+def _bad(entry: Entry, reason: str) -> UserError:
+    return UserError("the environment cannot be used", [Problem(f"{KEY}={as_text(entry)}", reason)])

@@ -162,14 +162,19 @@ Updates = dict[tuple[int, int], EpisodeUpdate]
 
 @dataclass
 class EpisodePlayer:
-    """Plays rollouts with an environment. is_first: see AnswerMaker."""
+    """Plays rollouts with an environment.
+
+    longest: tokens of a rollout at most. is_first: see AnswerMaker. share: returns what each rank
+    gives; all methods are collective if it is.
+    """
 
     spec: EnvironmentSpec
     choice: ObjectiveChoice
     sampler: AnswerSampler
     turn_tokens: TurnTokens
     longest: int
-    is_first: bool
+    is_first: bool = True
+    share: Callable[[Any], list[Any]] = gather
 
     def __post_init__(self) -> None:
         self.format = format_of(self.turn_tokens.template.source)
@@ -181,13 +186,13 @@ class EpisodePlayer:
         step: int,
         check: Callable[[], None],
     ) -> list[Episode]:
-        """Return a rollout for each request of this rank, ended and rewarded. Collective."""
+        """Return a rollout for each request of this rank, ended and rewarded."""
         episodes = [Episode(request) for request in requests]
         self._update(episodes, lambda: self._begin(episodes, questions))
         room = self.longest, self.choice.max_new_tokens
         for turn in range(self.choice.turns):
             running = [episode for episode in episodes if episode.require_room(*room)]
-            if not any(gather(len(running))):
+            if not any(self.share(len(running))):
                 break
             asked = [Request(e.context, e.request.row, e.request.sample) for e in running]
             phases.enter("rollouts")
@@ -206,7 +211,7 @@ class EpisodePlayer:
     def _update(
         self, episodes: list[Episode], work: Callable[[], dict[Any, EpisodeUpdate]]
     ) -> None:
-        """Let the first rank of each group work, and make its updates on all. Collective."""
+        """Let the first rank of each group work, and make its updates on all."""
         updates: Updates = {}
         fault: Exception | None = None
         if self.is_first:
@@ -215,7 +220,7 @@ class EpisodePlayer:
             except (UserError, RunFailed) as error:
                 fault = error
         everywhere: Updates = {}
-        for others, other_fault in gather((updates, fault)):
+        for others, other_fault in self.share((updates, fault)):
             if other_fault is not None:
                 raise other_fault
             everywhere |= others

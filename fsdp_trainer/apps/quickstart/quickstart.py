@@ -7,6 +7,7 @@ import torch
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.apps.quickstart.quickstart_rl import quickstart_rl
 from fsdp_trainer.apps.quickstart.quickstart_shapes import quickstart_shapes
+from fsdp_trainer.apps.quickstart.quickstart_tools import quickstart_tools
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.config.verbs import GenerateConfig, QuickstartConfig
 from fsdp_trainer.data.files.quickstart_data import rows
@@ -37,6 +38,8 @@ def quickstart(cfg: QuickstartConfig) -> int:
         return quickstart_rl(cfg)
     if cfg.task == "shapes":
         return quickstart_shapes(cfg)
+    if cfg.task == "tools":
+        return quickstart_tools(cfg)
     overrides = ["+recipe=quickstart", f"run.root={cfg.root}"]
     if cfg.steps:
         overrides.append(f"train.steps={cfg.steps}")

@@ -1,0 +1,159 @@
+"""The verb `quickstart` with task=tools: a model that guesses learns to call a calculator."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.apps.generate import Speaker
+from fsdp_trainer.apps.play import play
+from fsdp_trainer.apps.quickstart.quickstart_rl import start
+from fsdp_trainer.config.methods import ObjectiveChoice
+from fsdp_trainer.config.verbs import QuickstartConfig
+from fsdp_trainer.environments.calculator import Calculator
+from fsdp_trainer.environments.environment import last_text
+
+HINT = "tool: "
+"""Beginning of the questions in which the first run's model is shown how to call the tool."""
+ROWS, HELD_OUT = 3000, 100
+ROUNDS = 3
+"""Questions in a conversation with hints."""
+HINTED, CALLED = 0.7, 0.08
+"""Shares of questions with the hint, and of the others whose answer calls the tool."""
+GIVES_UP = "too hard"
+SMALLEST, LARGEST = 10, 99
+MARKS = ('<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>')
+"""The texts around the expression of a call, each of which is one token of this small model."""
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}<tool>{{ t.function.name }}</tool>"
+    "{% endfor %}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MODEL = (
+    "model=tiny", "precision=fp32", "tokenizer.path=demo:bytes",
+    f"tokenizer.add_tokens={json.dumps(MARKS)}", "launch.nproc_per_node=2",
+)  # fmt: skip
+TAUGHT = (
+    "run.name=tools-taught", "batch.seq_len=512", "batch.rows=4", "train.steps=300",
+    "optim.lr=1e-3", "schedule=wsd", "schedule.warmup_steps=20", "logging.every=20",
+)  # fmt: skip
+"""Overrides of the first run, on answers that are mostly wrong guesses."""
+REWARDED = (
+    "run.name=tools-rewarded", "objective=grpo", "objective.environment=calculator",
+    "objective.rewards=[exact]", "objective.max_new_tokens=16", "objective.turns=3",
+    "batch.seq_len=512", "batch.rows=8", "batch.micro_rows=4", "train.steps=40",
+    "optim.lr=3e-4", "schedule=constant", "checkpoint.export_hf=true", "logging.every=5",
+)  # fmt: skip
+"""Overrides of the second run: the first run's model answers; right answers are rewarded."""
+NEXT = """
+Where the files are
+  {data}/                            the questions, and the template
+  {run}/metrics.jsonl                reward, turns, wrong_calls … of every step
+  {run}/samples.jsonl                rollouts with their rewards, during training
+
+What to type next (your own questions, with a tool that runs Python; your own environment)
+  fsdp-trainer objective=grpo objective.environment=python 'objective.rewards=[number]' \
+data.path=questions.jsonl model.init_from=FOLDER
+  fsdp-trainer objective=grpo objective.environment=my_environment.py:MyEnvironment \
+data.path=questions.jsonl model.init_from=FOLDER
+"""
+
+
+def quickstart_tools(cfg: QuickstartConfig) -> int:
+    """Train on guesses and some tool calls, then with rewards; ask held-out questions of both."""
+    root = Path(cfg.root)
+    data = root / "tools-data"
+    write_data(data)
+    steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
+    own = [f"run.root={root}", f"data.template={data}/template.jinja", *steps]
+    print("first a model that mostly guesses, and has seen how a calculator is called\n")
+    if code := start([*MODEL, *TAUGHT, *own, f"data.path={data}/chats.jsonl"]):
+        return code
+    questions = [question(-1 - i) for i in range(cfg.questions)]
+    before, example = ask(Speaker.load(root / "tools-taught"), questions)
+    first = f"before rewards: {before} of {len(questions)} held-out sums right"
+    print(f"\n{first}, e.g. {example}")
+    print(
+        "\nnow it answers itself with the calculator at hand, and is rewarded where it is right\n"
+    )
+    given = [f"data.path={data}/questions.jsonl", f"model.init_from={root}/tools-taught"]
+    if code := start([*MODEL, *REWARDED, *own, *given]):
+        return code
+    after, example = ask(Speaker.load(root / "tools-rewarded" / "hf"), questions)
+    print(f"\n{first}")
+    print(
+        f"after rewards:  {after} of {len(questions)}, asked of the exported folder with the tool,"
+    )
+    print(f"                e.g. {example}")
+    print(NEXT.format(run=root / "tools-rewarded", data=data), end="")
+    return 0
+
+
+def ask(speaker: Speaker, questions: list[dict[str, Any]]) -> tuple[int, str]:
+    """Return the number of questions that are answered rightly, and an example."""
+    rows = [
+        {
+            "row": row,
+            "messages": [{"role": "user", "content": row["question"]}],
+            "tools": None,
+            "reference": row["answer"],
+        }
+        for row in questions
+    ]
+    choice = ObjectiveChoice(
+        name="grpo", environment=Calculator.name, turns=3, max_new_tokens=16, answer_rows=64
+    )
+    episodes = play(speaker, rows, choice)
+    right = [
+        last_text(episode.messages).strip() == row["answer"]
+        for episode, row in zip(episodes, questions, strict=True)
+    ]
+    shown = episodes[right.index(True) if any(right) else 0]
+    decode = speaker.tokenizer.decode
+    return sum(right), repr(decode(shown.context))
+
+
+def write_data(folder: Path) -> None:
+    """Write what both runs read: conversations, questions and the template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chats = [{"messages": conversation(i), "tools": [*Calculator.tools]} for i in range(ROWS)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    questions = [question(i) for i in range(ROWS)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    (folder / "template.jinja").write_text(TEMPLATE)
+
+
+def question(number: int) -> dict[str, str]:
+    """Return a sum with its answer."""
+    chance = random.Random(number)
+    one, other = (chance.randint(SMALLEST, LARGEST) for _ in range(2))
+    return {"question": f"{one}+{other}", "answer": str(one + other)}
+
+
+def conversation(number: int) -> list[dict[str, Any]]:
+    """Return a conversation: sums with a hint and calls, or one without, mostly given up."""
+    chance = random.Random(-1 - number)
+    if chance.random() < HINTED:
+        sums = [question(ROWS + ROUNDS * number + i) for i in range(ROUNDS)]
+        return [turn for row in sums for turn in called(HINT, row)]
+    row = question(number)
+    if chance.random() < CALLED:
+        return called("", row)
+    return [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": GIVES_UP},
+    ]
+
+
+def called(hint: str, row: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the turns of a sum for which the calculator is called."""
+    function = {"name": Calculator.name, "arguments": {"expression": row["question"]}}
+    call = {"type": "function", "id": "call00000", "function": function}
+    return [
+        {"role": "user", "content": hint + row["question"]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": row["answer"], "tool_call_id": call["id"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]

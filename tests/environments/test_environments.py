@@ -1,0 +1,288 @@
+"""Environments: what their tools answer, which are refused, and how long they may take."""
+
+import asyncio
+import os
+import time
+
+import pytest
+import yaml
+
+from fsdp_trainer.environments.bounded_calls import TookTooLong, call_all
+from fsdp_trainer.environments.calculator import Calculator
+from fsdp_trainer.environments.environment import row_of
+from fsdp_trainer.environments.known_environments import environment_problems, find_environment
+from fsdp_trainer.environments.tool_calls import FORMATS, format_of, parse_answer
+from fsdp_trainer.errors import UserError
+
+QUESTION = {"row": {"turns": ["why?", "bye"]}, "tools": None, "reference": None}
+QUESTION |= {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def called(name, **arguments):
+    function = {"name": name, "arguments": arguments}
+    return {"id": "call00000", "type": "function", "function": function}
+
+
+def answer(*calls, content=""):
+    return {"role": "assistant", "content": content, "tool_calls": [*calls]}
+
+
+def say(environment, name, **arguments):
+    """Return what an environment's tool answers."""
+    turns, is_over = environment.step([answer(called(name, **arguments))])
+    assert not is_over
+    return turns[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("(3 + 4) * 12", "84"),
+        ("7 / 2", "3.5"),
+        ("2^10 - -1", "1025"),
+        ("8 / 4", "2"),
+        ("10 // 3 % 2", "1"),
+        ("1 / 0", "error: division by zero"),
+        ("9 ** 9 ** 9", "error: the power is too large"),
+        ("__import__('os')", "error: only numbers, + - * / // % ** and parentheses are known"),
+        ("(-8) ** 0.5", "error: the power is no real number"),
+        ("1 +", "error: invalid syntax (<unknown>, line 1)"),
+        ("1" * 300, "error: an expression has at most 200 characters"),
+    ],
+)
+def test_the_calculator_computes_arithmetic_and_nothing_else(expression, value):
+    assert say(Calculator(), "calculator", expression=expression) == value
+
+
+def test_a_tool_without_its_argument_answers_with_an_error():
+    assert "takes one argument" in say(Calculator(), "calculator", sum="1+1")
+    assert Calculator().step([answer(content="84")]) == ([], True)
+
+
+def test_python_keeps_names_between_calls_and_shows_values_prints_and_errors():
+    environment = find_environment("python").make()
+    environment.reset(row_of(QUESTION))
+    assert say(environment, "python", code="import math\nx = 20\nprint('once')") == "once"
+    assert say(environment, "python", code="x += 1; x") == "21"
+    assert say(environment, "python", code="x += 1\n1 / 0") == "ZeroDivisionError: division by zero"
+    assert say(environment, "python", code="math.sqrt(x + 4)") == "5.0"
+    assert say(environment, "python", code="y = 1") == "(no output)"
+    assert "Error" in say(environment, "python", code="open('/tmp/f', 'w')")
+    assert len(say(environment, "python", code="print('a' * 10**5)")) < 1000
+    environment.reset(row_of(QUESTION))
+    assert say(environment, "python", code="x") == "NameError: name 'x' is not defined"
+
+
+def test_python_that_takes_too_long_is_ended():
+    environment = find_environment({"name": "python", "seconds": 0.5}).make()
+    environment.reset(row_of(QUESTION))
+    assert "was ended" in say(environment, "python", code="while True: pass")
+
+
+def test_search_finds_the_passage_with_the_rarest_words(tmp_path):
+    (tmp_path / "a.txt").write_text("The cat sat.\n\nThe dog ran to the harbour.\n\nThe end.")
+    (tmp_path / "b.md").write_text("The harbour is old. The harbour is large.")
+    environment = find_environment({"name": "search", "folder": str(tmp_path), "results": 2}).make()
+    environment.reset(row_of(QUESTION))
+    passages = say(environment, "search", query="Dog at the harbour?").split("\n\n")
+    assert passages == [
+        "a.txt: The dog ran to the harbour.",
+        "b.md: The harbour is old. The harbour is large.",
+    ]
+    assert say(environment, "search", query="zebra") == "nothing was found"
+
+
+def test_the_user_answers_with_the_texts_of_the_row_and_then_leaves():
+    environment = find_environment("user").make()
+    row = row_of(QUESTION)
+    assert environment.row_problem(row) is None
+    assert "no list of texts" in environment.row_problem({"turns": "why?"})
+    assert environment.reset(row) == (QUESTION["messages"], None)
+    replies = [environment.step([]) for _ in range(3)]
+    assert [turns[0]["content"] for turns, _ in replies[:2]] == ["why?", "bye"]
+    assert [is_over for _, is_over in replies] == [False, False, True]
+
+
+OWN = """
+class Good:
+    def __init__(self, level=1): self.level = level
+    def reset(self, row): return row["messages"], None
+    def step(self, messages): return [], True
+    def reward(self, messages): return self.level
+class Bare:
+    def reset(self, row): return row["messages"], None
+"""
+
+
+def test_an_environment_of_ones_own_is_a_class_in_a_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    spec = find_environment({"name": f"{file}:Good", "level": 3})
+    assert spec.make().reward([]) == 3
+    assert (spec.title, spec.rewards, spec.file) == ("Good", True, file)
+    assert str(file) in spec.about
+
+
+WRONG = {
+    "calculater": "Did you mean  calculator",
+    "search": "folder is required",
+    "own.py:Good": "own.py is no file",
+    "{name: calculator, level: 3}": "is no option of calculator",
+    "{name: python, seconds: soon}": "seconds",
+    "{level: 3}": "lacks a name",
+}
+
+
+@pytest.mark.parametrize("entry", WRONG)
+def test_a_wrong_environment_is_refused_before_any_code_runs(entry):
+    [problem] = environment_problems(yaml.safe_load(entry))
+    assert WRONG[entry] in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("None", "has no None"), ("Bare", "no step"), ("Good", "cannot be imported")]
+)
+def test_a_file_without_an_environment_says_what_it_lacks(tmp_path, name, text):
+    file = tmp_path / "own.py"
+    file.write_text(OWN if name != "Good" else "1 / 0")
+    with pytest.raises(UserError) as error:
+        find_environment(f"{file}:{name}")
+    assert text in str(error.value)
+
+
+# --- calls side by side ---------------------------------------------------------------------------
+
+
+def test_calls_return_values_errors_and_awaited_values_in_order():
+    async def later():
+        await asyncio.sleep(0)
+        return "later"
+
+    def fails():
+        raise KeyError("lost")
+
+    results = call_all([lambda: 1, later, fails, lambda: None], 2, 60.0)
+    assert results[:2] == [1, "later"]
+    assert isinstance(results[2], KeyError)
+    assert results[3] is None
+
+
+def test_a_call_that_hangs_holds_up_no_other_and_is_given_up():
+    async def never():
+        await asyncio.Event().wait()
+
+    async def quick():
+        return "quick"
+
+    reading, _writing = os.pipe()  # nothing is ever written
+    results = call_all([lambda: os.read(reading, 1), never, quick, lambda: 4], 1, 0.3)
+    assert [type(each) for each in results] == [TookTooLong, TookTooLong, str, int]
+    os.close(_writing)
+
+
+def test_no_more_calls_are_made_at_once_than_allowed():
+    running, counts = [], []
+
+    def call():
+        running.append(1)
+        counts.append(len(running))
+        time.sleep(0.01)
+        running.pop()
+
+    call_all([call] * 12, 3, 60.0)
+    assert len(counts) == 12
+    assert max(counts) <= 3
+
+
+# --- tool calls in answers ------------------------------------------------------------------------
+
+TOOLS = [*Calculator.tools]
+V3 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calculator\n```json\n%s\n```"
+V31 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calculator<｜tool▁sep｜>%s"
+END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+ARGUMENTS = '{"expression": "1+1"}'
+CALL = '{"name": "calculator", "arguments": %s}'
+RIGHT = {
+    "hermes": [
+        f"<tool_call>\n{CALL % ARGUMENTS}\n</tool_call>",
+        "<tool_call>\n<function=calculator>\n<parameter=expression>\n1+1\n</parameter>\n</function>\n</tool_call>",
+    ],
+    "llama3": [
+        '{"name": "calculator", "parameters": {"expression": "1+1"}}',
+        '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}',
+    ],
+    "mistral": [
+        f"[TOOL_CALLS] [{CALL % ARGUMENTS}]",
+        f"[TOOL_CALLS]calculator[ARGS]{ARGUMENTS}",
+        f"[TOOL_CALLS]calculator[CALL_ID]abc[ARGS]{ARGUMENTS}",
+    ],
+    "deepseek": [V3 % ARGUMENTS + END, V31 % ARGUMENTS + END],
+    "gpt_oss": [
+        "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary"
+        f" to=functions.calculator <|constrain|>json<|message|>{ARGUMENTS}",
+        "<|start|>assistant to=functions.calculator<|channel|>commentary json"
+        f"<|message|>{ARGUMENTS}",
+    ],
+}
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_calls_of_each_format_are_read(form):
+    for text in RIGHT[form]:
+        parsed = parse_answer(text, FORMATS[form], TOOLS)
+        assert parsed.problem is None, text
+        [call] = parsed.calls
+        assert call["function"] == {"name": "calculator", "arguments": {"expression": "1+1"}}
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_several_calls_in_a_turn_are_read_in_order(form):
+    two = {
+        "hermes": RIGHT["hermes"][0] * 2,
+        "llama3": "; ".join([RIGHT["llama3"][0]] * 2),
+        "mistral": f"[TOOL_CALLS] [{CALL % ARGUMENTS}, {CALL % ARGUMENTS}]",
+        "deepseek": (V31 % ARGUMENTS) + "<｜tool▁call▁end｜>"
+        + (V31 % ARGUMENTS).partition("begin｜>")[2] + END,
+        "gpt_oss": "<|end|>".join([RIGHT["gpt_oss"][1]] * 2),
+    }  # fmt: skip
+    calls = parse_answer(two[form], FORMATS[form], TOOLS).calls
+    assert [call["id"] for call in calls] == ["call00000", "call00001"]
+
+
+BROKEN = {
+    "hermes": [
+        f"<tool_call>{CALL % ARGUMENTS}",
+        '<tool_call>{"name": "calculator"</tool_call>',
+        "<tool_call>[1]</tool_call>",
+        f"{CALL % ARGUMENTS}</tool_call>",
+        f"<tool_call>{CALL % ARGUMENTS}</tool_call><tool_call>{CALL % '3'}</tool_call>",
+    ],
+    "llama3": ['{"name": "calculator", "parameters": {"expression": ', "<|python_tag|>1+1"],
+    "mistral": ["[TOOL_CALLS] [{", "[TOOL_CALLS]calculator", "[TOOL_CALLS]calculator[ARGS]{1}"],
+    "deepseek": [V3 % ARGUMENTS, V31 % "{1}" + END, "<｜tool▁call▁begin｜>calculator"],
+    "gpt_oss": [
+        "<|channel|>commentary to=functions.calculator <|message|>1+",
+        "to=functions.calculator",
+    ],
+}
+
+
+@pytest.mark.parametrize("form", BROKEN)
+def test_of_calls_that_cannot_be_read_none_is_made(form):
+    for text in [*BROKEN[form], RIGHT[form][0].replace("calculator", "rocket")]:
+        parsed = parse_answer(text, FORMATS[form], TOOLS)
+        assert parsed.calls == [], text
+        assert parsed.problem, text
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_text_without_calls_is_an_answer(form):
+    parsed = parse_answer(" It is 2.", FORMATS[form], TOOLS)
+    assert (parsed.content, parsed.calls, parsed.problem) == ("It is 2.", [], None)
+
+
+def test_the_format_is_that_of_the_chat_template():
+    marks = {"[TOOL_CALLS]": "mistral", "<tool_call>": "hermes", "<|python_tag|>": "llama3"}
+    marks |= {"<|channel|>": "gpt_oss", "<｜tool▁calls▁begin｜>": "deepseek", "": "hermes"}
+    for mark, name in marks.items():
+        assert format_of("{{ x }}" + mark) is FORMATS[name]

@@ -46,10 +46,6 @@ class Environment:
         """Return an error message if the settings do not fit together, else None."""
         return None
 
-    def row_problem(self, row: dict[str, Any]) -> str | None:
-        """Return the reason why a data row cannot be used; None if it can."""
-        return None
-
 
 @dataclass
 class ToolEnvironment(Environment):

@@ -89,11 +89,14 @@ def refuse_constant(name: str) -> Any:
     raise ValueError(name)
 
 
-def of_object(value: Any, arguments: str = "arguments") -> Named:
-    """Return name and arguments of a call that is one JSON object. Raises WrongCall."""
+def of_object(value: Any) -> Named:
+    """Return name and arguments of a call that is one JSON object. Raises WrongCall.
+
+    Llama 3 calls the arguments parameters.
+    """
     if not isinstance(value, dict):
         raise WrongCall("a tool call should be a JSON object")
-    return value.get("name", ""), value.get(arguments, {})
+    return value.get("name", ""), value.get("parameters", value.get("arguments", {}))
 
 
 # --- formats --------------------------------------------------------------------------------------
@@ -154,7 +157,7 @@ def llama3_calls(text: str) -> Iterator[Named]:
             value, end = decoder.raw_decode(text)
         except (ValueError, RecursionError):
             raise WrongCall(f"the tool call {NO_JSON}: {text[:100]}") from None
-        yield of_object(value, "parameters" if "parameters" in value else "arguments")
+        yield of_object(value)
         text = text[end:].lstrip(" ;\n\t")
 
 

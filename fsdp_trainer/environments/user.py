@@ -19,8 +19,11 @@ class User(Environment):
     texts: list[str] = field(default_factory=list)
 
     def reset(self, row: dict[str, Any]) -> Start:
-        """See Environment."""
-        self.texts = [str(text) for text in row[self.column]]
+        """See Environment. Raises ValueError if the row has no texts."""
+        texts = row.get(self.column)
+        if not isinstance(texts, list) or not texts:
+            raise ValueError(f"the row has no list of texts in {self.column!r}")
+        self.texts = [str(text) for text in texts]
         return list(row["messages"]), row["tools"]
 
     def step(self, messages: list[Message]) -> Reply:
@@ -28,10 +31,3 @@ class User(Environment):
         if not self.texts:
             return [], True
         return [{"role": "user", "content": self.texts.pop(0)}], False
-
-    def row_problem(self, row: dict[str, Any]) -> str | None:
-        """See Environment."""
-        texts = row.get(self.column)
-        if isinstance(texts, list) and texts:
-            return None
-        return f"has no list of texts in {self.column!r}, with which the environment user answers"

@@ -302,7 +302,6 @@ class EpisodePlayer:
 
         Raises UserError if an environment cannot work at all on this machine.
         """
-
         calls = [partial(episode.timed, function) for episode in episodes]
         limits = self.choice.environments_at_once, self.choice.environment_seconds
         values = call_all(calls, *limits)
@@ -316,6 +315,8 @@ class EpisodePlayer:
             return EpisodeUpdate(tokens=make())
         except RecordError as error:
             return EpisodeUpdate(failure=str(error))
+        except Exception as error:  # turns of an environment may hold anything
+            return EpisodeUpdate(failure=reason_of("its turns cannot be rendered", error))
 
     def _text(self, episode: Episode) -> str:
         """Return the text of the newest answer, with special tokens, without its stop token."""

@@ -2,10 +2,13 @@
 
 import asyncio
 import os
+import re
 import time
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fsdp_trainer.environments.bounded_calls import TookTooLong, call_all
 from fsdp_trainer.environments.calculator import Calculator
@@ -95,8 +98,8 @@ def test_search_finds_the_passage_with_the_rarest_words(tmp_path):
 def test_the_user_answers_with_the_texts_of_the_row_and_then_leaves():
     environment = find_environment("user").make()
     row = row_of(QUESTION)
-    assert environment.row_problem(row) is None
-    assert "no list of texts" in environment.row_problem({"turns": "why?"})
+    with pytest.raises(ValueError, match="no list of texts in 'turns'"):
+        environment.reset({**row, "turns": "why?"})
     assert environment.reset(row) == (QUESTION["messages"], None)
     replies = [environment.step([]) for _ in range(3)]
     assert [turns[0]["content"] for turns, _ in replies[:2]] == ["why?", "bye"]
@@ -226,6 +229,12 @@ RIGHT = {
 }
 
 
+MARKS = re.compile(r"<[^<>\n]+>|\[[A-Z_]+\]|[^<\[]+")
+WHOLE = [text for texts in RIGHT.values() for text in texts]
+PARTS = sorted({part for text in WHOLE for part in MARKS.findall(text)})
+"""The marks of all formats, and the texts between them."""
+
+
 @pytest.mark.parametrize("form", RIGHT)
 def test_calls_of_each_format_are_read(form):
     for text in RIGHT[form]:
@@ -273,6 +282,18 @@ def test_of_calls_that_cannot_be_read_none_is_made(form):
         parsed = parse_answer(text, FORMATS[form], TOOLS)
         assert parsed.calls == [], text
         assert parsed.problem, text
+
+
+PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
+
+
+@pytest.mark.parametrize("form", RIGHT)
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=6))
+def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
+    parsed = parse_answer("".join(pieces), FORMATS[form], TOOLS)
+    assert not (parsed.calls and parsed.problem)
+    assert all(isinstance(call["function"]["arguments"], dict) for call in parsed.calls)
 
 
 @pytest.mark.parametrize("form", RIGHT)

@@ -244,6 +244,27 @@ def test_a_run_whose_rollouts_all_fail_ends_with_the_reason(world, tmp_path, rew
     assert reason in run.err
 
 
+ODD = """
+class Odd:
+    def reset(self, row):
+        return row["messages"], None
+    def step(self, messages):
+        odd = len(messages[-1]["content"]) % 2
+        return [{"role": "user", "content": {"a": object()} if odd else "go on"}], False
+    def reward(self, messages):
+        return float(len(messages[-1]["content"]))
+"""
+
+
+@pytest.mark.slow
+def test_turns_that_cannot_be_rendered_fail_their_rollout_alone(world, tmp_path):
+    words = [*GRPO, own(tmp_path, ODD, "Odd")]
+    run = world.train(tmp_path / "run", *words, "train.steps=2", f"data.cache={tmp_path / 'c'}")
+    assert 0 < max(run.column("environment_failures")) < 1
+    [event, *_] = run.event("environment_failed")
+    assert event["reasons"]
+
+
 REFUSED = {
     "objective.turns=3": "objective.environment=NAME",
     "objective.environment=calculater": "Did you mean  calculator",

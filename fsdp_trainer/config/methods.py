@@ -228,6 +228,11 @@ class ObjectiveChoice:
     )
 
     @property
+    def most_turns(self) -> int:
+        """The model's turns in a rollout, at most."""
+        return 1 if self.environment is None else self.turns
+
+    @property
     def compares_answers(self) -> bool:
         """True if a token's loss depends on the other tokens of its answer."""
         is_gspo = self.method.samples and self.surrogate == "gspo" and self.updates > 1

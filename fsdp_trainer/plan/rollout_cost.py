@@ -59,8 +59,11 @@ def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
 
 
 def answer_tokens(choice: ObjectiveChoice, seq_len: int) -> int:
-    """Return the maximum number of tokens of a prompt with its answer."""
-    return min(seq_len, PROMPT_TOKENS + choice.max_new_tokens)
+    """Return the maximum number of tokens of a prompt with its answer.
+
+    Replies of an environment are not counted: their length is not known.
+    """
+    return min(seq_len, PROMPT_TOKENS + choice.most_turns * choice.max_new_tokens)
 
 
 def answers_of_rank(cfg: TrainConfig, world: int) -> int:
@@ -84,7 +87,8 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
     of_token = 2 * config.num_hidden_layers * heads * config.head_dim * BYTES
     cache = float(at_once * answer_tokens(cfg.objective, cfg.batch.seq_len) * of_token)
     weights = config.parameters() * BYTES / tensor
-    forwards = math.ceil(own / choice.answer_rows) * choice.max_new_tokens
+    tokens = choice.most_turns * choice.max_new_tokens
+    forwards = math.ceil(own / choice.answer_rows) * tokens
     ideal = forwards * (weights + cache / 2) / (device.memory_rate or 1.0)
     slow, fast = (ideal / share for share in REACHED)
     slow = max(slow, forwards * config.num_hidden_layers * LAUNCH_SECONDS)

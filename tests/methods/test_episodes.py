@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from recipe import planned
 from world import read_lines
 
 from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_tools
@@ -280,6 +281,16 @@ def test_what_cannot_be_played_is_refused_by_name(world, tmp_path, typed):
     words += ["objective.rewards=[exact]"] if typed == "objective.turns=3" else []
     run = world.train(tmp_path / "run", *words, typed, code=2)
     assert REFUSED[typed] in run.err
+
+
+def test_a_plan_counts_every_turn():
+    keys = ["model=qwen3_0_6b", "model.vocab_size=151936", "objective=grpo", "plan.world_size=8"]
+    keys += ["objective.rewards=[exact]", "objective.max_new_tokens=256", "plan.gpu=h100"]
+    keys += ["batch.seq_len=2048", "tokenizer.path=demo:bytes"]
+    one = planned(*keys).rollouts
+    four = planned(*keys, "objective.environment=calculator", "objective.turns=4").rollouts
+    assert four.seconds[1] == pytest.approx(4 * one.seconds[1])
+    assert four.cache == pytest.approx(one.cache * (256 + 4 * 256) / 512)
 
 
 @pytest.mark.slow

@@ -342,7 +342,9 @@ def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     )
     if plan.step_seconds:
         text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s, plus the step below"
-    return f"{text} (all of {cfg.objective.max_new_tokens:,} tokens; then {plan.rows:,} rows)"
+    turns = cfg.objective.most_turns
+    most = f"{cfg.objective.max_new_tokens:,} tokens" + (f" in {turns} turns" if turns > 1 else "")
+    return f"{text} (all of {most}; then {plan.rows:,} rows)"
 
 
 def reward_line(plan: RunPlan, one: ScoredBy) -> str:

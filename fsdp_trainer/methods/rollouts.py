@@ -4,7 +4,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,24 @@ def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: 
     )
 
 
+def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return a rollout as text; with an environment also its turns, and whose they are."""
+    answer, decode = rollout.answer, partial(tokenizer.decode, skip_special=False)
+    line = {
+        "prompt": tokenizer.decode(rollout.prompt),
+        "text": decode(answer.tokens),
+        "reward": rollout.reward,
+    }
+    if not rollout.episode:
+        return line
+    ends = accumulate(answer.turns)
+    parts = [answer.tokens[end - n : end] for end, n in zip(ends, answer.turns, strict=True)]
+    turns = [{"own": i % 2 == 0, "text": decode(part)} for i, part in enumerate(parts)]
+    for turn, reward in zip(turns[::2], rollout.turn_rewards, strict=False):
+        turn["reward"] = reward
+    return {**line, "wrong_calls": rollout.episode.wrong_calls, "turns": turns}
+
+
 class RolloutSource:
     """Stored prompts, of which each step uses the next ones and trains on answers to them."""
 
@@ -386,10 +405,7 @@ class RolloutSource:
         if not group:
             return
         shown = [group[0], group[-1]] if group[0].reward != group[-1].reward else group[:1]
-        decode = self.maker.tokenizer.decode
-        lines = [
-            (decode(r.prompt), decode(r.answer.tokens, skip_special=False), r.reward) for r in shown
-        ]
+        lines = [written(rollout, self.maker.tokenizer) for rollout in shown]
         self.context.observer.answered(step, lines)
 
     def _remember(self, step: int, packed: PackedAnswers, assigned: np.ndarray) -> None:

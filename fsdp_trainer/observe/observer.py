@@ -258,8 +258,8 @@ class Observer:
         if line and self.trackers:
             self.trackers.log(line)
 
-    def answered(self, step: int, answers: list[tuple[str, str, float]]) -> None:
-        """Record the answers that a step trains on: prompts, texts and rewards."""
+    def answered(self, step: int, answers: list[dict[str, Any]]) -> None:
+        """Record answers that a step trains on; see Records.answers_of."""
         if self.records:
             self.records.answers_of(step, answers)
 

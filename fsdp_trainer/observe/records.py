@@ -163,10 +163,9 @@ class Records:
         lines = ({"step": step, "prompt": prompt, "text": text} for prompt, text in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
-    def answers_of(self, step: int, answers: list[tuple[str, str, float]]) -> None:
-        """Append the prompts and answers that a step trains on, with their rewards."""
-        names = ("prompt", "text", "reward")
-        lines = ({"step": step, **dict(zip(names, each, strict=True))} for each in answers)
+    def answers_of(self, step: int, answers: list[dict[str, Any]]) -> None:
+        """Append answers that a step trains on: prompt, text, reward, and turns of several."""
+        lines = ({"step": step, **answer} for answer in answers)
         self._append(self.samples, *lines, ascii_only=False)
 
     def event(self, name: str, **details: Any) -> dict[str, Any]:

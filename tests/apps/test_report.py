@@ -166,6 +166,15 @@ def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     assert "samples" in [a.get("id") for _, a in page.tags]
 
 
+def test_turns_of_a_rollout_are_shown_with_whose_they_are(tmp_path):
+    turns = [{"own": True, "text": "I call"}, {"own": False, "text": "it says"}]
+    sample = {"step": 5, "prompt": "p", "text": "I call it says", "reward": 2.0, "turns": turns}
+    folder = write_run(tmp_path / "run", steps(1, 5, 1000.0), samples=[sample])
+    report(folder, out=tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert '<span class="own">I call</span><span class="faint">it says</span>' in text
+
+
 def test_goodput_sums_to_the_wall_time_of_a_run_that_crashed(tmp_path):
     good = goodput(read_run(write_run(tmp_path / "a", *crashed_and_resumed()), "a"))
     assert good.wall == 1154.0 - 1000.0 == pytest.approx(sum(good.seconds.values()))
@@ -252,7 +261,9 @@ def test_what_an_older_version_did_not_write_is_left_out(tmp_path):
 def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     lines, events = crashed_and_resumed()
     events.insert(1, {"event": EVIL, "time": 1011.0, "why": EVIL})
+    turns = [{"own": True, "text": EVIL, "reward": EVIL}, {"own": False, "text": EVIL}]
     samples = [{"step": 1, "prompt": EVIL, "text": EVIL}]
+    samples += [{"step": 2, "prompt": EVIL, "turns": turns, "reward": 1.0}, {"turns": 3}]
     folder = write_run(
         tmp_path / "<script>alert(1)<", lines, events, samples, data={"path": EVIL, EVIL: 1}
     )

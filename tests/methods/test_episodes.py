@@ -179,8 +179,16 @@ def test_any_ranks_play_the_same_rollouts_and_learn_the_same(world, tmp_path, re
     assert first.metrics[0]["sampler_difference"] < 1e-5
     assert max(first.column("turns_max")) > 1
     assert min(first.column("grad_norm")) > 0
-    texts = [line["text"] for line in read_lines(first.folder / "samples.jsonl")]
-    assert any("again 1" in text for text in texts)
+    samples = read_lines(first.folder / "samples.jsonl")
+    assert any("again 1" in line["text"] for line in samples)
+    for line in samples:
+        assert "".join(turn["text"] for turn in line["turns"]) == line["text"]
+        assert [turn["own"] for turn in line["turns"]] == [
+            i % 2 == 0 for i in range(len(line["turns"]))
+        ]
+        assert all(
+            ("reward" in turn) == (turn["own"] and reward == TURNS) for turn in line["turns"]
+        )
     for run in others:
         for name in FIGURES:
             assert run.column(name) == pytest.approx(first.column(name), rel=5e-4, abs=5e-6), name

@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import Field, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
         kind = ENVIRONMENTS[name]
         about = {each.name: each for each in fields(kind)}
         values = {part: convert(value, about[part].type) for part, value in options.items()}
-        return EnvironmentSpec(name, lambda: kind(**values))
+        return EnvironmentSpec(name, partial(kind, **values))
     path, _, attribute = name.rpartition(":")
     file = Path(path)
     kind = _attribute(_imported(entry, file), attribute, entry)
-    make = lambda: kind(**options)  # noqa: E731
+    make = partial(kind, **options)
     made = _made(entry, make, attribute)
     return EnvironmentSpec(attribute, make, callable(getattr(made, "reward", None)), file)
 

@@ -22,7 +22,7 @@ CUT = " … (cut)"
 """End of an environment's text that was longer than allowed."""
 TRY_AGAIN = "The tool calls could not be read, and none was made: {problem}."
 FAILED_PROMPT = [0]
-"""The tokens of a rollout whose environment gave no prompt; it is not trained on."""
+"""The tokens of a rollout that failed; it is not trained on."""
 
 
 @dataclass
@@ -85,9 +85,9 @@ class Episode:
         self.turns.append(len(tokens))
 
     def fail(self, reason: str) -> None:
-        """End it; it is not trained on."""
+        """End it; it is not trained on, so that its tokens are dropped."""
         self.is_open, self.failure = False, reason
-        self.prompt = self.prompt or FAILED_PROMPT
+        self.prompt, self.tokens, self.log_probabilities, self.turns = FAILED_PROMPT, [], [], []
 
     def update(self, update: "EpisodeUpdate") -> None:
         """Make the changes that the rank with the environment has sent."""
@@ -177,7 +177,7 @@ class EpisodePlayer:
     share: Callable[[Any], list[Any]] = gather
 
     def __post_init__(self) -> None:
-        self.format = format_of(self.turn_tokens.template.source)
+        self.format = format_of("".join(self.turn_tokens.template.sources.values()))
 
     def play(
         self,

@@ -274,6 +274,29 @@ def test_turns_that_cannot_be_rendered_fail_their_rollout_alone(world, tmp_path)
     assert event["reasons"]
 
 
+LONG = """
+class Long:
+    def reset(self, row):
+        text = row["messages"][0]["content"]
+        return [{"role": "user", "content": text * (1 if int(text[0]) % 3 else 100)}], None
+    def step(self, messages):
+        return [{"role": "user", "content": "y" * 500}], False
+    def reward(self, messages):
+        return float(len(messages[1]["content"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_prompt_without_room_fails_and_a_reply_without_room_ends_a_rollout(world, tmp_path):
+    words = [*GRPO, own(tmp_path, LONG, "Long"), f"data.cache={tmp_path / 'c'}"]
+    run = world.train(tmp_path / "run", *words, "train.steps=4")
+    reasons = {reason for event in run.event("environment_failed") for reason in event["reasons"]}
+    assert all("leaves no room" in reason for reason in reasons)
+    assert 0 < max(run.column("environment_failures")) < 1
+    assert set(run.column("turns_max")) == {1}
+    assert set(run.column("truncated_share")) == {1}
+
+
 REFUSED = {
     "objective.turns=3": "objective.environment=NAME",
     "objective.environment=calculater": "Did you mean  calculator",

@@ -110,7 +110,6 @@ class AnswerMaker:
         except (RunFailed, UserError) as error:  # from a server or a reward, on all ranks
             raise DataLost(error) from None
         by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
-        self._require_some(list(by_request.values()))
         return [by_request[request.row, request.sample] for request in requests]
 
     def _judge(
@@ -167,13 +166,6 @@ class AnswerMaker:
             episode.tools,
         )
 
-    def _require_some(self, rollouts: list[Rollout]) -> None:
-        """Raise DataLost if all of a step's rollouts failed."""
-        failures = [r.episode.failure for r in rollouts if r.episode and r.episode.failure]
-        if failures and len(failures) == len(rollouts):
-            reason = f"all {len(rollouts)} rollouts failed, the first with\n  {failures[0]}"
-            raise DataLost(RunFailed(reason))
-
     def _attempt(self, request: Request, answer: SampledAnswer, questions: Questions) -> Attempt:
         question = questions[request.row]
         return Attempt(
@@ -186,6 +178,15 @@ class AnswerMaker:
             question["messages"],
             question["tools"],
         )
+
+
+def require_some(rollouts: Sequence[Rollout]) -> None:
+    """Raise DataLost if all of a step's rollouts failed."""
+    if any(rollout.is_used for rollout in rollouts):
+        return
+    reasons = [rollout.episode.failure for rollout in rollouts if rollout.episode]
+    reason = f"all {len(rollouts)} rollouts failed, the first with\n  {reasons[0]}"
+    raise DataLost(RunFailed(reason))
 
 
 def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: bool) -> Rollout:
@@ -261,6 +262,7 @@ class RolloutSource:
             if not self._answers:
                 self._answers = self._answer(self._completed(block, progress), leave)
             for plan in block:
+                require_some(self._answers[plan.step])
                 packed = self._pack(plan, self._answers[plan.step])
                 batches = RowBatches(packed, **vars(self.context.options))
                 of_packed = StepPlan(plan.step, 0, len(packed))
@@ -316,7 +318,8 @@ class RolloutSource:
     def _stored(self, progress: Progress) -> dict[int, list[Rollout]]:
         """Return the answers in a checkpoint for the next steps, by step.
 
-        Empty if those use other rows, or if answers are now made or scored in another number.
+        Empty if those use other rows, if answers are now made or scored in another number, or if
+        all of a step's failed.
         """
         by_step = [decode_rollouts(text) for text in progress.rollouts]
         plans = list(islice(self.prompts.plans(progress), len(by_step)))
@@ -328,7 +331,7 @@ class RolloutSource:
             [(row, i, scores) for row in range(plan.start, plan.stop) for i in samples]
             for plan in plans
         ]
-        if stored != wanted:
+        if stored != wanted or not all(any(r.is_used for r in step) for step in by_step):
             return {}
         return {plan.step: step for plan, step in zip(plans, by_step, strict=True)}
 

@@ -103,9 +103,10 @@ class RecordedDecoding:
         model: Any = self.model
         layout = AllColumns(self.starts, self.end, self.capacity)
         embed, norm, head = map(forward_of, (model.embedding, model.final_norm, model.lm_head))
-        x = model.scaled_embedding(embed(self.tokens))
-        x, _ = model.run_blocks(x, layout.positions, layout, self.blocks, self.caches)
-        self.logits = head(norm(x[:, 0]))
+        with model.inference():
+            x = model.scaled_embedding(embed(self.tokens))
+            x, _ = model.run_blocks(x, layout.positions, layout, self.blocks, self.caches)
+            self.logits = head(norm(x[:, 0]))
 
 
 class FixedBlockCache:

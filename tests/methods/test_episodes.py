@@ -226,7 +226,7 @@ class Faulty:
 
 @pytest.mark.slow
 def test_a_failed_rollout_ends_alone_and_is_counted_with_its_reason(world, tmp_path):
-    words = [*GRPO, own(tmp_path, FAULTY % "0.0", "Faulty"), "objective.environment_seconds=0.5"]
+    words = [*GRPO, own(tmp_path, FAULTY % "0.0", "Faulty"), "objective.environment_seconds=4"]
     run = world.train(tmp_path / "run", *words, "train.steps=2", f"data.cache={tmp_path / 'c'}")
     assert all(0.2 <= share <= 0.6 for share in run.column("environment_failures"))
     reasons = {reason for event in run.event("environment_failed") for reason in event["reasons"]}

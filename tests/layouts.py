@@ -229,7 +229,7 @@ def assert_same(got, expected, tolerance=1e-5):
     assert got[3].keys() == expected[3].keys()
     for name, gradient in expected[3].items():
         error = (got[3][name] - gradient).abs().max() / gradient.abs().max()
-        assert error < 1e-5, f"gradient of {name}: {error:.1e}"
+        assert error < 2e-5, f"gradient of {name}: {error:.1e}"
     for name, weight in expected[4].items():
         error = (got[4][name] - weight).abs().max()
         assert error < tolerance, f"{name} after {STEPS} steps: {error:.1e}"

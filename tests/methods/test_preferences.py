@@ -139,7 +139,7 @@ def test_losses_and_gradients_are_the_papers_on_packed_rows_in_chunks(decoder, b
     largest = max(gradient.abs().max() for gradient in gradients.values())
     for name, parameter in decoder.named_parameters():
         error = (parameter.grad.double() - gradients[name]).abs().max()
-        assert error < 1e-6 * largest, name
+        assert error < 2e-6 * largest, name
 
 
 @pytest.fixture(scope="module")

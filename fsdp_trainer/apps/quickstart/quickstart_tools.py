@@ -1,7 +1,9 @@
-"""The verb `quickstart` with task=tools: a model that guesses learns to call a calculator."""
+"""The verb `quickstart` with task=tools: a model that gives up learns to call a calculator."""
 
+import itertools
 import json
 import random
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from fsdp_trainer.environments.environment import last_text
 
 HINT = "tool: "
 """Beginning of the questions in which the first run's model is shown how to call the tool."""
-ROWS, HELD_OUT = 3000, 100
+ROWS, HELD_OUT = 3000, 1000
 ROUNDS = 3
 """Questions in a conversation with hints."""
 HINTED, CALLED = 0.7, 0.08
@@ -39,7 +41,7 @@ TAUGHT = (
     "run.name=tools-taught", "batch.seq_len=512", "batch.rows=4", "train.steps=300",
     "optim.lr=1e-3", "schedule=wsd", "schedule.warmup_steps=20", "logging.every=20",
 )  # fmt: skip
-"""Overrides of the first run, on answers that are mostly wrong guesses."""
+"""Overrides of the first run, whose answers without a hint mostly give up."""
 REWARDED = (
     "run.name=tools-rewarded", "objective=grpo", "objective.environment=calculator",
     "objective.rewards=[exact]", "objective.max_new_tokens=16", "objective.turns=3",
@@ -62,16 +64,16 @@ data.path=questions.jsonl model.init_from=FOLDER
 
 
 def quickstart_tools(cfg: QuickstartConfig) -> int:
-    """Train on guesses and some tool calls, then with rewards; ask held-out questions of both."""
+    """Train on giving up and some tool calls, then with rewards; ask held-out questions of both."""
     root = Path(cfg.root)
     data = root / "tools-data"
     write_data(data)
     steps = [f"train.steps={cfg.steps}"] if cfg.steps else []
     own = [f"run.root={root}", f"data.template={data}/template.jinja", *steps]
-    print("first a model that mostly guesses, and has seen how a calculator is called\n")
+    print("first a model that mostly gives up, and has seen how a calculator is called\n")
     if code := start([*MODEL, *TAUGHT, *own, f"data.path={data}/chats.jsonl"]):
         return code
-    questions = [question(-1 - i) for i in range(cfg.questions)]
+    questions = [*map(question_of, pairs()[: min(cfg.questions, HELD_OUT)])]
     before, example = ask(Speaker.load(root / "tools-taught"), questions)
     first = f"before rewards: {before} of {len(questions)} held-out sums right"
     print(f"\n{first}, e.g. {example}")
@@ -126,10 +128,24 @@ def write_data(folder: Path) -> None:
 
 
 def question(number: int) -> dict[str, str]:
-    """Return a sum with its answer."""
-    chance = random.Random(number)
-    one, other = (chance.randint(SMALLEST, LARGEST) for _ in range(2))
+    """Return a sum that is not held out, with its answer."""
+    rest = pairs()[HELD_OUT:]
+    return question_of(rest[number % len(rest)])
+
+
+def question_of(pair: tuple[int, int]) -> dict[str, str]:
+    """Return the sum of two numbers with its answer."""
+    one, other = pair
     return {"question": f"{one}+{other}", "answer": str(one + other)}
+
+
+@cache
+def pairs() -> list[tuple[int, int]]:
+    """Return all pairs of numbers in a random order; the first HELD_OUT are held out."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    every = [*itertools.product(numbers, numbers)]
+    random.Random(0).shuffle(every)
+    return every
 
 
 def conversation(number: int) -> list[dict[str, Any]]:

@@ -4,12 +4,13 @@ import hashlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
+from fsdp_trainer.config.check import as_text, convert
+from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.environments.calculator import Calculator
 from fsdp_trainer.environments.document_search import DocumentSearch
@@ -86,31 +87,18 @@ def environment_problems(entry: Entry) -> Iterator[str]:
 def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
     kind = ENVIRONMENTS[name]
     known = {each.name: each for each in fields(kind) if each.metadata}
-    wrong = [reason for part in options if (reason := _wrong_part(name, part, options, known))]
+    what = f"option of {name}"
+    wrong = [
+        reason
+        for part, value in options.items()
+        if (reason := wrong_part(part, value, known, what))
+    ]
     yield from wrong
     if not wrong:
         values = {part: convert(value, known[part].type) for part, value in options.items()}
         problem = kind(**values).wrong_settings()
         if problem:
             yield f"{name}: {problem}"
-
-
-def _wrong_part(
-    name: str, part: str, options: dict[str, Any], known: dict[str, Field]
-) -> str | None:
-    """Return the error message for one option; None if it is valid."""
-    value = options[part]
-    if part not in known:
-        close = nearest(part, known)
-        meant = f". Did you mean  {close} ?" if close else "."
-        has = f"It has: {' '.join(known)}" if known else "It has none"
-        return f"{part}: {as_text(value)}  is no option of {name}{meant}\n{has}"
-    try:
-        converted = convert(value, known[part].type)
-    except (ValueError, OverflowError):
-        return f"{part}: {as_text(value)}  {wrong_type(part, value, known[part])}"
-    problem = wrong_with(converted, known[part])
-    return f"{part}: {as_text(value)}  {problem}" if problem else None
 
 
 def _imported(entry: Entry, file: Path) -> Any:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from fsdp_trainer.config.check import as_text, convert, wrong_type, wrong_with
+from fsdp_trainer.config.check import as_text, convert
+from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.extensions import REWARDS as REGISTERED
@@ -86,23 +87,9 @@ def _problems_of(entry: str | dict[str, Any]) -> Iterator[str]:
 
 def _wrong_part(name: str, part: str, value: Any) -> str | None:
     """Return the error message for one key of an entry; None if it is valid."""
-    known = _known_parts(name)
-    if part not in known:
-        close = nearest(part, known)
-        meant = f". Did you mean  {close} ?" if close else "."
-        reason = f"is no part of the reward {name}{meant}\nIt has: {' '.join(known)}"
-        return f"{part}: {as_text(value)}  {reason}"
-    about = known[part]
-    if about is None:
-        return None
     if part == "label" and value is not None and not LABEL.fullmatch(str(value)):
         return f"label: {as_text(value)}  has letters, digits and  _ . -  only"
-    try:
-        converted = convert(value, about.type)
-    except (ValueError, OverflowError):
-        return f"{part}: {as_text(value)}  {wrong_type(part, value, about)}"
-    problem = wrong_with(converted, about)
-    return f"{part}: {as_text(value)}  {problem}" if problem else None
+    return wrong_part(part, value, _known_parts(name), f"part of the reward {name}")
 
 
 def _known_parts(name: str) -> dict[str, Field | None]:

@@ -8,16 +8,11 @@ from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.environments.known_environments import find_environment
-from fsdp_trainer.generation.continuations import (
-    Continuation,
-    continue_all,
-    generation_of,
-    room_after,
-)
+from fsdp_trainer.generation.continuations import generation_of
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.methods.episodes import Episode, EpisodePlayer
-from fsdp_trainer.methods.sampler import Request, SampledAnswer, as_answer
+from fsdp_trainer.methods.sampler import Request, SampledAnswer, answer_all
 
 
 @dataclass(frozen=True)
@@ -33,14 +28,10 @@ class SpeakerSampler:
     ) -> list[SampledAnswer]:
         """Return an answer to each request."""
         model, tokenizer = self.speaker.model, self.speaker.tokenizer
-        answers = [
-            Continuation([*r.prompt], self.sampling, room_after(model, [*r.prompt]), (i, r.sample))
-            for i, r in enumerate(requests)
-        ]
         device = model.lm_head.weight.device
         generation = generation_of(model, self.sampling, device, self.speaker.decoding)
-        continue_all(generation, answers, tokenizer.stop_ids, OneRank(), rows=self.rows)
-        return [as_answer(answer, step) for answer in answers]
+        how = 1, tokenizer.stop_ids, OneRank()
+        return answer_all(generation, requests, step, *how, rows=self.rows)
 
 
 def play(

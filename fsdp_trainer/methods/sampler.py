@@ -1,9 +1,9 @@
 """The protocol for making answers to prompts, and its implementation by the model in training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,10 +12,12 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.scoring import WorkSplit
 from fsdp_trainer.generation.continuations import (
     Continuation,
+    Generation,
     continue_all,
     generation_of,
     room_after,
 )
+from fsdp_trainer.generation.prompt_ranks import Ranks
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.parallel.compile import without_compiling
@@ -109,23 +111,37 @@ class OwnSampler:
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
         """See AnswerSampler. check: called before each batch of answers."""
-        continuations = [self._begin(request, i) for i, request in enumerate(requests)]
         gathered = stay_gathered(self.model, self.sharding, self.precision, self.device)
         try:
             with without_compiling(self.compiled), gathered:
                 generation = generation_of(self.model, self.sampling, self.device)
-                ranks, rows = self.split.ranks, self.rows
-                continue_all(
-                    generation, continuations, self.stop_ids, ranks, rows=rows, check=check
-                )
+                how = self.samples, self.stop_ids, self.split.ranks
+                return answer_all(generation, requests, step, *how, rows=self.rows, check=check)
         finally:
             reshard(self.model)
-        return [as_answer(continuation, step) for continuation in continuations]
 
-    def _begin(self, request: Request, place: int) -> Continuation:
+
+def answer_all(
+    generation: Generation,
+    requests: Sequence[Request],
+    version: int,
+    samples: int,
+    stop_ids: Collection[int],
+    ranks: Ranks,
+    **options: Any,
+) -> list[SampledAnswer]:
+    """Return an answer to each request. Collective if `ranks` is.
+
+    samples: answers to each prompt, by which draws are numbered. options: of `continue_all`.
+    """
+    continuations = []
+    for place, request in enumerate(requests):
         prompt = list(request.prompt)
-        number = request.row * self.samples + request.sample
-        return Continuation(prompt, self.sampling, room_after(self.model, prompt), (place, number))
+        number = request.row * samples + request.sample
+        room = room_after(generation.model, prompt)
+        continuations.append(Continuation(prompt, generation.sampling, room, (place, number)))
+    continue_all(generation, continuations, stop_ids, ranks, **options)
+    return [as_answer(continuation, version) for continuation in continuations]
 
 
 def as_answer(continuation: Continuation, version: int) -> SampledAnswer:

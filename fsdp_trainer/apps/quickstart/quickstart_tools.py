@@ -38,7 +38,7 @@ MODEL = (
     f"tokenizer.add_tokens={json.dumps(MARKS)}", "launch.nproc_per_node=2",
 )  # fmt: skip
 TAUGHT = (
-    "run.name=tools-taught", "batch.seq_len=512", "batch.rows=4", "train.steps=300",
+    "run.name=tools-taught", "batch.seq_len=512", "batch.rows=4", "train.steps=500",
     "optim.lr=1e-3", "schedule=wsd", "schedule.warmup_steps=20", "logging.every=20",
 )  # fmt: skip
 """Overrides of the first run, whose answers without a hint mostly give up."""

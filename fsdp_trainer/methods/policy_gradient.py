@@ -28,8 +28,6 @@ from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.document_sums import answer_sums
 from fsdp_trainer.methods.episodes import EpisodePlayer
 from fsdp_trainer.methods.method import Method, StepParts
-from fsdp_trainer.methods.policy_server import PolicyServer, ServedModel
-from fsdp_trainer.methods.policy_weights import PolicyWeights
 from fsdp_trainer.methods.reference_model import (
     REFERENCE_ARCHITECTURE,
     ReferenceModel,
@@ -40,7 +38,9 @@ from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.rollouts import AnswerMaker, RolloutSource
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
-from fsdp_trainer.methods.server_sampler import ServerSampler, find_served
+from fsdp_trainer.methods.serving.policy_server import PolicyServer, ServedModel
+from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
+from fsdp_trainer.methods.serving.server_sampler import ServerSampler, find_served
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.adapters.adapters import without_adapters

@@ -12,7 +12,7 @@ from world import SMALL
 from fsdp_trainer.base import web
 from fsdp_trainer.base.web import RequestFailed
 from fsdp_trainer.cli import main
-from fsdp_trainer.methods.policy_server import read_completion
+from fsdp_trainer.methods.serving.policy_server import read_completion
 
 GRPO = [
     "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]', "data.path=demo:sums",

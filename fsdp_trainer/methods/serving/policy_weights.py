@@ -20,7 +20,7 @@ from fsdp_trainer.config.paths import checkpoint_name
 from fsdp_trainer.config.rules.rules_server import sends_adapter
 from fsdp_trainer.config.schema import Adapter
 from fsdp_trainer.errors import RunFailed, UserError
-from fsdp_trainer.methods.policy_server import PolicyServer
+from fsdp_trainer.methods.serving.policy_server import PolicyServer
 from fsdp_trainer.models.decoder import Decoder
 
 

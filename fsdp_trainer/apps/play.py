@@ -11,7 +11,8 @@ from fsdp_trainer.environments.known_environments import find_environment
 from fsdp_trainer.generation.continuations import generation_of
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
-from fsdp_trainer.methods.episodes import Episode, EpisodePlayer
+from fsdp_trainer.methods.episode import Episode
+from fsdp_trainer.methods.episode_player import EpisodePlayer
 from fsdp_trainer.methods.sampler import Request, SampledAnswer, answer_all
 
 
@@ -52,4 +53,4 @@ def play(
         share=lambda value: [value],
     )
     requests = [Request([], i, 0) for i in range(len(rows))]
-    return player.play(requests, dict(enumerate(rows)), 0, lambda: None)
+    return player.play(requests, dict(enumerate(rows)))

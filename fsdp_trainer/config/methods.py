@@ -168,6 +168,28 @@ class ObjectiveChoice:
         minimum=1,
         used_by=("grpo",),
     )
+    ahead: int = key(
+        0,
+        "grpo: optimizer steps between the weights that begin answers and the step that learns from"
+        " them, a multiple of updates; generation then goes on while training does, on"
+        " launch.rollout_ranks or a server",
+        minimum=0,
+        used_by=("grpo",),
+    )
+    round_tokens: int | None = key(
+        None,
+        "grpo: tokens that the model adds to a rollout with the same weights, at most, unless its"
+        " step comes next; null: as many as it needs",
+        minimum=1,
+        used_by=("grpo",),
+    )
+    unfinished: str = key(
+        "continue",
+        "grpo: rollouts that need more than round_tokens: `continue`: newer weights go on with"
+        " them; `drop`: nothing is learnt from them",
+        choices=("continue", "drop"),
+        used_by=("grpo",),
+    )
     importance_cap: float = key(
         2.0,
         "grpo: the most that a token counts for being likelier here than where it was sampled",
@@ -226,6 +248,11 @@ class ObjectiveChoice:
         minimum=0,
         used_by=("grpo",),
     )
+
+    @property
+    def samples_elsewhere(self) -> bool:
+        """True if tokens are sampled by other weights or other code than those that train."""
+        return self.server is not None or self.ahead > 0
 
     @property
     def most_turns(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.order.row_order import Rows
+from fsdp_trainer.methods.episode import OpenEpisode
 from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.training.batches import StepPlan
 
@@ -234,8 +235,11 @@ def by_turn(rollout: Rollout) -> Sequence[float]:
 # --- answers in a checkpoint ----------------------------------------------------------------------
 
 
-def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
-    """Encode rollouts as text for a checkpoint; `decode_rollouts` decodes it."""
+def encode_rollouts(rollouts: Sequence[Rollout], open_ones: Sequence[OpenEpisode] = ()) -> str:
+    """Encode rollouts as text for a checkpoint; `decode_rollouts` decodes it.
+
+    open_ones: rollouts of the same step that have not ended.
+    """
     arrays = {
         "numbers": np.array(
             [[r.row, r.sample, r.answer.finished, r.answer.version] for r in rollouts]
@@ -248,13 +252,15 @@ def encode_rollouts(rollouts: Sequence[Rollout]) -> str:
     if any(r.episode for r in rollouts):
         episodes = [[r.answer.turns, r.turn_rewards, r.episode] for r in rollouts]
         arrays["episodes"] = np.array(json.dumps(episodes))
+    if open_ones:
+        arrays["open"] = np.array(json.dumps(list(open_ones), default=str))
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     return base64.b64encode(zlib.compress(file.getvalue())).decode()
 
 
-def decode_rollouts(text: str) -> list[Rollout]:
-    """Decode the rollouts that `encode_rollouts` encoded."""
+def decode_rollouts(text: str) -> tuple[list[Rollout], list[OpenEpisode]]:
+    """Decode the rollouts that `encode_rollouts` encoded, and the open ones."""
     stored = np.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
     tokens, sampled = iter(stored["tokens"].tolist()), iter(stored["sampled"].tolist())
     rollouts = []
@@ -270,4 +276,4 @@ def decode_rollouts(text: str) -> list[Rollout]:
         rollouts.append(
             Rollout(row, sample, prompt, answer, reward, scores, tuple(rewards_of_turns), episode)
         )
-    return rollouts
+    return rollouts, json.loads(str(stored["open"])) if "open" in stored.files else []

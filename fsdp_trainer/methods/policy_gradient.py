@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import to_device_of
+from fsdp_trainer.base.distributed import gather, to_device_of
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
@@ -24,9 +24,10 @@ from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.environments.known_environments import KEY, find_environment
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
+from fsdp_trainer.methods.answer_maker import AnswerMaker, AnswerPlayer, Player
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.document_sums import answer_sums
-from fsdp_trainer.methods.episodes import EpisodePlayer
+from fsdp_trainer.methods.episode_player import EpisodePlayer
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.reference_model import (
     REFERENCE_ARCHITECTURE,
@@ -35,11 +36,13 @@ from fsdp_trainer.methods.reference_model import (
     build_reference,
 )
 from fsdp_trainer.methods.reward_scores import open_models
-from fsdp_trainer.methods.rollouts import AnswerMaker, RolloutSource
+from fsdp_trainer.methods.rollouts import RolloutSource
+from fsdp_trainer.methods.rounds import OwnRounds, RoundMaker, Rounds
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.methods.serving.policy_server import PolicyServer, ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
+from fsdp_trainer.methods.serving.server_rounds import ServerRounds
 from fsdp_trainer.methods.serving.server_sampler import ServerSampler, find_served
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
@@ -56,6 +59,8 @@ from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredR
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
+NO_PART = (1, 1)
+"""The part of a rank that makes no rollouts: an empty one, behind the only one."""
 REFERENCE = "reference"
 """Name in MicroBatch.columns of a token's log-probability under the reference. The others are those
 of packed answers."""
@@ -67,14 +72,12 @@ class PolicyGradient:
 
     Variants: GSPO (Zheng et al. 2025, eq. 13) and CISPO (MiniMax-M1, 2025, eq. 4). The head calls
     it. weights: [tokens] float32, already divided by the step's Σ weight. columns: see columns_of.
-    on_server: True if the sampler is a server, whose numerics differ. batch, dims: for GSPO's sums
-    over answers; see answer_sums.
+    batch, dims: for GSPO's sums over answers; see answer_sums.
     """
 
     weights: Tensor
     columns: dict[str, Tensor]
     cfg: ObjectiveChoice
-    on_server: bool = False
     batch: MicroBatch | None = None
     dims: Dims | None = None
     needs_mean = False
@@ -94,7 +97,7 @@ class PolicyGradient:
         else:
             clipped = ratio.clamp(1 - self.cfg.clip_low, 1 + self.cfg.clip_high)
             loss = -torch.minimum(ratio * advantage, clipped * advantage)
-        if self.on_server and self.cfg.updates == 1:
+        if self.cfg.samples_elsewhere and self.cfg.updates == 1:
             loss = loss * self.importance(scores, tokens)
         if self.cfg.kl:
             distance = self.columns[REFERENCE][tokens] - log_probability
@@ -104,8 +107,8 @@ class PolicyGradient:
     def ratio(self, scores: Scores, tokens: slice) -> Tensor:
         """Return the ratio of each token's probability now to its probability at sampling.
 
-        With a single update per set of answers the model has not changed since sampling: the ratio
-        is 1, and only its derivative matters.
+        With a single update per set of answers the ratio is 1, and only its derivative matters: the
+        model has not changed since sampling, or `importance` corrects for the change.
         """
         if self.cfg.updates == 1:
             return (scores.log_probability - scores.log_probability.detach()).exp()
@@ -127,7 +130,7 @@ class PolicyGradient:
     def importance(self, scores: Scores, tokens: slice) -> Tensor:
         """Return truncated importance weights of tokens (Yao et al. 2025).
 
-        They correct for the other numerics of the sampler.
+        They correct for the older weights or the other numerics of the sampler.
         """
         difference = scores.log_probability.detach() - self.columns[SAMPLED][tokens]
         return difference.exp().clamp(max=self.cfg.importance_cap)
@@ -164,10 +167,7 @@ class RolloutForwardBackward(ForwardBackward):
             batch = replace(batch, columns=columns)
         weights = batch.weights / (plan.weight or 1.0)
         scale = to_device_of(self.loss_scale.scale, weights) if self.loss_scale else 1.0
-        on_server = self.choice.server is not None
-        objective = PolicyGradient(
-            weights, columns_of(batch), self.choice, on_server, batch, self.dims
-        )
+        objective = PolicyGradient(weights, columns_of(batch), self.choice, batch, self.dims)
         value, scores, auxiliary = self.model(batch, replace(objective, weights=weights * scale))
         phases.enter("backward")
         value.backward()
@@ -296,8 +296,7 @@ class PolicyGradientMethod(Method):
 
     def about(self) -> list[str]:
         choice, rows = self.choice, self.setup.cfg.batch.rows
-        own = [self.environment.title] if self.environment and self.environment.rewards else []
-        titles = ", ".join([*own, *(reward.title for reward in self.rewards)])
+        titles = ", ".join(self._titles)
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
         return [
             f"{rows:,} prompts a step × {choice.samples} answers of at most "
@@ -329,32 +328,65 @@ class PolicyGradientMethod(Method):
     ) -> DataSource:
         """See Method. The rows are prompts, and micro-batches are made of answers to them."""
         assert isinstance(rows, StoredRows)
-        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
-        split = sharded_split(setup.dims, setup.device)
-        is_first = setup.dims.coordinates["tensor"] == 0
-        sampler: AnswerSampler
+        tokenizer = self.setup.inputs.tokenizer
         if self.served:
             weights = self._weights_for(self.served, model, base, dtypes)
-            length = model.config.max_position_embeddings
-            sampler = ServerSampler(
-                self.choice,
-                setup.cfg.run.seed,
-                weights,
-                list(tokenizer.stop_ids),
-                min(length, self.served.context or length),
-                is_first,
-            )
+            rounds: Rounds = self._server_rounds(self.served, weights, model)
         else:
-            sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)
-        player = None
-        if self.environment:
-            turns = TurnTokens(setup.inputs.template, tokenizer)
-            longest = min(setup.cfg.batch.seq_len, model.config.max_position_embeddings)
-            options = self.choice, sampler, turns, longest, is_first
-            player = EpisodePlayer(self.environment, *options)
+            rounds = OwnRounds(self._round_maker(model))
+        return RolloutSource(rows, rounds, self._titles, tokenizer, context)
+
+    def _round_maker(self, model: Decoder) -> RoundMaker:
+        """Return what generates with the model in training, on its ranks."""
+        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
+        split = sharded_split(setup.dims, setup.device)
+        sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)
+        player = self._player(sampler, model, gather, phases.enter)
         parts = split.part, split.parts
-        maker = AnswerMaker(sampler, self.rewards, tokenizer, *parts, is_first, player)
-        return RolloutSource(rows, maker, context)
+        maker = AnswerMaker(player, self.rewards, tokenizer, *parts, self._is_first)
+        return RoundMaker(maker, self.choice)
+
+    def _server_rounds(
+        self, served: ServedModel, weights: PolicyWeights, model: Decoder
+    ) -> ServerRounds:
+        """Return what generates with a server; of ranks with the same rows only the first does."""
+        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
+        length = model.config.max_position_embeddings
+        context = min(length, served.context or length)
+        stop_ids = list(tokenizer.stop_ids)
+        sampler = ServerSampler(self.choice, setup.cfg.run.seed, weights, stop_ids, context)
+        player = self._player(sampler, model, lambda value: [value], lambda phase: None)
+        split = sharded_split(setup.dims, setup.device)
+        parts = (split.part, split.parts) if self._is_first else NO_PART
+        maker = AnswerMaker(player, self.rewards, tokenizer, *parts, self._is_first)
+        return ServerRounds(RoundMaker(maker, self.choice), sampler)
+
+    @property
+    def _is_first(self) -> bool:
+        """See AnswerMaker."""
+        return self.setup.dims.coordinates["tensor"] == 0
+
+    @property
+    def _titles(self) -> list[str]:
+        """The names of a rollout's scores."""
+        own = [self.environment.title] if self.environment and self.environment.rewards else []
+        return [*own, *(reward.title for reward in self.rewards)]
+
+    def _player(
+        self,
+        sampler: AnswerSampler,
+        model: Decoder,
+        share: Callable[[Any], list[Any]],
+        enter: Callable[[str], None],
+    ) -> Player:
+        """Return what plays rollouts. share, enter: see EpisodePlayer."""
+        setup, longest = self.setup, self.choice.max_new_tokens
+        if not self.environment:
+            return AnswerPlayer(sampler, longest)
+        turns = TurnTokens(setup.inputs.template, setup.inputs.tokenizer)
+        room = min(setup.cfg.batch.seq_len, model.config.max_position_embeddings)
+        options = self.choice, sampler, turns, room, self._is_first, share, enter
+        return EpisodePlayer(self.environment, *options)
 
     def _weights_for(
         self, served: ServedModel, model: Decoder, base: Base | None, dtypes: dict[str, str]

@@ -1,36 +1,31 @@
 """Prompts as a data source: the model answers them, and rewards score the answers."""
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate, islice, takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
-from fsdp_trainer.environments.environment import last_text
-from fsdp_trainer.errors import RunFailed, UserError
+from fsdp_trainer.errors import RunFailed
 from fsdp_trainer.methods.answers import (
-    EpisodeFacts,
     PackedAnswers,
     Rollout,
     decode_rollouts,
     encode_rollouts,
 )
-from fsdp_trainer.methods.episodes import Episode, EpisodePlayer
-from fsdp_trainer.methods.sampler import AnswerSampler, Request, SampledAnswer
+from fsdp_trainer.methods.episode import OpenEpisode
+from fsdp_trainer.methods.rounds import Rounds, RoundWork
+from fsdp_trainer.methods.sampler import Request
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
-from fsdp_trainer.rewards.reward import Attempt, Reward, totals
-from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
 from fsdp_trainer.training.batches import (
     REMEMBERED_STEPS,
     Assembler,
@@ -42,7 +37,7 @@ from fsdp_trainer.training.batches import (
 from fsdp_trainer.training.data_source import LeaveTogether, SourceContext, StoredRows
 from fsdp_trainer.training.feed import Feed
 from fsdp_trainer.training.progress import Progress
-from fsdp_trainer.training.stopping.stop import DataLost
+from fsdp_trainer.training.stopping.stop import DataLost, Stop
 
 WINDOW, MOSTLY_EQUAL = 20, 0.9
 """Number of steps over which prompts whose answers have equal rewards are counted, and the share of
@@ -51,133 +46,11 @@ them above which the run prints a warning."""
 FAILURES_SHOWN = 3
 """Number of different reasons for failed rollouts that a step's event has."""
 
-Questions = dict[int, dict[str, Any]]
-"""The data for scoring answers, by the row of the prompt."""
-
 
 def has_equal_rewards(group: np.ndarray) -> bool:
     """Return True if no answer to a prompt is better than another. NaN: a failed one."""
     used = group[~np.isnan(group)]
     return not len(used) or bool(np.ptp(used) == 0)
-
-
-@dataclass
-class AnswerMaker:
-    """Makes answers and scores them.
-
-    own_part, parts: index of this rank's part of a step's answers, and number of parts.
-    is_first: False for a rank that makes the same answers as the first rank of its group.
-    """
-
-    sampler: AnswerSampler
-    rewards: Sequence[Reward]
-    tokenizer: TextTokenizer
-    own_part: int
-    parts: int
-    is_first: bool = True
-    player: EpisodePlayer | None = None
-
-    @property
-    def titles(self) -> list[str]:
-        """The names of all scores of a rollout, that of the environment's reward first."""
-        own = [self.player.spec.title] if self.player and self.player.spec.rewards else []
-        return [*own, *(reward.title for reward in self.rewards)]
-
-    def make(
-        self,
-        requests: list[Request],
-        questions: Questions,
-        step: int,
-        check: Callable[[], None],
-    ) -> list[Rollout]:
-        """Return the answers to all requests, in order, on every rank. Collective.
-
-        requests: the same on every rank; each rank makes a part of the answers. questions: see
-        Questions. step: optimizer steps done so far. check: see AnswerSampler.
-        """
-        count = len(requests)
-        first, stop = (count * part // self.parts for part in (self.own_part, self.own_part + 1))
-        own = requests[first:stop]
-        try:
-            if self.player:
-                episodes = self.player.play(own, questions, step, check)
-                phases.enter("rewards")
-                rollouts = self._judge_episodes(episodes, questions)
-            else:
-                answers = self.sampler.sample(own, step, check)
-                phases.enter("rewards")
-                rollouts = self._judge(own, answers, questions)
-        except (RunFailed, UserError) as error:  # from a server or a reward, on all ranks
-            raise DataLost(error) from None
-        by_request = {(r.row, r.sample): r for part in gather(rollouts) for r in part}
-        return [by_request[request.row, request.sample] for request in requests]
-
-    def _judge(
-        self,
-        requests: list[Request],
-        answers: list[SampledAnswer],
-        questions: Questions,
-    ) -> list[Rollout]:
-        """Score answers; return this rank's rollouts, none if another rank makes the same ones.
-
-        Collective.
-        """
-        pairs = list(zip(requests, answers, strict=True)) if self.is_first else []
-        attempts = [self._attempt(request, answer, questions) for request, answer in pairs]
-        scores = score_on_ranks(self.rewards, attempts)
-        by_attempt = list(zip(*scores, strict=True)) if attempts else []
-        judged = zip(pairs, totals(self.rewards, scores), by_attempt, strict=True)
-        return [
-            Rollout(request.row, request.sample, [*request.prompt], answer, total, [*each])
-            for (request, answer), total, each in judged
-        ]
-
-    def _judge_episodes(self, episodes: list[Episode], questions: Questions) -> list[Rollout]:
-        """Score rollouts with an environment, but for those that failed. Collective."""
-        assert self.player
-        played = episodes if self.is_first else []
-        used = [episode for episode in played if episode.failure is None]
-        attempts = [self._episode_attempt(episode, questions) for episode in used]
-        scores = score_on_ranks(self.rewards, attempts)
-        by_attempt = iter(zip(*scores, strict=True)) if self.rewards else iter([()] * len(used))
-        sums = iter(totals(self.rewards, scores) if self.rewards else [0.0] * len(used))
-        rollouts = []
-        for episode in played:
-            if episode.failure is None:
-                others, total = next(by_attempt), next(sums)
-                rollouts.append(rewarded(episode, total, others, self.player.spec.rewards))
-            else:
-                count = len(self.titles)
-                rollouts.append(rewarded(episode, math.nan, [math.nan] * count, False))
-        return rollouts
-
-    def _episode_attempt(self, episode: Episode, questions: Questions) -> Attempt:
-        """Return the last answer of a rollout with all turns before it."""
-        question = questions[episode.request.row]
-        last = max(i for i, turn in enumerate(episode.messages) if turn["role"] == "assistant")
-        return Attempt(
-            question["prompt"],
-            last_text(episode.messages),
-            question["row"],
-            question["reference"],
-            episode.sampled().own_tokens,
-            episode.is_complete,
-            episode.messages[:last],
-            episode.tools,
-        )
-
-    def _attempt(self, request: Request, answer: SampledAnswer, questions: Questions) -> Attempt:
-        question = questions[request.row]
-        return Attempt(
-            question["prompt"],
-            self.tokenizer.decode(answer.tokens),
-            question["row"],
-            question["reference"],
-            len(answer.tokens) - answer.finished,  # without the stop token
-            answer.finished,
-            question["messages"],
-            question["tools"],
-        )
 
 
 def require_some(rollouts: Sequence[Rollout]) -> None:
@@ -187,28 +60,6 @@ def require_some(rollouts: Sequence[Rollout]) -> None:
     reasons = [rollout.episode.failure for rollout in rollouts if rollout.episode]
     reason = f"all {len(rollouts)} rollouts failed, the first with\n  {reasons[0]}"
     raise DataLost(RunFailed(reason))
-
-
-def rewarded(episode: Episode, others: float, scores: Sequence[float], has_own: bool) -> Rollout:
-    """Return a rollout with an environment. others: the weighted sum of the rewards' scores.
-
-    has_own: the environment's own reward is the first score. One for each turn is kept as such, and
-    the others are added to that of the last turn.
-    """
-    own, by_turn = episode.rewards if has_own else 0.0, ()
-    if isinstance(own, list):
-        by_turn = (*own[:-1], own[-1] + others)
-        own = math.fsum(own)
-    facts = EpisodeFacts(episode.wrong_calls, episode.seconds, episode.failure)
-    return Rollout(
-        *episode.key,
-        episode.prompt,
-        episode.sampled(),
-        own + others,
-        [own, *scores] if has_own else [*scores],
-        by_turn,
-        facts,
-    )
 
 
 def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
@@ -229,18 +80,63 @@ def written(rollout: Rollout, tokenizer: TextTokenizer) -> dict[str, Any]:
     return {**line, "wrong_calls": rollout.episode.wrong_calls, "turns": turns}
 
 
-class RolloutSource:
-    """Stored prompts, of which each step uses the next ones and trains on answers to them."""
+@dataclass
+class StepRollouts:
+    """The rollouts of a step. count: how many there will be; open: those that have not ended."""
 
-    def __init__(self, prompts: StoredRows, maker: AnswerMaker, context: SourceContext):
-        self.prompts, self.maker, self.context = prompts, maker, context
+    plan: StepPlan
+    count: int
+    ended: list[Rollout] = field(default_factory=list)
+    open: list[OpenEpisode] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all have ended."""
+        return len(self.ended) == self.count
+
+    def add(self, ended: Sequence[Rollout], going_on: Sequence[OpenEpisode]) -> None:
+        """Take up the results of a round, of this step's prompts."""
+        self.ended = sorted([*self.ended, *ended], key=lambda one: (one.row, one.sample))
+        self.open = list(going_on)
+
+
+class Block(NamedTuple):
+    """Steps whose rollouts are begun together. completed: with those beyond the end of the run."""
+
+    plans: list[StepPlan]
+    completed: list[StepPlan]
+
+
+class RolloutSource:
+    """Stored prompts, of which each step uses the next ones and trains on rollouts of them.
+
+    Before each block of steps a round of generation is run: it begins the rollouts of the block
+    that is `objective.ahead` steps away, and goes on with those that are open. titles: the names of
+    a rollout's scores.
+    """
+
+    def __init__(
+        self,
+        prompts: StoredRows,
+        rounds: Rounds,
+        titles: list[str],
+        tokenizer: TextTokenizer,
+        context: SourceContext,
+    ):
+        self.prompts, self.rounds, self.titles = prompts, rounds, titles
+        self.tokenizer, self.context = tokenizer, context
         self.cfg: TrainConfig = context.cfg
         self.assembler = Assembler(prompts.order.seq_len, 1, **vars(context.options))
         self.order: Mixture = prompts.order
         self.source_names = [""]
         self.fingerprint, self.first_row = prompts.fingerprint, prompts.first_row
-        self._answers: dict[int, list[Rollout]] = {}
-        """Answers for the current step and for later ones, made together, by step."""
+        self._rollouts: dict[int, StepRollouts] = {}
+        """Of the current step and of later ones, by step."""
+        self._stored: list[OpenEpisode] = []
+        """Open rollouts of a checkpoint, which the next round takes up."""
+        self._runs_ahead = False
+        """True while a round is run that the next step does not need."""
+        self._error: DataLost | None = None
         self._steps: dict[int, tuple[PackedAnswers, np.ndarray]] = {}
         self._equal: deque[float] = deque(maxlen=WINDOW)
         self._has_warned = False
@@ -249,44 +145,70 @@ class RolloutSource:
         return self.prompts.total_steps(progress)
 
     def open(self, progress: Progress, leave: LeaveTogether, part: GroupPart) -> Feed:
-        """Begin to read the rows after `progress`. Answers are made when a step needs them."""
+        """Begin to read the rows after `progress`. Rollouts are made when a step needs them."""
         what = f"prompts prepared in {self.order.folder}"
-        self._answers = self._stored(progress)
+        self.rounds.forget()
+        self._runs_ahead, self._error = False, None
+        self._rollouts = self._read_stored(progress)
+        self._stored = [one for step in self._rollouts.values() for one in step.open]
         items = self._read(progress, leave)
         return Feed(self.assembler, what, items, 0, self.context.signals)
 
     def _read(self, progress: Progress, leave: LeaveTogether) -> Iterator[StepPlan | MicroBatch]:
         """Yield each plan, followed by this rank's micro-batches of that step."""
-        plans = self.prompts.plans(progress)
-        while block := list(islice(plans, len(self._answers) or self.cfg.objective.updates)):
-            if not self._answers:
-                self._answers = self._answer(self._completed(block, progress), leave)
-            for plan in block:
-                require_some(self._answers[plan.step])
-                packed = self._pack(plan, self._answers[plan.step])
+        choice = self.cfg.objective
+        blocks = self._blocks(progress)
+        coming = deque(islice(blocks, choice.ahead // choice.updates))
+        while True:
+            coming.extend(islice(blocks, 1))
+            if not coming:
+                return
+            block = coming.popleft()
+            self._make(block, coming, leave)
+            for plan in block.plans:
+                rollouts = self._rollouts[plan.step].ended
+                require_some(rollouts)
+                packed = self._pack(plan, rollouts)
                 batches = RowBatches(packed, **vars(self.context.options))
                 of_packed = StepPlan(plan.step, 0, len(packed))
                 self._remember(plan.step, packed, batches.assign_rows_to_ranks(of_packed))
                 metrics = self._metrics(packed, plan)
                 yield packed.plan(plan.step, plan.start, plan.stop, metrics)
                 yield from batches.micro_batches(of_packed)
-                del self._answers[plan.step]
+                del self._rollouts[plan.step]
 
-    def _completed(self, block: list[StepPlan], progress: Progress) -> list[StepPlan]:
-        """Return the plans of steps whose answers are made together, beyond the end of the run too.
+    # --- rounds
 
-        A run that ends among them may be continued with more steps, and then uses the same answers
-        as one that had them from the beginning. No step can follow one of fewer rows than usual.
+    def _blocks(self, progress: Progress) -> Iterator[Block]:
+        """Yield the steps after `progress` in blocks.
+
+        With objective.ahead they begin after multiples of objective.updates, else with rollouts.
         """
-        last, missing = block[-1], self.cfg.objective.updates - len(block)
+        choice = self.cfg.objective
+        size = len(self._rollouts) or choice.updates
+        if choice.ahead:
+            size = choice.updates - progress.step % choice.updates
+        plans = self.prompts.plans(progress)
+        while block := list(islice(plans, size)):
+            yield Block(block, self._completed(block, size, progress))
+            size = choice.updates
+
+    def _completed(self, block: list[StepPlan], size: int, progress: Progress) -> list[StepPlan]:
+        """Return the plans of a block with those beyond the end of the run.
+
+        A run that ends amid a block may be continued with more steps, and then uses the same
+        rollouts as one that had them from the beginning. No step can follow one of fewer rows than
+        usual.
+        """
+        last, missing = block[-1], size - len(block)
         if last.stop - last.start < self.cfg.batch.rows:
             return block
         return [*block, *islice(self.prompts.plans_after(last, progress), missing)]
 
-    def _answer(self, block: list[StepPlan], leave: LeaveTogether) -> dict[int, list[Rollout]]:
-        """Make the rollouts of some steps together; return a list of them by step.
+    def _make(self, block: Block, coming: Sequence[Block], leave: LeaveTogether) -> None:
+        """Complete the rollouts of a block, and run a round for the coming ones. Collective.
 
-        Collective. Raises Stop.
+        Raises Stop and DataLost.
         """
 
         def check() -> None:
@@ -294,17 +216,54 @@ class RolloutSource:
             self.context.signals.raise_if_agreed()
             phases.enter("rollouts")
 
+        version = block.plans[0].step - 1
+        if self._error:
+            raise self._error
+        if self._runs_ahead:
+            self._finish(check)
+        if missing := [plan for plan in block.completed if plan.step not in self._rollouts]:
+            try:
+                self._start(version, missing, None, check)
+                self._finish(check)
+            except (Stop, DataLost):  # the same weights make them after a restart
+                self.rounds.forget()
+                raise
+        new = [plan for one in coming for plan in one.completed]
+        new = [plan for plan in new if plan.step not in self._rollouts]
+        is_boundary = version % self.cfg.objective.updates == 0
+        is_open = any(not step.is_complete for step in self._rollouts.values())
+        if new or (is_open and is_boundary):
+            due = coming[0].completed[-1].stop if len(coming) > 1 else None
+            self._start(version, new, due, check)
+            self._runs_ahead = True
+        phases.enter("data")
+
+    def _start(
+        self, version: int, plans: list[StepPlan], due: int | None, check: Callable[[], None]
+    ) -> None:
+        """Start a round that begins the rollouts of these steps. due: see RoundWork."""
         samples = range(self.cfg.objective.samples)
-        rows = [row for plan in block for row in range(plan.start, plan.stop)]
+        rows = [row for plan in plans for row in range(plan.start, plan.stop)]
         prompts = {row: self._prompt(row) for row in rows}
+        prompts |= {row: self._prompt(row) for row in {o["request"]["row"] for o in self._stored}}
         requests = [Request(prompts[row][0], row, i) for row in rows for i in samples]
         questions = {row: each for row, (_, each) in prompts.items()}
         phases.enter("rollouts")
-        rollouts = self.maker.make(requests, questions, block[0].step - 1, check)
-        phases.enter("data")
-        in_order = iter(rollouts)
-        sizes = {plan.step: (plan.stop - plan.start) * len(samples) for plan in block}
-        return {step: list(islice(in_order, size)) for step, size in sizes.items()}
+        self.rounds.start(RoundWork(version, requests, questions, self._stored, due), check)
+        self._stored = []
+        for plan in plans:
+            count = (plan.stop - plan.start) * len(samples)
+            self._rollouts[plan.step] = StepRollouts(plan, count)
+
+    def _finish(self, check: Callable[[], None]) -> None:
+        """Wait for the round that was started, and take up its rollouts."""
+        result = self.rounds.finish(check)
+        self._runs_ahead = False
+        for step in self._rollouts.values():
+            if not step.is_complete:
+                rows = range(step.plan.start, step.plan.stop)
+                ended = [rollout for rollout in result.ended if rollout.row in rows]
+                step.add(ended, [one for one in result.open if one["request"]["row"] in rows])
 
     def _prompt(self, row: int) -> tuple[list[int], dict[str, Any]]:
         """Return the tokens of a prompt, and the data for scoring answers to it."""
@@ -315,25 +274,29 @@ class RolloutSource:
         seq_len, cost = self.cfg.batch.seq_len, self.context.attention_cost
         return PackedAnswers(self.cfg.objective, seq_len, rollouts, cost, self.order.where)
 
-    def _stored(self, progress: Progress) -> dict[int, list[Rollout]]:
-        """Return the answers in a checkpoint for the next steps, by step.
+    def _read_stored(self, progress: Progress) -> dict[int, StepRollouts]:
+        """Return the rollouts in a checkpoint for the next steps, by step.
 
-        Empty if those use other rows, if answers are now made or scored in another number, or if
+        Empty if those use other rows, if rollouts are now made or scored in another number, or if
         all of a step's failed.
         """
         by_step = [decode_rollouts(text) for text in progress.rollouts]
         plans = list(islice(self.prompts.plans(progress), len(by_step)))
         last = plans[-1] if plans else StepPlan(progress.step, 0, progress.rows)
         plans += islice(self.prompts.plans_after(last, progress), len(by_step) - len(plans))
-        samples, scores = range(self.cfg.objective.samples), len(self.maker.titles)
-        stored = [[(r.row, r.sample, len(r.scores)) for r in step] for step in by_step]
-        wanted = [
-            [(row, i, scores) for row in range(plan.start, plan.stop) for i in samples]
-            for plan in plans
-        ]
-        if stored != wanted or not all(any(r.is_used for r in step) for step in by_step):
-            return {}
-        return {plan.step: step for plan, step in zip(plans, by_step, strict=True)}
+        steps = {}
+        for plan, (ended, going_on) in zip(plans, by_step, strict=True):
+            rows, samples = range(plan.start, plan.stop), range(self.cfg.objective.samples)
+            wanted = [(row, i) for row in rows for i in samples]
+            there = [(r.row, r.sample) for r in ended]
+            there += [(o["request"]["row"], o["request"]["sample"]) for o in going_on]
+            is_scored = all(len(r.scores) == len(self.titles) for r in ended)
+            if sorted(there) != wanted or not is_scored:
+                return {}
+            if not going_on and not any(r.is_used for r in ended):
+                return {}
+            steps[plan.step] = StepRollouts(plan, len(wanted), ended, going_on)
+        return steps
 
     # --- metrics and records
 
@@ -350,20 +313,31 @@ class RolloutSource:
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std()),
             **{
-                f"reward/{title}": float(scores[:, i].mean())
-                for i, title in enumerate(self.maker.titles)
+                f"reward/{title}": float(scores[:, i].mean()) for i, title in enumerate(self.titles)
             },
             "equal_groups": equal,
             "answer_tokens": float(np.mean([answer.own_tokens for answer in answers])),
             "answer_tokens_max": max(answer.own_tokens for answer in answers),
             "truncated_share": float(np.mean([not answer.finished for answer in answers])),
             "staleness": float(np.mean([plan.step - 1 - answer.version for answer in answers])),
+            **self._ahead_metrics(packed.rollouts, plan.step),
             **self._episode_metrics(packed.rollouts, plan.step),
         }
 
+    def _ahead_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
+        """Return the metrics of rollouts that were begun ahead, or that may be dropped."""
+        choice = self.cfg.objective
+        metrics: dict[str, float] = {}
+        if choice.ahead:
+            used = (one for one in rollouts if one.is_used)
+            metrics["staleness_max"] = max(step - 1 - one.answer.version for one in used)
+        if choice.round_tokens and choice.unfinished == "drop":
+            metrics["dropped"] = float(np.mean([not one.is_used for one in rollouts]))
+        return metrics
+
     def _episode_metrics(self, rollouts: Sequence[Rollout], step: int) -> dict[str, Any]:
         """Return the metrics of rollouts with an environment; record why some failed."""
-        if not self.maker.player:
+        if self.cfg.objective.environment is None:
             return {}
         facts = [rollout.episode for rollout in rollouts if rollout.episode]
         failures = Counter(each.failure for each in facts if each.failure)
@@ -408,7 +382,7 @@ class RolloutSource:
         if not group:
             return
         shown = [group[0], group[-1]] if group[0].reward != group[-1].reward else group[:1]
-        lines = [written(rollout, self.maker.tokenizer) for rollout in shown]
+        lines = [written(rollout, self.tokenizer) for rollout in shown]
         self.context.observer.answered(step, lines)
 
     def _remember(self, step: int, packed: PackedAnswers, assigned: np.ndarray) -> None:
@@ -434,10 +408,20 @@ class RolloutSource:
         return self.assembler.suspects_event(ranks, places)
 
     def state(self, progress: Progress) -> dict[str, Any]:
-        """Return the mixtures that prompts were read from, and answers made for future steps."""
-        future = [each for step, each in self._answers.items() if step > progress.step]
-        stored = self.prompts.state(progress)
-        return stored | {"rollouts": [encode_rollouts(each) for each in future]}
+        """Return the mixtures that prompts were read from, and rollouts made for future steps.
+
+        Waits for a round that runs ahead: the weights that make it are gone after a restart.
+        """
+        if self._runs_ahead:
+            phases.enter("rollouts")
+            try:
+                self._finish(lambda: None)
+            except DataLost as lost:
+                self._error = lost  # raised when the next step needs its rollouts
+        future = [self._rollouts[step] for step in sorted(self._rollouts) if step > progress.step]
+        future = [*takewhile(lambda step: len(step.ended) + len(step.open) == step.count, future)]
+        texts = [encode_rollouts(step.ended, step.open) for step in future]
+        return self.prompts.state(progress) | {"rollouts": texts}
 
     def read_by_component(self, progress: Progress) -> list[dict[str, Any]]:
         return self.prompts.read_by_component(progress)

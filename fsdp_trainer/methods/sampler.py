@@ -29,12 +29,14 @@ class Request:
     """A request for one answer.
 
     prompt: tokens. row: number of the prompt in the running order, unique in the run. sample: index
-    of the answer among those to the prompt.
+    of the answer among those to the prompt. longest: number of tokens at most; None:
+    objective.max_new_tokens.
     """
 
     prompt: Sequence[int]
     row: int
     sample: int
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def answer_all(
         prompt = list(request.prompt)
         number = request.row * samples + request.sample
         room = room_after(generation.model, prompt)
+        room = room if request.longest is None else min(room, request.longest)
         continuations.append(Continuation(prompt, generation.sampling, room, (place, number)))
     continue_all(generation, continuations, stop_ids, ranks, **options)
     return [as_answer(continuation, version) for continuation in continuations]

@@ -78,7 +78,7 @@ ROLLOUTS = [
 
 
 def test_rollouts_survive_a_checkpoint():
-    again = decode_rollouts(encode_rollouts(ROLLOUTS))
+    again, _ = decode_rollouts(encode_rollouts(ROLLOUTS))
     assert [r.answer for r in again] == [r.answer for r in ROLLOUTS]
     assert [r.episode for r in again] == [r.episode for r in ROLLOUTS]
     assert [r.turn_rewards for r in again] == [() for _ in ROLLOUTS]

@@ -127,9 +127,11 @@ def test_answers_are_packed_behind_their_prompts_and_each_token_knows_its_advant
         for p in [r.answer.log_probabilities]
     ]
     assert sorted(placed) == wanted
-    assert decode_rollouts(encode_rollouts(ROLLOUTS)) == [
+    again, open_ones = decode_rollouts(encode_rollouts(ROLLOUTS))
+    assert not open_ones
+    assert again == [
         Rollout(r.row, r.sample, r.prompt, again.answer, r.reward, r.scores)
-        for r, again in zip(ROLLOUTS, decode_rollouts(encode_rollouts(ROLLOUTS)), strict=True)
+        for r, again in zip(ROLLOUTS, again, strict=True)
     ]
 
 
@@ -264,15 +266,16 @@ def test_every_gradient_is_that_of_whole_logits(options):
         assert error < 1e-5, name
 
 
-def test_tokens_that_were_sampled_elsewhere_have_truncated_weights():
-    cfg = ObjectiveChoice(name="grpo", importance_cap=2.0)
+@pytest.mark.parametrize("keys", [{"server": "http://localhost"}, {"ahead": 1}])
+def test_tokens_that_were_sampled_elsewhere_have_truncated_weights(keys):
+    cfg = ObjectiveChoice(name="grpo", importance_cap=2.0, **keys)
     columns = {
         ADVANTAGE: torch.ones(3),
         SAMPLED: torch.tensor([-1.0, -5.0, -1.5]),
         REFERENCE: torch.zeros(3),
     }
     scores = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
-    objective = PolicyGradient(torch.ones(3), columns, cfg, on_server=True)
+    objective = PolicyGradient(torch.ones(3), columns, cfg)
     objective(Scores(scores, scores), slice(0, 3)).backward()
     assert scores.grad.tolist() == pytest.approx([-1.0, -2.0, -(np.exp(-0.5))])
 

@@ -41,6 +41,7 @@ from fsdp_trainer.config.rules.rules_objective import (
     refused,
     registered_objective,
     rewards,
+    rounds_of_generation,
     stored_teacher,
 )
 from fsdp_trainer.config.rules.rules_replicas import groups_of_ranks
@@ -116,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     refused,
     reference,
     environment_of_answers,
+    rounds_of_generation,
     rewards,
     prompts,
     divergence,

@@ -97,6 +97,26 @@ def environment_of_answers(cfg: TrainConfig, report: Report) -> Violations:
         yield "objective.environment_seconds", f"{reason}.\nUse less, or a longer launch.timeout"
 
 
+def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
+    """Check how far ahead rollouts are begun, and what becomes of unfinished ones."""
+    choice = cfg.objective
+    if not choice.method.samples:
+        return
+    if choice.ahead % choice.updates:
+        reason = f"objective.updates={choice.updates} steps learn from rollouts begun together.\n"
+        nearest = choice.updates * (1 + choice.ahead // choice.updates)
+        yield "objective.ahead", f"{reason}Use a multiple of it, such as  objective.ahead={nearest}"
+    if choice.round_tokens is None:
+        if "objective.unfinished" in report.typed:
+            yield "objective.unfinished", "only counts with  objective.round_tokens=N"
+        return
+    least = 2 * choice.updates
+    if choice.unfinished == "continue" and choice.ahead < least:
+        reason = "one state of the weights makes whole rollouts, and no other goes on with them.\n"
+        use = f"Use  objective.ahead={least}  or more, or  objective.unfinished=drop"
+        yield "objective.round_tokens", reason + use
+
+
 def prompts(cfg: TrainConfig, report: Report) -> Violations:
     """Check that prompts are not packed, and that a row has room for a prompt and its answer."""
     if not cfg.objective.method.samples:

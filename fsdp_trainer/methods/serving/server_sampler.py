@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.web import RequestFailed
 from fsdp_trainer.config.methods import ObjectiveChoice
@@ -16,12 +15,9 @@ from fsdp_trainer.methods.sampler import Request, SampledAnswer
 from fsdp_trainer.methods.serving.policy_server import Completion, PolicyServer, ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
 
-POLL_SECONDS = 0.5
-"""Seconds between two exchanges among the ranks on whether their requests are done."""
-
 
 class ServerSampler:
-    """Samples from a server, which answers the prompts of all ranks.
+    """Samples from a server.
 
     Its weights are at most objective.max_staleness optimizer steps behind. The random draws depend
     on run.seed, the row of the prompt and the sample, as far as the server respects seeds.
@@ -34,52 +30,53 @@ class ServerSampler:
         weights: PolicyWeights,
         stop_ids: Sequence[int],
         context: int,
-        sends: bool = True,
     ):
         """Set up without sending weights or requests.
 
-        seed: run.seed. context: maximum number of tokens that model and server can read. sends:
-        False for a rank whose requests are the same as those of another rank, which sends them.
+        seed: run.seed. context: maximum number of tokens that model and server can read.
         """
         self.choice, self.seed, self.weights, self.server = choice, seed, weights, weights.server
-        self.stop_ids, self.context, self.sends = sorted(stop_ids), context, sends
+        self.stop_ids, self.context = sorted(stop_ids), context
         self.model, self.version = "", -1
+        self._calls: ParallelCalls | None = None
+
+    def update(self, step: int) -> None:
+        """Send the weights if the server's are too old. Collective. step: steps done by now."""
+        behind = step - self.version
+        if not self.model or behind < 0 or behind > self.choice.max_staleness:
+            self.model, self.version = self.weights.send(step), step
 
     def sample(
         self, requests: Sequence[Request], step: int, check: Callable[[], None]
     ) -> list[SampledAnswer]:
-        """See AnswerSampler. check: called every POLL_SECONDS while the server works."""
-        check()
-        behind = step - self.version
-        if not self.model or behind < 0 or behind > self.choice.max_staleness:
-            self.model, self.version = self.weights.send(step), step
-            phases.enter("rollouts", step + 1)
-        calls = [self._call(request) for request in requests] if self.sends else []
-        work = ParallelCalls(calls, self.choice.answer_rows)
-        try:
-            while True:
-                work.wait(POLL_SECONDS)
-                check()
-                states = gather((work.is_done, work.failure))
-                if reason := next((reason for _, reason in states if reason), ""):
-                    raise RunFailed(self._lost(reason))
-                if all(done for done, _ in states):
-                    break
-        finally:
-            work.stop()
+        """Return the server's answers; not collective. Raises RunFailed. See AnswerSampler."""
+        calls = [self._call(request) for request in requests]
+        self._calls = ParallelCalls(calls, self.choice.answer_rows)
+        answers = self._calls.wait()
+        if self._calls.failure:
+            raise RunFailed(self._lost(self._calls.failure))
         return [
             SampledAnswer(each.tokens, each.log_probabilities, each.finished, self.version)
-            for each in work.results
+            for each in answers
         ]
 
     def _call(self, request: Request) -> Callable[[], Completion]:
         choice = self.choice
-        room = min(choice.max_new_tokens, self.context - len(request.prompt))
-        seed = seed_of(self.seed, request.row, request.sample)
+        longest = choice.max_new_tokens if request.longest is None else request.longest
+        room = min(longest, self.context - len(request.prompt))
+        if room <= 0:
+            return lambda: Completion([], [], False)
+        # an answer that goes on has the same row and sample, and draws other numbers
+        seed = seed_of(self.seed, request.row, request.sample, len(request.prompt))
         model, temperature = self.model, choice.temperature
         return lambda: self.server.complete(
             model, request.prompt, room, temperature, seed, self.stop_ids
         )
+
+    def stop(self) -> None:
+        """Make `sample`, which runs in another thread, end early with an error."""
+        if self._calls:
+            self._calls.stop()
 
     def _lost(self, reason: str) -> str:
         return (
@@ -100,47 +97,41 @@ class ParallelCalls:
         self._results: dict[int, Completion] = {}
         self._next = iter(range(len(calls)))
         self._lock = threading.Condition()
-        self._stopped = False
         for _ in range(min(threads, len(calls))):
             threading.Thread(target=self._run, daemon=True).start()
 
-    @property
-    def is_done(self) -> bool:
-        """True if every call has succeeded."""
-        return len(self._results) == len(self.calls)
+    def wait(self) -> list[Completion]:
+        """Wait until all calls are done or one has failed; return the results in their order.
 
-    @property
-    def results(self) -> list[Completion]:
-        """Results of the calls, in the order of the calls."""
-        return [self._results[place] for place in range(len(self.calls))]
-
-    def wait(self, seconds: float) -> None:
-        """Wait until all calls are done or one has failed, at most `seconds`."""
+        After a failure, which is then in `failure`, there are fewer.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self.is_done or self.failure, seconds)
+            self._lock.wait_for(lambda: self.failure or len(self._results) == len(self.calls))
+        return [self._results[place] for place in sorted(self._results)]
 
     def stop(self) -> None:
-        """Start no further calls."""
-        self._stopped = True
+        """Start no further calls, and end the wait."""
+        self._fail("stopped")
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            self.failure = self.failure or reason
+            self._lock.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._lock:
                 place = next(self._next, None)
-            if place is None or self._stopped:
+            if place is None or self.failure:
                 return
             try:
-                result, failure = self.calls[place](), ""
+                result = self.calls[place]()
             except RequestFailed as error:
-                result, failure = None, str(error.args[0])
+                return self._fail(str(error.args[0]))
             except Exception as error:  # if the thread just ended, the rank would wait forever
-                result, failure = None, f"{type(error).__name__}: {error}"
+                return self._fail(f"{type(error).__name__}: {error}")
             with self._lock:
-                if result is None:
-                    self.failure = self.failure or failure
-                    self._stopped = True
-                else:
-                    self._results[place] = result
+                self._results[place] = result
                 self._lock.notify_all()
 
 

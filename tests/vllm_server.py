@@ -21,11 +21,12 @@ class VllmServer:
     """A server of a model folder and of adapters for it.
 
     calls: (path, body) of each request, in order. failures: number of next requests to refuse with
-    503, by path; None: all.
+    503, by path; None: all. before: called with the body of each request for an answer.
     """
 
     def __init__(self, folder):
         self.folder, self.calls, self.failures = Path(folder), [], {}
+        self.before = lambda body: None
         self.models = {self.name: load_model(folder)}
         self.parents = {}
         self.lock = threading.Lock()
@@ -44,10 +45,18 @@ class VllmServer:
         self.thread.join()
         self.http.server_close()
 
+    def restart(self):
+        """Forget all adapters."""
+        with self.lock:
+            self.models = {self.name: load_model(self.folder)}
+            self.parents = {}
+
     def asked(self, path):
         return [body for called, body in self.calls if called == path]
 
     def answer(self, path, body):
+        if path == "/v1/completions":
+            self.before(body)
         with self.lock:
             self.calls.append((path, body))
             remaining = self.failures.get(path, 0)

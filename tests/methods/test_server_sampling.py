@@ -1,15 +1,20 @@
 """Answers of a vLLM server in place of the training ranks' own: the same steps, how weights get
 there, and what happens when it is lost."""
 
+import functools
+import itertools
 import shutil
+import time
 from contextlib import contextmanager
 from unittest.mock import patch
 
+import inject
 import pytest
 from vllm_server import VllmServer
 from world import SMALL
 
 from fsdp_trainer.base import web
+from fsdp_trainer.base.process import wait_until
 from fsdp_trainer.base.web import RequestFailed
 from fsdp_trainer.cli import main
 from fsdp_trainer.methods.serving.policy_server import read_completion
@@ -120,6 +125,76 @@ def test_a_server_that_is_lost_for_a_moment_costs_nothing_and_for_good_a_restart
     served.failures.clear()
     run = world.train(tmp_path / "run", *keys, "train.steps=2", ranks=2)
     assert run.column("reward") == pytest.approx(whole.column("reward")[:2])
+
+
+def touch(file):
+    file.touch()
+
+
+@pytest.mark.slow
+def test_a_server_answers_for_a_coming_step_while_one_is_trained(world, served, words, tmp_path):
+    trained = tmp_path / "trained"
+    seen = []
+
+    def wait_for_training(body):
+        """Hold back what is asked for after the first step's answers until that step has begun."""
+        seen.append(body)
+        if len(seen) > 4:
+            assert wait_until(trained.exists, 60)
+
+    served.before = wait_for_training
+    keys = [*words, "adapter=lora", f"objective.server={served.url}", "objective.ahead=1"]
+    begun = inject.at("backward", functools.partial(touch, trained), rank=0, step=1)
+    run = world.train(tmp_path / "run", *keys, ranks=2, seam=begun)
+    assert run.column("staleness") == [0, 1, 1]
+    models = [body["model"] for body in served.asked("/v1/completions")]
+    assert [models.count(f"run-{step:08d}") for step in range(3)] == [8, 4, 0]
+
+
+ECHO = """
+class Echo:
+    def reset(self, row):
+        return row["messages"], None
+    def step(self, messages):
+        count = sum(turn["role"] == "assistant" for turn in messages)
+        return [{"role": "user", "content": "b"}], count >= 3
+    def reward(self, messages):
+        return float(len(messages[-2]["content"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["", "tensor"])
+def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_does_not(
+    world, model, tmp_path, layout
+):
+    file = tmp_path / "echo.py"
+    file.write_text(ECHO)
+    turns = [f"objective.environment={file}:Echo", "objective.rewards=[]", "batch.seq_len=64"]
+    turns += ["objective.max_new_tokens=8", "objective.ahead=2", "objective.round_tokens=6"]
+    runs = []
+    for name in ("whole", "broken"):
+        with serving(model, tmp_path / name / "hf") as served:
+            keys = [*words_for(served, model), *turns, *layout, "adapter=lora", "optim.lr=0.05"]
+            keys += [f"objective.server={served.url}", "train.steps=4"]
+            count = itertools.count()
+
+            def disturb(body, served=served, count=count):
+                number = next(count)
+                if number % 7 == 3:
+                    served.failures["/v1/completions"] = 1
+                if number % 11 == 5:
+                    served.restart()
+                time.sleep(0.01 * (number % 3))
+
+            if name == "broken":
+                served.before = disturb
+            runs.append(world.train(tmp_path / name / "run", *keys, ranks=2, seam=no_pause))
+    whole, broken = runs
+    assert max(whole.column("turns_max")) > 1
+    assert max(whole.column("grad_norm")) > 0
+    for column in ("reward", "answer_tokens", "staleness", "loss"):
+        assert broken.column(column) == pytest.approx(whole.column(column), rel=1e-5), column
 
 
 REFUSED = {

@@ -100,6 +100,14 @@ class PolicyWeights:
         self._sent_adapter = name
         return name
 
+    def load_again(self, name: str) -> None:
+        """Make a server that has lost an adapter, as by a restart, load it again.
+
+        Not collective. Several ranks may do so at the same time: those that come later are refused.
+        """
+        with suppress(RequestFailed):
+            self.server.load_adapter(name, (self.folder / name).resolve())
+
     def _send_folder(self, checkpoint: Path) -> str:
         export_checkpoint(checkpoint, self.folder)
         self.server.reload_weights()

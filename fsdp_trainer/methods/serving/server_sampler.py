@@ -15,6 +15,9 @@ from fsdp_trainer.methods.sampler import Request, SampledAnswer
 from fsdp_trainer.methods.serving.policy_server import Completion, PolicyServer, ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
 
+LOADS = 3
+"""How often a request makes a server that was started again load an adapter."""
+
 
 class ServerSampler:
     """Samples from a server.
@@ -69,9 +72,23 @@ class ServerSampler:
         # an answer that goes on has the same row and sample, and draws other numbers
         seed = seed_of(self.seed, request.row, request.sample, len(request.prompt))
         model, temperature = self.model, choice.temperature
-        return lambda: self.server.complete(
-            model, request.prompt, room, temperature, seed, self.stop_ids
-        )
+
+        def complete() -> Completion:
+            prompt = request.prompt
+            return self.server.complete(model, prompt, room, temperature, seed, self.stop_ids)
+
+        return lambda: self._complete(complete)
+
+    def _complete(self, complete: Callable[[], Completion]) -> Completion:
+        """Return a completion; if the server does not know the model, make it load that again."""
+        for _ in range(LOADS):
+            try:
+                return complete()
+            except RequestFailed as error:
+                if not str(error.args[0]).startswith("HTTP 404"):
+                    raise
+            self.weights.load_again(self.model)
+        return complete()
 
     def stop(self) -> None:
         """Make `sample`, which runs in another thread, end early with an error."""

@@ -1094,6 +1094,12 @@ class Launch:
     nproc_per_node: int | Literal["auto"] = key(
         "auto", "ranks to start when no launcher did; `auto`: every visible GPU, else 1", minimum=1
     )
+    rollout_ranks: int = key(
+        0,
+        "grpo: how many of the ranks, the last ones, only generate answers while the others train;"
+        " 0: all do both in turn",
+        minimum=0,
+    )
     groups: int = key(
         1,
         "with replicas.method: groups of nproc_per_node ranks to start on this machine, and a"

@@ -14,20 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import gather, to_device_of
+from fsdp_trainer.base.distributed import to_device_of
 from fsdp_trainer.checkpoint.frozen_weights import Base
 from fsdp_trainer.checkpoint.store import CheckpointStore
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.rules.rules_server import sends_adapter, server_folder
 from fsdp_trainer.config.schema import Checkpoint
-from fsdp_trainer.data.templates.turn_tokens import TurnTokens
-from fsdp_trainer.environments.known_environments import KEY, find_environment
-from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.evaluation.scoring import sharded_split
-from fsdp_trainer.methods.answer_maker import AnswerMaker, AnswerPlayer, Player
 from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED
 from fsdp_trainer.methods.document_sums import answer_sums
-from fsdp_trainer.methods.episode_player import EpisodePlayer
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.reference_model import (
     REFERENCE_ARCHITECTURE,
@@ -35,15 +29,14 @@ from fsdp_trainer.methods.reference_model import (
     architecture_digest,
     build_reference,
 )
-from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.rollouts import RolloutSource
-from fsdp_trainer.methods.rounds import OwnRounds, RoundMaker, Rounds
+from fsdp_trainer.methods.round_makers import RoundMakers
+from fsdp_trainer.methods.rounds import OwnRounds, Rounds
 from fsdp_trainer.methods.run_setup import RunSetup
-from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.methods.serving.policy_server import PolicyServer, ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
-from fsdp_trainer.methods.serving.server_rounds import ServerRounds
-from fsdp_trainer.methods.serving.server_sampler import ServerSampler, find_served
+from fsdp_trainer.methods.serving.rank_rounds import RankRounds
+from fsdp_trainer.methods.serving.server_sampler import find_served
 from fsdp_trainer.methods.stored_columns import RunRows
 from fsdp_trainer.methods.teacher import FrozenModel
 from fsdp_trainer.models.adapters.adapters import without_adapters
@@ -53,14 +46,11 @@ from fsdp_trainer.observe.step_log import finite_or_none
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.rewards.model import ModelReward
 from fsdp_trainer.rewards.reward import Reward
-from fsdp_trainer.rewards.table import make_rewards
 from fsdp_trainer.training.batches import BatchOptions, StepPlan
 from fsdp_trainer.training.data_source import DataSource, SourceContext, StoredRows
 from fsdp_trainer.training.metrics import MethodMetric, MicroBatchResult
 from fsdp_trainer.training.step import ForwardBackward, with_step_token_share
 
-NO_PART = (1, 1)
-"""The part of a rank that makes no rollouts: an empty one, behind the only one."""
 REFERENCE = "reference"
 """Name in MicroBatch.columns of a token's log-probability under the reference. The others are those
 of packed answers."""
@@ -260,15 +250,7 @@ class PolicyGradientMethod(Method):
         is_loaded = self.second is not None and self.second.mode == "loaded"
         self.loaded = self._reference_in_memory() if is_loaded else None
         self.served = self._served_model() if self.choice.server else None
-        self.rewards = open_models(make_rewards(self.choice.rewards), setup.device)
-        entry = self.choice.environment
-        self.environment = None if entry is None else find_environment(entry)
-        if self.environment and not (self.environment.rewards or self.rewards):
-            reason = f"the environment {self.environment.title} gives no rewards.\n"
-            use = (
-                "Use  objective.rewards=[exact]  or another, or give it a method  reward(messages)"
-            )
-            raise UserError("nothing rewards the answers", [Problem(KEY, reason + use)])
+        self.makers = RoundMakers.of(setup, scores=setup.link is None)
 
     def _reference_in_memory(self) -> ReferenceModel:
         """Return the reference without weights. Collective."""
@@ -295,14 +277,14 @@ class PolicyGradientMethod(Method):
         return [self.loaded] if self.loaded else []
 
     def about(self) -> list[str]:
-        choice, rows = self.choice, self.setup.cfg.batch.rows
-        titles = ", ".join(self._titles)
+        choice, rows, environment = self.choice, self.setup.cfg.batch.rows, self.makers.environment
+        titles = ", ".join(self.makers.titles)
         together = f", made for {choice.updates} steps at a time" if choice.updates > 1 else ""
         return [
             f"{rows:,} prompts a step × {choice.samples} answers of at most "
             f"{choice.max_new_tokens:,} tokens{together}, judged by {titles}",
-            *([f"{self.environment.about}, {choice.turns} at most"] if self.environment else []),
-            *short_contexts(self.rewards, self._longest_prompt, choice.max_new_tokens),
+            *([f"{environment.about}, {choice.turns} at most"] if environment else []),
+            *short_contexts(self.makers.rewards, self._longest_prompt, choice.max_new_tokens),
         ]
 
     @property
@@ -328,65 +310,19 @@ class PolicyGradientMethod(Method):
     ) -> DataSource:
         """See Method. The rows are prompts, and micro-batches are made of answers to them."""
         assert isinstance(rows, StoredRows)
+        rounds = self._rounds(model, base, dtypes)
         tokenizer = self.setup.inputs.tokenizer
+        return RolloutSource(rows, rounds, self.makers.titles, tokenizer, context)
+
+    def _rounds(self, model: Decoder, base: Base | None, dtypes: dict[str, str]) -> Rounds:
+        """Return where rollouts are generated: by a server, on ranks of their own, or on these."""
+        setup = self.setup
         if self.served:
             weights = self._weights_for(self.served, model, base, dtypes)
-            rounds: Rounds = self._server_rounds(self.served, weights, model)
-        else:
-            rounds = OwnRounds(self._round_maker(model))
-        return RolloutSource(rows, rounds, self._titles, tokenizer, context)
-
-    def _round_maker(self, model: Decoder) -> RoundMaker:
-        """Return what generates with the model in training, on its ranks."""
-        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
-        split = sharded_split(setup.dims, setup.device)
-        sampler = OwnSampler(setup.cfg, model, tokenizer, split, setup.device)
-        player = self._player(sampler, model, gather, phases.enter)
-        parts = split.part, split.parts
-        maker = AnswerMaker(player, self.rewards, tokenizer, *parts, self._is_first)
-        return RoundMaker(maker, self.choice)
-
-    def _server_rounds(
-        self, served: ServedModel, weights: PolicyWeights, model: Decoder
-    ) -> ServerRounds:
-        """Return what generates with a server; of ranks with the same rows only the first does."""
-        setup, tokenizer = self.setup, self.setup.inputs.tokenizer
-        length = model.config.max_position_embeddings
-        context = min(length, served.context or length)
-        stop_ids = list(tokenizer.stop_ids)
-        sampler = ServerSampler(self.choice, setup.cfg.run.seed, weights, stop_ids, context)
-        player = self._player(sampler, model, lambda value: [value], lambda phase: None)
-        split = sharded_split(setup.dims, setup.device)
-        parts = (split.part, split.parts) if self._is_first else NO_PART
-        maker = AnswerMaker(player, self.rewards, tokenizer, *parts, self._is_first)
-        return ServerRounds(RoundMaker(maker, self.choice), sampler)
-
-    @property
-    def _is_first(self) -> bool:
-        """See AnswerMaker."""
-        return self.setup.dims.coordinates["tensor"] == 0
-
-    @property
-    def _titles(self) -> list[str]:
-        """The names of a rollout's scores."""
-        own = [self.environment.title] if self.environment and self.environment.rewards else []
-        return [*own, *(reward.title for reward in self.rewards)]
-
-    def _player(
-        self,
-        sampler: AnswerSampler,
-        model: Decoder,
-        share: Callable[[Any], list[Any]],
-        enter: Callable[[str], None],
-    ) -> Player:
-        """Return what plays rollouts. share, enter: see EpisodePlayer."""
-        setup, longest = self.setup, self.choice.max_new_tokens
-        if not self.environment:
-            return AnswerPlayer(sampler, longest)
-        turns = TurnTokens(setup.inputs.template, setup.inputs.tokenizer)
-        room = min(setup.cfg.batch.seq_len, model.config.max_position_embeddings)
-        options = self.choice, sampler, turns, room, self._is_first, share, enter
-        return EpisodePlayer(self.environment, *options)
+            return self.makers.by_server(model, self.served, weights)
+        if setup.link:
+            return RankRounds(model, setup.link, setup.device, lambda: setup.signals.ended_ranks)
+        return OwnRounds(self.makers.on_ranks(model))
 
     def _weights_for(
         self, served: ServedModel, model: Decoder, base: Base | None, dtypes: dict[str, str]

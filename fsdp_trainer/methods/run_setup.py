@@ -11,6 +11,7 @@ from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import dump_yaml
+from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.setup import ModelSetup
@@ -25,7 +26,8 @@ class RunSetup:
     """Configuration, inputs, ranks and records of a run, on one rank.
 
     It groups what a training method and the parts of the trainer are made from. model_setup: of the
-    model in training. compiled: True if models are compiled. folder: the run's folder.
+    model in training. compiled: True if models are compiled. folder: the run's folder. link: to the
+    ranks that generate rollouts.
     """
 
     cfg: TrainConfig
@@ -37,6 +39,7 @@ class RunSetup:
     folder: Path
     signals: StopSignals
     observer: Observer
+    link: RolloutLink | None = None
 
     @property
     def config(self) -> ModelConfig:

@@ -23,6 +23,7 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.tokenize_workers import cores
+from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.method import Method, StepParts
 from fsdp_trainer.methods.registry import build_method
@@ -100,9 +101,11 @@ def build(
     run: Path,
     signals: StopSignals,
     observer: Observer,
+    link: RolloutLink | None = None,
 ) -> tuple[Trainer, Start]:
     """Return a trainer with the state of the run's newest checkpoint, or of the run's beginning.
 
+    link: to the ranks that generate rollouts; None: the training ranks do.
     Raises the same UserError on every rank.
     """
     config, device = model_setup.config, world.device
@@ -113,7 +116,7 @@ def build(
     compiled, why_uncompiled = can_compile(
         cfg.compile, compile_cache(cfg), cfg.activation_checkpoint, device
     )
-    setup = RunSetup(cfg, inputs, model_setup, world, dims, compiled, run, signals, observer)
+    setup = RunSetup(cfg, inputs, model_setup, world, dims, compiled, run, signals, observer, link)
 
     # what the run reads, and where it starts
     store = checkpoint_store(setup)

@@ -8,7 +8,7 @@ from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
 from fsdp_trainer.config.paths import is_adapter, model_folder
-from fsdp_trainer.config.schema import Optim, Precision
+from fsdp_trainer.config.schema import Launch, Optim, Precision
 from fsdp_trainer.data.prepared_data import lossy, renumbered
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.models.adapters.adapter_spec import MAGNITUDE
@@ -65,6 +65,7 @@ def describe(
         f"world  {world.size} × {world.device.type}, {cfg.sharding.strategy}"
         f"{tensor_groups(dims)}, "
         f"{cfg.precision.param_dtype} ({stored} {cfg.precision.master_dtype})",
+        *rollout_ranks(cfg.launch),
         *number_formats(cfg.precision, cfg.compile.enabled, model, world.device.type),
         *(f"data   {line}" for line in (*data.about(inputs.data, progress), *about_method)),
         f"attend {attention_line(config, attention)}",
@@ -75,6 +76,13 @@ def describe(
         f"train  {data.total_steps(progress):,} steps"
         + (f", {epochs:.2f} epochs" if epochs is not None else ""),
     ]
+
+
+def rollout_ranks(launch: Launch) -> list[str]:
+    """Return a line on the ranks that only generate; empty without any."""
+    ranks = launch.rollout_ranks
+    more = "1 more rank only generates" if ranks == 1 else f"{ranks} more ranks only generate"
+    return [f"       {more} rollouts"] if ranks else []
 
 
 def tensor_groups(dims: Dims) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp_trainer.base import phases
-from fsdp_trainer.base.distributed import gather, run_on_rank_0
+from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.base.folders import NewFolders
 from fsdp_trainer.base.process import STOPPED, pid_namespace
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
@@ -40,6 +40,7 @@ from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import RunFailed, Stopped, UserError, report
 from fsdp_trainer.extensions import RunInfo
 from fsdp_trainer.launch.facts import preflight
+from fsdp_trainer.launch.rollout_link import RolloutLink, divided, require_training_ranks
 from fsdp_trainer.launch.start import how_to_go_on
 from fsdp_trainer.launch.watchdog import watched
 from fsdp_trainer.launch.world import ELASTIC, World, connect, environment_of_ranks, join
@@ -57,6 +58,7 @@ from fsdp_trainer.run.build import Start, build
 from fsdp_trainer.run.deterministic import deterministic_kernels
 from fsdp_trainer.run.out_of_memory import is_out_of_memory, report_out_of_memory
 from fsdp_trainer.run.rewind import rewind
+from fsdp_trainer.run.rollout_rank import generate_as_rank
 from fsdp_trainer.run.run_lock import RunLock, are_groups_beside, clear_unused
 from fsdp_trainer.run.trained_model import check_room, resolve_for, resolve_setup
 from fsdp_trainer.training.after_step.saving import CheckpointManager
@@ -114,6 +116,7 @@ class Rank:
         self.world: World | None = None
         self.lock: ExitStack | None = None
         self.trainer: Trainer | None = None
+        self.link: RolloutLink | None = None
 
     def run(self) -> Outcome:
         """Join the other ranks, claim the run's folder, prepare data, build and train."""
@@ -139,16 +142,25 @@ class Rank:
         )
         setup = resolve_setup(self.cfg, inputs)
         self.preflight(world, inputs, setup, claim)
+        self.signals.watch_ranks(pids_of_node(world, self.patience))
+        world, self.link = divided(world, self.cfg.launch.rollout_ranks, self.timeout)
+        self.world = world
         connect(world, self.timeout)
-        self.signals.watch_ranks(pids_of_node(world))
-        self.signals.sync()
-        self.signals.raise_if_agreed()
-        records = self.records if world.main else None
+        generates = self.link is not None and self.link.generates
+        if not generates:
+            self.signals.sync()
+            self.signals.raise_if_agreed()
+        records = self.records if world.main and not generates else None
         seq_len, work = self.cfg.batch.seq_len, trained_work(setup.model)
         observer = Observer(self.console, records, world.device, setup.config, seq_len, work)
         self.open.enter_context(deterministic_kernels(self.cfg.train.deterministic))
+        if self.link and self.link.generates:
+            code = generate_as_rank(
+                self.cfg, setup, inputs, world, self.link, self.run_folder, self.signals, observer
+            )
+            return "the end of training", code
         self.trainer, start = build(
-            self.cfg, setup, inputs, world, self.run_folder, self.signals, observer
+            self.cfg, setup, inputs, world, self.run_folder, self.signals, observer, self.link
         )
         return train_and_export(self.trainer, start, world, attempt)
 
@@ -162,7 +174,10 @@ class Rank:
 
     def claim(self, world: World, claim: RunLock) -> None:
         """Start the watchdog, then have rank 0 lock the run's folder against other runs."""
-        watch = watched(self.cfg.launch, self.run_folder, world)
+        training = replace(world, size=world.size - self.cfg.launch.rollout_ranks)
+        # a rollout rank is idle while others train, which does not mean that it holds them up
+        trains = world.rank < training.size
+        watch = watched(self.cfg.launch, self.run_folder, training) if trains else None
         if watch:
             self.open.callback(watch.close)
 
@@ -198,7 +213,9 @@ class Rank:
         second_folder = fetch_second_model(cfg.second_model)
         # only one rank per node checks: free memory changes, so that ranks could disagree
         if world.local_rank == 0:
-            check_room(cfg, init_from, world, second_folder)
+            require_training_ranks(world, cfg.launch.rollout_ranks)
+            training = replace(world, size=world.size - cfg.launch.rollout_ranks)
+            check_room(cfg, init_from, training, second_folder)
 
         def check(tokenizer: TextTokenizer) -> None:
             # before all data is tokenized, which may take hours
@@ -258,6 +275,8 @@ class Rank:
             lately = phases.seconds_since_last_call()
             self.records.event("end", reason=reason, exit_code=code, phases=lately)
             self.records.close()
+        if self.link:
+            self.link.leave(reason, code)
         self._leave_groups(in_order=code in (0, STOPPED) and not self.signals.ended_ranks)
         self.signals.close()
         self.open.close()
@@ -303,11 +322,12 @@ class Rank:
             self.records.event("end", reason=reason, exit_code=code)
 
 
-def pids_of_node(world: World) -> dict[int, int]:
-    """Return the process ids of this node's ranks, by rank. Collective."""
+def pids_of_node(world: World, timeout: float) -> dict[int, int]:
+    """Return the process ids of this node's ranks, by rank. All ranks call it."""
     here = (world.node, pid_namespace())
-    places = enumerate(gather((here, os.getpid())))
-    return {rank: pid for rank, (place, pid) in places if place == here}
+    sent = world.to_main("process", (here, os.getpid()), timeout)
+    places = world.from_main("processes", lambda: sent, timeout)
+    return {rank: pid for rank, (place, pid) in enumerate(places) if place == here}
 
 
 def earlier_attempt(

@@ -41,6 +41,7 @@ from fsdp_trainer.config.rules.rules_objective import (
     refused,
     registered_objective,
     rewards,
+    rollout_ranks,
     rounds_of_generation,
     stored_teacher,
 )
@@ -118,6 +119,7 @@ RULES: tuple[Rule, ...] = (
     reference,
     environment_of_answers,
     rounds_of_generation,
+    rollout_ranks,
     rewards,
     prompts,
     divergence,

@@ -117,6 +117,25 @@ def rounds_of_generation(cfg: TrainConfig, report: Report) -> Violations:
         yield "objective.round_tokens", reason + use
 
 
+def rollout_ranks(cfg: TrainConfig, report: Report) -> Violations:
+    """Check ranks that only generate."""
+    ranks, tensor = cfg.launch.rollout_ranks, cfg.sharding.tensor
+    if not ranks:
+        return
+    name = "launch.rollout_ranks"
+    if not cfg.objective.method.samples:
+        yield name, "generate answers to learn from.\nOnly counts with  objective=grpo"
+    elif cfg.objective.server is not None:
+        use = "Use  objective.server=null  or  launch.rollout_ranks=0"
+        yield name, f"generate answers, and so does objective.server.\n{use}"
+    elif cfg.replicas.method != "none":
+        use = "Use  replicas.method=none  or  launch.rollout_ranks=0"
+        yield name, f"serve one group of training ranks.\n{use}"
+    elif ranks % tensor:
+        use = f"Use  launch.rollout_ranks={tensor * (1 + ranks // tensor)}"
+        yield name, f"hold the model in parts for sharding.tensor={tensor} ranks.\n{use}"
+
+
 def prompts(cfg: TrainConfig, report: Report) -> Violations:
     """Check that prompts are not packed, and that a row has room for a prompt and its answer."""
     if not cfg.objective.method.samples:

@@ -492,8 +492,9 @@ class Step:
         self.teacher_units = teacher_units(self.teacher.model) if self.teacher else None
         self.tower = model.tower
         whole, master = self.units.stored.all, model.stored_number
-        self.scoring = run.scoring
-        others = sum(one.weights for one in run.scoring)
+        # rollout ranks score what they have generated
+        self.scoring = run.scoring if run.training_ranks_score else ()
+        others = sum(one.weights for one in self.scoring)
         teacher = self.teacher_units
         places = Places.of(layout.sharding, model.optim)
         if device == "cpu":

@@ -129,10 +129,10 @@ def _vocabulary(cfg: TrainConfig, size: str) -> tuple[int, str]:
 
 
 def world_sizes(cfg: PlanConfig) -> list[int]:
-    """Return the numbers of ranks to plan for, smallest first.
+    """Return the numbers of training ranks to plan for, smallest first.
 
-    Raises UserError if a number of ranks does not fit the mesh, or a step is too small for the
-    pipeline.
+    Raises UserError if no rank is left beside those that only generate, if a number of ranks does
+    not fit the mesh, or if a step is too small for the pipeline.
     """
     sizes = cfg.plan.world_size
     if sizes is None:
@@ -141,6 +141,12 @@ def world_sizes(cfg: PlanConfig) -> list[int]:
     if not worlds:
         reason = "name at least one, e.g.  plan.world_size=[8,16,64]"
         raise UserError("there is nothing to plan", [Problem("plan.world_size=[]", reason)])
+    generators = cfg.launch.rollout_ranks
+    if worlds[0] <= generators:
+        reason = f"leaves no rank for training: there are {worlds[0]}"
+        problem = Problem(f"launch.rollout_ranks={generators}", reason)
+        raise UserError("the ranks cannot be divided", [problem])
+    worlds = [world - generators for world in worlds]
     layouts = [Layout(cfg.sharding, world, cfg.batch) for world in worlds]
     check_mesh(cfg.sharding, layouts)
     problems = [layout.pipeline_problem for layout in layouts]

@@ -31,6 +31,8 @@ class PlannedRun:
     scoring: tuple[ScoringModel, ...] = ()
     exchange: GroupExchange = field(default_factory=GroupExchange)
     """With other groups of ranks; the rest of the plan is of one group."""
+    training_ranks_score: bool = True
+    """False if there are rollout ranks, which score what they generate."""
 
     @classmethod
     def of(
@@ -53,7 +55,8 @@ class PlannedRun:
         by_base = cfg.second_model is not None and cfg.second_model.mode == "base"
         further_forwards = by_base + cfg.objective.method.extra_forwards
         teacher = named_teacher(cfg, config, world, known)
-        return cls(model, teacher, further_forwards, scoring, exchange)
+        score = not cfg.launch.rollout_ranks
+        return cls(model, teacher, further_forwards, scoring, exchange, score)
 
     @property
     def layout(self) -> Layout:

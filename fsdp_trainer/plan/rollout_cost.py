@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from fsdp_trainer.config.devices import Device
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.config.schema import TrainConfig
@@ -37,7 +39,8 @@ class Rollouts:
     answers: number on all ranks; at_once: number that a rank generates at the same time; cache:
     bytes of keys and values on a rank; weights: bytes of the model gathered for generation;
     seconds: shortest and longest time, if all answers have objective.max_new_tokens; scored: what
-    each reward model needs.
+    each reward model needs; ranks: number of ranks that only generate, 0: the training ranks do;
+    stored: bytes of the weights that each of these keeps.
     """
 
     answers: int
@@ -46,6 +49,8 @@ class Rollouts:
     weights: float
     seconds: tuple[float, float]
     scored: tuple[ScoredBy, ...] = ()
+    ranks: int = 0
+    stored: float = 0.0
 
 
 def rows_of_answers(cfg: TrainConfig) -> TrainConfig:
@@ -67,9 +72,12 @@ def answer_tokens(choice: ObjectiveChoice, seq_len: int) -> int:
 
 
 def answers_of_rank(cfg: TrainConfig, world: int) -> int:
-    """Return the number of answers that a rank makes, and scores, in a step."""
+    """Return the number of answers that a rank makes, and scores, in a step.
+
+    world: number of training ranks, which make the answers if there are no rollout ranks.
+    """
     answers = cfg.batch.rows * cfg.objective.samples
-    return math.ceil(answers * cfg.sharding.tensor / world)
+    return math.ceil(answers * cfg.sharding.tensor / (cfg.launch.rollout_ranks or world))
 
 
 def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
@@ -92,4 +100,8 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
     ideal = forwards * (weights + cache / 2) / (device.memory_rate or 1.0)
     slow, fast = (ideal / share for share in REACHED)
     slow = max(slow, forwards * config.num_hidden_layers * LAUNCH_SECONDS)
-    return Rollouts(answers, at_once, cache, weights, (fast, slow))
+    ranks, stored = cfg.launch.rollout_ranks, 0.0
+    if ranks:
+        stored = config.parameters() * getattr(torch, cfg.precision.master_dtype).itemsize / ranks
+    seconds = fast, slow
+    return Rollouts(answers, at_once, cache, weights, seconds, ranks=ranks, stored=stored)

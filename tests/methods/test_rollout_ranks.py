@@ -152,6 +152,17 @@ def test_ranks_that_generate_need_a_method_that_learns_from_answers(capsys):
     assert "Only counts with  objective=grpo" in capsys.readouterr().err
 
 
+def test_a_plan_counts_rollout_ranks_apart(capsys):
+    words = ["plan", "model=qwen3_0_6b", "objective=grpo", "objective.rewards=[exact]", ONE]
+    words += ["plan.gpu=h100", "objective.ahead=1"]
+    assert main([*words, "plan.world_size=4", "batch.rows=6"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "on each of 3 × H100" in said
+    assert "beside the step below" in said
+    assert main([*words, "plan.world_size=1"]) == 2
+    assert "leaves no rank for training: there are 1" in capsys.readouterr().err
+
+
 def test_a_rank_must_be_left_for_training(world, tmp_path):
     keys = [*SMALL, *GRPO, f"run.root={tmp_path}", f"data.cache={tmp_path}"]
     refused = world.command("train", *keys, "launch.rollout_ranks=2", ranks=2, code=2)

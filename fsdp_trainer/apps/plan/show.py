@@ -112,6 +112,8 @@ def rollouts_json(rollouts: Rollouts | None) -> dict[str, Any] | None:
         "weights_gib": round(rollouts.weights / GIB, 3),
         "cache_gib": round(rollouts.cache / GIB, 3),
         "seconds": rollouts.seconds,
+        "ranks": rollouts.ranks,
+        "stored_gib": round(rollouts.stored / GIB, 3),
         "reward_models": [
             {
                 "reward": one.title,
@@ -336,12 +338,17 @@ def lists(cfg: PlanConfig) -> list[tuple[str, str]]:
 
 def rollouts_line(cfg: PlanConfig, plan: RunPlan, rollouts: Rollouts) -> str:
     """Return the cost of generating the answers of a step, and the assumptions about them."""
+    ranks = rollouts.ranks
+    where = f"each of {ranks} ranks of their own" if ranks else "a rank"
+    kept = f"{gib(rollouts.stored)} for their part of the weights, and " if ranks else ""
     text = (
-        f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on a rank: "
+        f"{rollouts.answers:,} a step, {rollouts.at_once:,} at once on {where}: {kept}"
         f"{gib(rollouts.weights)} of weights and {gib(rollouts.cache)} of cache while they are made"
     )
     if plan.step_seconds:
-        text += f", {rollouts.seconds[0]:.1f} – {rollouts.seconds[1]:.1f} s, plus the step below"
+        beside = "beside" if cfg.objective.ahead and (ranks or cfg.objective.server) else "plus"
+        fast, slow = rollouts.seconds
+        text += f", {fast:.1f} – {slow:.1f} s, {beside} the step below"
     turns = cfg.objective.most_turns
     most = f"{cfg.objective.max_new_tokens:,} tokens" + (f" in {turns} turns" if turns > 1 else "")
     return f"{text} (all of {most}; then {plan.rows:,} rows)"

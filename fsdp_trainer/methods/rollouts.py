@@ -100,7 +100,7 @@ class StepRollouts:
         self.open = list(going_on)
 
 
-class Block(NamedTuple):
+class StepBlock(NamedTuple):
     """Steps whose rollouts are begun together. completed: with those beyond the end of the run."""
 
     plans: list[StepPlan]
@@ -179,7 +179,7 @@ class RolloutSource:
 
     # --- rounds
 
-    def _blocks(self, progress: Progress) -> Iterator[Block]:
+    def _blocks(self, progress: Progress) -> Iterator[StepBlock]:
         """Yield the steps after `progress` in blocks.
 
         With objective.ahead they begin after multiples of objective.updates, else with rollouts.
@@ -190,7 +190,7 @@ class RolloutSource:
             size = choice.updates - progress.step % choice.updates
         plans = self.prompts.plans(progress)
         while block := list(islice(plans, size)):
-            yield Block(block, self._completed(block, size, progress))
+            yield StepBlock(block, self._completed(block, size, progress))
             size = choice.updates
 
     def _completed(self, block: list[StepPlan], size: int, progress: Progress) -> list[StepPlan]:
@@ -205,7 +205,7 @@ class RolloutSource:
             return block
         return [*block, *islice(self.prompts.plans_after(last, progress), missing)]
 
-    def _make(self, block: Block, coming: Sequence[Block], leave: LeaveTogether) -> None:
+    def _make(self, block: StepBlock, coming: Sequence[StepBlock], leave: LeaveTogether) -> None:
         """Complete the rollouts of a block, and run a round for the coming ones. Collective.
 
         Raises Stop and DataLost.

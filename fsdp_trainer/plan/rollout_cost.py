@@ -71,17 +71,19 @@ def answer_tokens(choice: ObjectiveChoice, seq_len: int) -> int:
     return min(seq_len, PROMPT_TOKENS + choice.most_turns * choice.max_new_tokens)
 
 
-def answers_of_rank(cfg: TrainConfig, world: int) -> int:
+def answers_of_rank(answers: int, tensor: int, ranks: int) -> int:
     """Return the number of answers that a rank makes, and scores, in a step.
 
-    world: number of training ranks, which make the answers if there are no rollout ranks.
+    answers: of all ranks; tensor: number of ranks that make the same; ranks: number of all ranks
+    that make answers.
     """
-    answers = cfg.batch.rows * cfg.objective.samples
-    return math.ceil(answers * cfg.sharding.tensor / (cfg.launch.rollout_ranks or world))
+    return math.ceil(answers * tensor / ranks)
 
 
 def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) -> Rollouts | None:
     """Return the cost of generating answers; None for an objective that generates none.
+
+    world: number of training ranks, which make the answers if there are no rollout ranks.
 
     Each generated token reads all weights once, and on average half of the cache.
     """
@@ -89,7 +91,7 @@ def rollouts(cfg: TrainConfig, config: ModelConfig, world: int, device: Device) 
         return None
     choice, tensor = cfg.objective, cfg.sharding.tensor
     answers = cfg.batch.rows * choice.samples
-    own = answers_of_rank(cfg, world)
+    own = answers_of_rank(answers, tensor, cfg.launch.rollout_ranks or world)
     at_once = min(own, choice.answer_rows)
     heads = max(1, config.num_key_value_heads // tensor)
     of_token = 2 * config.num_hidden_layers * heads * config.head_dim * BYTES

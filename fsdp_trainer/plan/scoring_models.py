@@ -64,7 +64,8 @@ def scoring_models(cfg: TrainConfig, world: int, known: KnownModels) -> tuple[Sc
     if not there:
         return ()
     each = answer_tokens(cfg.objective, cfg.batch.seq_len)
-    own = answers_of_rank(cfg, world)
+    answers = cfg.batch.rows * cfg.objective.samples
+    own = answers_of_rank(answers, cfg.sharding.tensor, cfg.launch.rollout_ranks or world)
     width = max(each, min(ROW_TOKENS, own * each))
     rows = math.ceil(own / (width // each))
     return tuple(

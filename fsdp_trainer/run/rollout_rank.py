@@ -9,7 +9,7 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.durations import parse_duration
 from fsdp_trainer.config.layout import Layout
-from fsdp_trainer.config.schema import Batch, TrainConfig
+from fsdp_trainer.config.schema import Batch, Sharding, TrainConfig
 from fsdp_trainer.errors import RunFailed, UserError
 from fsdp_trainer.launch.rollout_link import END, FAILED, RolloutLink
 from fsdp_trainer.launch.world import World
@@ -56,7 +56,8 @@ def generate_as_rank(
 
     world: of the rollout ranks alone.
     """
-    cfg = of_generators(cfg)
+    optim = replace(cfg.optim, offload="none")
+    cfg = replace(cfg, sharding=sharding_of_generators(cfg.sharding), optim=optim)
     layout = Layout(cfg.sharding, world.size, Batch())
     try:
         if layout.problem:
@@ -75,11 +76,9 @@ def generate_as_rank(
     return link.end_code()
 
 
-def of_generators(cfg: TrainConfig) -> TrainConfig:
-    """Return the configuration of the rollout ranks: one copy of the model, and no training."""
-    sharding = replace(cfg.sharding, strategy="fsdp", replicas=1, context=1, cpu_offload=False)
-    optim = replace(cfg.optim, offload="none")
-    return replace(cfg, sharding=sharding, optim=optim)
+def sharding_of_generators(training: Sharding) -> Sharding:
+    """Return how the rollout ranks hold the model: one copy, in parts."""
+    return replace(training, strategy="fsdp", replicas=1, context=1, cpu_offload=False)
 
 
 def generating_model(setup: RunSetup) -> Decoder:

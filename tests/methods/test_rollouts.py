@@ -468,11 +468,11 @@ def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
     assert rollouts.seconds[1] == pytest.approx(768 * 28 * 1.2e-3)
     assert planned(*keys[:2], "plan.world_size=8", "plan.gpu=h100").rollouts is None
 
-    beside = ["launch.rollout_ranks=2", "batch.rows=64", "batch.seq_len=2048"]
-    apart = planned(*keys, *beside, "precision.master_dtype=float32")
-    assert (apart.rollouts.ranks, apart.rollouts.at_once) == (2, 64)
-    assert apart.rollouts.seconds[0] == pytest.approx(4 * rollouts.seconds[0])
-    assert apart.rollouts.stored == pytest.approx(4 * 596_049_920 / 2)
+    on_ranks = ["launch.rollout_ranks=2", "batch.rows=64", "batch.seq_len=2048"]
+    of_own = planned(*keys, *on_ranks, "precision.master_dtype=float32")
+    assert (of_own.rollouts.ranks, of_own.rollouts.at_once) == (2, 64)
+    assert of_own.rollouts.seconds[0] == pytest.approx(4 * rollouts.seconds[0])
+    assert of_own.rollouts.stored == pytest.approx(4 * 596_049_920 / 2)
 
     near = planned(*keys, "batch.rows=64", "batch.seq_len=2048", "objective.kl=0.01")
     more = near.memory.peak.total - plan.memory.peak.total

@@ -134,12 +134,12 @@ def touch(file):
 @pytest.mark.slow
 def test_a_server_answers_for_a_coming_step_while_one_is_trained(world, served, words, tmp_path):
     trained = tmp_path / "trained"
-    seen = []
+    requests = []
 
     def wait_for_training(body):
         """Hold back what is asked for after the first step's answers until that step has begun."""
-        seen.append(body)
-        if len(seen) > 4:
+        requests.append(body)
+        if len(requests) > 4:
             assert wait_until(trained.exists, 60)
 
     served.before = wait_for_training

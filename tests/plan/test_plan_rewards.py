@@ -79,8 +79,8 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
     offloaded = planned(*words, with_model, "sharding.cpu_offload=true").memory.peak
     assert offloaded.bytes["parameters"] == weights
 
-    apart = planned(*words, with_model, "launch.rollout_ranks=2").memory.peak
-    assert apart.bytes["parameters"] == plain.memory.peak.bytes["parameters"]
+    on_ranks = planned(*words, with_model, "launch.rollout_ranks=2").memory.peak
+    assert on_ranks.bytes["parameters"] == plain.memory.peak.bytes["parameters"]
 
     assert main(["plan", *words, with_model, "plan.format=json"]) == 0
     [as_json] = json.loads(capsys.readouterr().out)["rollouts"]["reward_models"]

@@ -133,7 +133,7 @@ SETTINGS = {
         "fsdp_trainer.data.order.row_order:MAPPED_FROM",
         "fsdp_trainer.data.store.token_store:MAPPED_FROM",
     ],
-    "remembered_steps": ["fsdp_trainer.methods.rollouts:REMEMBERED_STEPS"],
+    "remembered_steps": ["fsdp_trainer.methods.rollout_source:REMEMBERED_STEPS"],
     "attention_length_multiple": ["fsdp_trainer.models.document_calls:LENGTH_MULTIPLE"],
     "optimizer_chunk": ["fsdp_trainer.optim.compact:CHUNKS"],
     "template_seconds": ["fsdp_trainer.data.templates.chat_template:SECONDS"],

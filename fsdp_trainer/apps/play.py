@@ -11,9 +11,9 @@ from fsdp_trainer.environments.known_environments import find_environment
 from fsdp_trainer.generation.continuations import generation_of
 from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
-from fsdp_trainer.methods.episode import Episode
-from fsdp_trainer.methods.episode_player import EpisodePlayer
-from fsdp_trainer.methods.sampler import Request, SampledAnswer, answer_all
+from fsdp_trainer.rollouts.episode import Episode
+from fsdp_trainer.rollouts.episode_player import EpisodePlayer
+from fsdp_trainer.rollouts.sampler import Request, SampledAnswer, answer_all
 
 
 @dataclass(frozen=True)

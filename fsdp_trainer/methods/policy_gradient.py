@@ -29,7 +29,7 @@ from fsdp_trainer.methods.reference_model import (
     architecture_digest,
     build_reference,
 )
-from fsdp_trainer.methods.rollouts import RolloutSource
+from fsdp_trainer.methods.rollout_source import RolloutSource
 from fsdp_trainer.methods.round_makers import RoundMakers
 from fsdp_trainer.methods.rounds import OwnRounds, Rounds
 from fsdp_trainer.methods.run_setup import RunSetup

@@ -11,12 +11,10 @@ from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.environments.known_environments import KEY, EnvironmentSpec, find_environment
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import sharded_split
-from fsdp_trainer.methods.answer_maker import AnswerMaker, AnswerPlayer, Player
-from fsdp_trainer.methods.episode_player import EpisodePlayer
+from fsdp_trainer.methods.own_sampler import OwnSampler
 from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.rounds import RoundMaker
 from fsdp_trainer.methods.run_setup import RunSetup
-from fsdp_trainer.methods.sampler import AnswerSampler, OwnSampler
 from fsdp_trainer.methods.serving.policy_server import ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
 from fsdp_trainer.methods.serving.server_rounds import ServerRounds
@@ -24,6 +22,9 @@ from fsdp_trainer.methods.serving.server_sampler import ServerSampler
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.rewards.reward import Reward
 from fsdp_trainer.rewards.table import make_rewards
+from fsdp_trainer.rollouts.answer_maker import AnswerMaker, AnswerPlayer, Player
+from fsdp_trainer.rollouts.episode_player import EpisodePlayer
+from fsdp_trainer.rollouts.sampler import AnswerSampler
 
 NO_PART = (1, 1)
 """The part of a rank that makes no rollouts: an empty one, behind the only one."""

@@ -8,11 +8,11 @@ from fsdp_trainer.base import phases
 from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.errors import RunFailed, UserError
-from fsdp_trainer.methods.answer_maker import AnswerMaker
-from fsdp_trainer.methods.answers import Rollout
-from fsdp_trainer.methods.episode import Episode, OpenEpisode
-from fsdp_trainer.methods.episode_player import Questions
-from fsdp_trainer.methods.sampler import Request
+from fsdp_trainer.rollouts.answer_maker import AnswerMaker
+from fsdp_trainer.rollouts.episode import Episode, OpenEpisode
+from fsdp_trainer.rollouts.episode_player import Questions
+from fsdp_trainer.rollouts.rollout import Rollout
+from fsdp_trainer.rollouts.sampler import Request
 from fsdp_trainer.training.stopping.stop import DataLost
 
 Check = Callable[[], None]

@@ -12,21 +12,13 @@ from world import read_lines
 from fsdp_trainer.apps.quickstart import quickstart_rl, quickstart_tools
 from fsdp_trainer.cli import main
 from fsdp_trainer.config.schema import ObjectiveChoice
-from fsdp_trainer.methods.answers import (
-    ADVANTAGE,
-    SAMPLED,
-    EpisodeFacts,
-    PackedAnswers,
-    Rollout,
-    decode_rollouts,
-    encode_rollouts,
-    turn_advantages,
-)
+from fsdp_trainer.methods.answers import ADVANTAGE, SAMPLED, PackedAnswers, turn_advantages
 from fsdp_trainer.methods.policy_gradient import RolloutForwardBackward
-from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.initialize import initialize_weights
+from fsdp_trainer.rollouts.rollout import EpisodeFacts, Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.rollouts.sampler import SampledAnswer
 from fsdp_trainer.training.batches import Assembler
 
 ECHO = """

@@ -20,21 +20,19 @@ from fsdp_trainer.methods.answers import (
     ADVANTAGE,
     SAMPLED,
     PackedAnswers,
-    Rollout,
     advantages,
-    decode_rollouts,
-    encode_rollouts,
     step_weight,
     token_weight,
 )
 from fsdp_trainer.methods.policy_gradient import REFERENCE, PolicyGradient, RolloutForwardBackward
 from fsdp_trainer.methods.reference_model import ReferenceModel
-from fsdp_trainer.methods.sampler import SampledAnswer
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
 from fsdp_trainer.models.head import Scores
 from fsdp_trainer.models.initialize import initialize_weights
 from fsdp_trainer.models.setup import WeightSource
+from fsdp_trainer.rollouts.rollout import Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.rollouts.sampler import SampledAnswer
 from fsdp_trainer.training.batches import Assembler
 
 TURNS = [

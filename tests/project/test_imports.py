@@ -22,6 +22,7 @@ LAYERS = [
     ("observe",),
     ("data", "optim"),
     ("checkpoint", "parallel", "generation"),
+    ("rollouts",),
     ("evaluation", "plan", "offload"),
     ("launch",),
     ("training",),

@@ -11,9 +11,9 @@ from fsdp_trainer.base.distributed import gather
 from fsdp_trainer.base.web import RequestFailed
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.errors import Problem, RunFailed, UserError
-from fsdp_trainer.methods.sampler import Request, SampledAnswer
 from fsdp_trainer.methods.serving.policy_server import Completion, PolicyServer, ServedModel
 from fsdp_trainer.methods.serving.policy_weights import PolicyWeights
+from fsdp_trainer.rollouts.sampler import Request, SampledAnswer
 
 LOADS = 3
 """How often a request makes a server that was started again load an adapter."""

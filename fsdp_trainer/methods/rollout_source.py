@@ -15,17 +15,13 @@ from fsdp_trainer.data.order.mixture import Mixture
 from fsdp_trainer.data.store.token_cache import Prepared
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import RunFailed
-from fsdp_trainer.methods.answers import (
-    PackedAnswers,
-    Rollout,
-    decode_rollouts,
-    encode_rollouts,
-)
-from fsdp_trainer.methods.episode import OpenEpisode
+from fsdp_trainer.methods.answers import PackedAnswers
 from fsdp_trainer.methods.rounds import Rounds, RoundWork
-from fsdp_trainer.methods.sampler import Request
 from fsdp_trainer.models.decoder import MicroBatch
 from fsdp_trainer.observe.step_log import StepReport
+from fsdp_trainer.rollouts.episode import OpenEpisode
+from fsdp_trainer.rollouts.rollout import Rollout, decode_rollouts, encode_rollouts
+from fsdp_trainer.rollouts.sampler import Request
 from fsdp_trainer.training.batches import (
     REMEMBERED_STEPS,
     Assembler,

@@ -15,8 +15,8 @@ from fsdp_trainer.environments.environment import Message, row_of
 from fsdp_trainer.environments.known_environments import EnvironmentSpec
 from fsdp_trainer.environments.tool_calls import format_of, parse_answer
 from fsdp_trainer.errors import RunFailed, UserError
-from fsdp_trainer.methods.episode import Episode, EpisodeUpdate, reason_of
-from fsdp_trainer.methods.sampler import AnswerSampler, Request
+from fsdp_trainer.rollouts.episode import Episode, EpisodeUpdate, reason_of
+from fsdp_trainer.rollouts.sampler import AnswerSampler, Request
 
 CUT = " … (cut)"
 """End of an environment's text that was longer than allowed."""

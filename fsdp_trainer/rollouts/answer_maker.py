@@ -8,12 +8,12 @@ from typing import Protocol, TypeVar
 from fsdp_trainer.base import phases
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.environments.environment import last_text
-from fsdp_trainer.methods.answers import EpisodeFacts, Rollout
-from fsdp_trainer.methods.episode import Episode, OpenEpisode
-from fsdp_trainer.methods.episode_player import Questions
-from fsdp_trainer.methods.sampler import AnswerSampler, Request
 from fsdp_trainer.rewards.reward import Attempt, Reward, totals
 from fsdp_trainer.rewards.scores_on_ranks import score_on_ranks
+from fsdp_trainer.rollouts.episode import Episode, OpenEpisode
+from fsdp_trainer.rollouts.episode_player import Questions
+from fsdp_trainer.rollouts.rollout import EpisodeFacts, Rollout
+from fsdp_trainer.rollouts.sampler import AnswerSampler, Request
 
 T = TypeVar("T")
 

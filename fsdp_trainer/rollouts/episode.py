@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_trainer.environments.environment import Message
 from fsdp_trainer.environments.known_environments import EnvironmentSpec
-from fsdp_trainer.methods.sampler import Request, SampledAnswer
+from fsdp_trainer.rollouts.sampler import Request, SampledAnswer
 
 FAILED_PROMPT = [0]
 """The tokens of a rollout that failed; it is not trained on."""

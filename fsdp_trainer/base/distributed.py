@@ -22,8 +22,10 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks of a group, on each of these ranks. Collective.
 
-    group: None for all ranks.
+    group: None for all ranks. A process without other ranks gets its own value.
     """
+    if not dist.is_initialized():
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group)
     return values

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 from fsdp_trainer.config.schema import CORE_FILES, Evaluation
@@ -23,11 +24,20 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
     problem = core_problem(cfg.core_data, node) if "core" in cfg.tasks else ""
     if problem:
         problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
-    if set(cfg.tasks) - {"core"} and importlib.util.find_spec("lm_eval") is None:
+    of_harness = [name for name in cfg.tasks if name != "core" and not has_environment(name)]
+    if of_harness and importlib.util.find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
         problems.append(Problem(f"{node}tasks", reason))
     if problems:
         raise UserError("there is nothing to evaluate", problems)
+
+
+def has_environment(name: str) -> bool:
+    """Return True for the path of a file that describes a task with an environment."""
+    if not name.endswith((".yaml", ".yml")) or not os.path.isfile(name):
+        return False
+    # files of the harness may have tags that only the harness can read
+    return re.search(r"^environment\s*:", Path(name).read_text(), re.MULTILINE) is not None
 
 
 def core_problem(folder: str | None, node: str) -> str:

@@ -7,24 +7,36 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from fsdp_trainer.config.evaluation_inputs import has_environment
 from fsdp_trainer.config.schema import Evaluation
 from fsdp_trainer.data.templates.chat_template import Template
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.evaluation.core import CORE, Core
+from fsdp_trainer.evaluation.environment_tasks import EnvironmentTasks, OpenRewards
 from fsdp_trainer.evaluation.scoring import Metrics, Scorer
 
 
 class Tasks:
     """The tasks that a configuration names, for one tokenizer."""
 
-    def __init__(self, cfg: Evaluation, tokenizer: TextTokenizer, template: Template):
+    def __init__(
+        self,
+        cfg: Evaluation,
+        tokenizer: TextTokenizer,
+        template: Template,
+        open_rewards: OpenRewards = list,
+    ):
         """Load the tasks. Raises UserError for a task that does not exist."""
         self.tokenizer, self.template = tokenizer, template
         self.core = self.harness = None
         if CORE in cfg.tasks:
             self.core = Core(str(cfg.core_data), cfg.limit, tokenizer)
         names = [name for name in cfg.tasks if name != CORE]
-        if names:
+        own = [name for name in names if has_environment(name)]
+        self.with_environment = (
+            EnvironmentTasks(own, cfg.limit, tokenizer, template, open_rewards) if own else None
+        )
+        if names := [name for name in names if name not in own]:
             # it imports a heavy optional package
             from fsdp_trainer.evaluation.harness_tasks import HarnessTasks
 
@@ -36,6 +48,8 @@ class Tasks:
         Collective.
         """
         metrics = self.core.run(scorer) if self.core else {}
+        if self.with_environment:
+            metrics |= self.with_environment.run(scorer)
         if self.harness:
             with preserved_randomness():
                 metrics |= self.harness.run(scorer, self.tokenizer, self.template)

@@ -25,7 +25,8 @@ def score_on_ranks(
     except Exception as error:  # from a user's reward; the other ranks would wait for this rank
         failure = RunFailed(f"a reward failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
     for rank, other in enumerate(gather(failure, group)):
         if other is not None:
-            raise failure if rank == dist.get_rank() and failure else other
+            raise failure if rank == own_rank and failure else other
     return scores

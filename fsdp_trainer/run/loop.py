@@ -11,6 +11,7 @@ from fsdp_trainer.data.prepared_data import cache_root, image_reader
 from fsdp_trainer.data.tokens.token_bytes import token_bytes
 from fsdp_trainer.evaluation.scoring import sharded_split
 from fsdp_trainer.evaluation.tasks import Tasks
+from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.observe.profiler import Profiler
 from fsdp_trainer.observe.step_log import StepClock, StepLog
@@ -228,7 +229,8 @@ def task_evaluations(setup: RunSetup, common: CommonParts) -> list[TrainingTasks
     cfg, inputs = setup.cfg, setup.inputs
     if not cfg.evaluation.tasks:
         return []
-    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template)
+    open_rewards = partial(open_models, device=setup.device)
+    tasks = Tasks(cfg.evaluation, inputs.tokenizer, inputs.template, open_rewards)
     split = sharded_split(setup.dims, setup.device)
     images = image_reader(cfg.model, cache_root(cfg.data, cfg.run))
     every = cfg.train.evaluate_every

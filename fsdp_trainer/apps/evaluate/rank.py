@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fsdp_trainer.errors import UserError, report
 from fsdp_trainer.evaluation.scoring import Metrics
 from fsdp_trainer.evaluation.tasks import Tasks
 from fsdp_trainer.launch.world import connect, environment_of_ranks, join
+from fsdp_trainer.methods.reward_scores import open_models
 from fsdp_trainer.observe.console import error_name, without_errors
 
 RESULTS = "evaluations.jsonl"
@@ -50,7 +52,8 @@ def evaluate_as_rank(cfg: EvaluateConfig) -> int:
 def evaluate_model(cfg: EvaluateConfig, device: torch.device) -> Metrics:
     """Return {task: {metric: value}}. Collective."""
     tokenizer = load_tokenizer(str(tokenizer_folder(str(cfg.source))))
-    tasks = Tasks(cfg, tokenizer, load_template(cfg.template, tokenizer))
+    open_rewards = partial(open_models, device=device)
+    tasks = Tasks(cfg, tokenizer, load_template(cfg.template, tokenizer), open_rewards)
     return tasks.run(build_scorer(cfg, device))
 
 

@@ -43,16 +43,20 @@ class DataQuestion:
         return str(self.messages[-1].get("content") or "")
 
     @property
-    def as_json(self) -> str:
-        """The JSON that a store keeps of it, to judge answers by."""
-        stored = {
+    def as_values(self) -> dict[str, Any]:
+        """The values by which answers are judged."""
+        return {
             "prompt": self.prompt,
             "reference": self.reference,
             "row": self.columns,
             "messages": self.messages,
             "tools": self.tools,
         }
-        return json.dumps(stored, default=str)
+
+    @property
+    def as_json(self) -> str:
+        """The JSON that a store keeps of it, to judge answers by."""
+        return json.dumps(self.as_values, default=str)
 
 
 def question_of(row: Readable, columns: dict[str, Any]) -> DataQuestion:

@@ -1,0 +1,114 @@
+"""Rollouts with an environment as tasks of an evaluation."""
+
+import json
+
+import pytest
+from zoo import make_folder
+
+from fsdp_trainer.cli import main
+
+COUNTS = """
+class Counts:
+    def reset(self, row):
+        if row["answer"] == "3":
+            raise ValueError("no such task")
+        return row["messages"], None
+    def step(self, messages):
+        own = [turn for turn in messages if turn["role"] == "assistant"]
+        return [{"role": "user", "content": "more"}], len(own) >= 2
+    def reward(self, messages):
+        own = [turn["content"] for turn in messages if turn["role"] == "assistant"]
+        return float(sum(each.isalpha() for text in own for each in text))
+"""
+GRPO = [
+    "objective=grpo", 'objective.rewards=[{name: regex, pattern: "[a-z]"}]', "data.path=demo:sums",
+    "tokenizer.path=demo:bytes", "objective.max_new_tokens=6", "objective.samples=4",
+    "batch.rows=4", "batch.micro_rows=2", "schedule=constant", "optim.lr=0.01", "train.steps=3",
+    "model.initializer_range=0.5", "model.max_position_embeddings=256",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("model") / "hf", "llama")
+
+
+@pytest.fixture
+def task(tmp_path):
+    """A task whose environment counts letters in two turns."""
+    rows = [{"question": f"{i}+1?", "answer": f"{i + 1}"} for i in range(6)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "counts.py").write_text(COUNTS)
+    file = tmp_path / "letters.yaml"
+    file.write_text(
+        f"environment: {tmp_path / 'counts.py'}:Counts\ndata: {data}\nmax_new_tokens: 12\n"
+    )
+    return file
+
+
+def evaluated(capsys, *words):
+    """Return {task: {metric: value}} of the verb."""
+    capsys.readouterr()
+    assert main(["evaluate", *map(str, words), "format=json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["fsdp", "tensor"])
+def test_a_task_has_the_same_number_in_training_and_after_it(world, tmp_path, capsys, task, layout):
+    keys = [*GRPO, *layout, f"data.cache={tmp_path}", "checkpoint.export_hf=true"]
+    keys += [f"evaluation.tasks=[{task}]", "train.evaluate_every=2"]
+    run = world.train(tmp_path / "run", *keys, ranks=2)
+    during = run.metrics[-1]["tasks"]
+    assert run.metrics[1]["tasks"]["letters/reward"] != during["letters/reward"]
+    for source in (run.folder, run.folder / "hf"):
+        metrics = evaluated(capsys, source, f"tasks=[{task}]")["letters"]
+        assert metrics["failed"] == pytest.approx(1 / 6)
+        assert 1 <= metrics["turns"] <= 2
+        assert metrics["reward"] > 0
+        assert metrics["reward_stderr"] > 0
+        for name, value in during.items():
+            assert metrics[name.removeprefix("letters/")] == pytest.approx(value), name
+
+
+@pytest.mark.slow
+def test_ranks_divide_a_task_and_answers_of_one_turn_are_one_too(world, tmp_path, capsys, task):
+    run = world.train(
+        tmp_path / "run", *GRPO, f"data.cache={tmp_path}", "checkpoint.export_hf=true"
+    )
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(
+        f"environment: null\ndata: {tmp_path / 'rows.jsonl'}\nmax_new_tokens: 8\nsamples: 3\n"
+        "temperature: 1.0\nrewards: [{name: regex, pattern: '[a-z]'}]\n"
+    )
+    words = [run.folder, f"tasks=[{task},{plain}]", "limit=5"]
+    alone = evaluated(capsys, *words)
+    assert 0 < alone["plain"]["reward"] < 1
+    assert set(alone) == {"letters", "plain"}
+    out = tmp_path / "out.json"
+    shared = ["launch.device=cpu", f"out={out}"]
+    for more in ([], ["sharded=true"]):
+        world.command("evaluate", *map(str, words), *shared, *more, ranks=2)
+        for name, metrics in json.loads(out.read_text()).items():
+            assert metrics == pytest.approx(alone[name]), (name, more)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("environment: calculator\nrewards: [exact]\n", "has no data"),
+        ("environment: calculater\ndata: rows.jsonl\n", "Did you mean  calculator"),
+        ("environment: calculator\ndata: rows.jsonl\nturn: 3\n", "Did you mean  turns"),
+        ("environment: calculator\ndata: rows.jsonl\nrewards: [exakt]\n", "exact"),
+        ("environment: calculator\ndata: {data}\n", "Add  rewards: [exact]"),
+        ("environment: calculator\ndata: nowhere.jsonl\nrewards: [exact]\n", "nowhere.jsonl"),
+    ],
+)
+def test_a_task_that_cannot_be_run_is_refused_by_name(tmp_path, capsys, model_folder, text, named):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    file = tmp_path / "task.yaml"
+    file.write_text(text.replace("{data}", str(tmp_path / "rows.jsonl")))
+    assert main(["evaluate", str(model_folder), f"tasks=[{file}]"]) == 2
+    err = capsys.readouterr().err
+    assert named in err

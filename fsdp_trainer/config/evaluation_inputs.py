@@ -24,12 +24,16 @@ def require_tasks(cfg: Evaluation, node: str) -> None:
     problem = core_problem(cfg.core_data, node) if "core" in cfg.tasks else ""
     if problem:
         problems.append(Problem(f"{node}core_data={cfg.core_data or 'null'}", problem))
-    of_harness = [name for name in cfg.tasks if name != "core" and not has_environment(name)]
-    if of_harness and importlib.util.find_spec("lm_eval") is None:
+    if needs_harness(cfg) and importlib.util.find_spec("lm_eval") is None:
         reason = "lm-evaluation-harness is not installed:  pip install 'fsdp_trainer[eval]'"
         problems.append(Problem(f"{node}tasks", reason))
     if problems:
         raise UserError("there is nothing to evaluate", problems)
+
+
+def needs_harness(cfg: Evaluation) -> bool:
+    """Return True if one of the tasks is lm-evaluation-harness's."""
+    return any(name != "core" and not has_environment(name) for name in cfg.tasks)
 
 
 def has_environment(name: str) -> bool:

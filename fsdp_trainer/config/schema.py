@@ -213,8 +213,8 @@ class Evaluation:
 
     tasks: list[str] = key(
         [],
-        "names of lm-evaluation-harness's tasks, or paths of their YAML files; `core`: DCLM's 22"
-        " tasks",
+        "names of lm-evaluation-harness's tasks, or paths of their YAML files; paths of YAML files"
+        " with an environment; `core`: DCLM's 22 tasks",
     )
     core_data: str | None = key(
         None, "of the task `core`: a folder with core.yaml, eval_data/ and eval_meta_data.csv"

@@ -105,7 +105,9 @@ TITLES = {
     "wrong_calls": Title("Tool calls that could not be read, by rollout"),
     "environment_seconds": Title("Seconds in the environment, by rollout"),
     "environment_failures": Title("Rollouts whose environment failed", is_share=True),
-    "staleness": Title("Age of the answers' weights, steps"),
+    "staleness": Title("Age of the answers' weights, steps", "mean"),
+    "staleness_max": Title("Age of the answers' weights, steps", "oldest"),
+    "dropped": Title("Unfinished rollouts that are dropped", is_share=True),
     "teacher_loss": Title("The teacher's loss on the same tokens"),
 }
 """Titles of the methods' metrics, in the order of their charts; METHOD/NAME is for one method."""

@@ -175,6 +175,29 @@ def test_turns_of_a_rollout_are_shown_with_whose_they_are(tmp_path):
     assert '<span class="own">I call</span><span class="faint">it says</span>' in text
 
 
+def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
+    turns = [
+        {"own": True, "text": call, "reward": 0.25},
+        {"own": False, "text": "it says <2>"},
+        {"own": True, "text": "2"},
+    ]
+    sample = {"step": 5, "prompt": "1+1?", "text": "…", "reward": 2.0, "turns": turns}
+    plain = {"step": 6, "prompt": "<b>", "text": "</script><i>", "reward": -1.0}
+    folder = write_run(tmp_path / "run", steps(1, 5, 1000.0), samples=[sample, plain])
+    report(folder, out=tmp_path / "page.html")
+    assert 'href="./page-rollouts.html"' in (tmp_path / "page.html").read_text()
+    text = (tmp_path / "page-rollouts.html").read_text()
+    assert "step 5, reward 2, 2 turns" in text
+    assert "→ calculator({&#39;expression&#39;: &#39;1+1&#39;})" in text
+    assert "model, reward 0.25" in text
+    assert '<span class="faint">it says &lt;2&gt;</span>' in text
+    assert "&lt;/script&gt;&lt;i&gt;" in text
+    assert text.index("step 6") < text.index("step 5"), "the newest first"
+    report(write_run(tmp_path / "other", steps(1, 2, 0.0)), out=tmp_path / "other.html")
+    assert not (tmp_path / "other-rollouts.html").exists()
+
+
 def test_goodput_sums_to_the_wall_time_of_a_run_that_crashed(tmp_path):
     good = goodput(read_run(write_run(tmp_path / "a", *crashed_and_resumed()), "a"))
     assert good.wall == 1154.0 - 1000.0 == pytest.approx(sum(good.seconds.values()))
@@ -276,8 +299,14 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
     assert not {"img", "link", "iframe", "base", "object", "form"} & {tag for tag, _ in page.tags}
-    assert not [attrs for _, attrs in page.tags if {"src", "href", "style"} & attrs.keys()]
+    assert not [attrs for _, attrs in page.tags if {"src", "style"} & attrs.keys()]
+    links = [attrs["href"] for _, attrs in page.tags if "href" in attrs]
+    assert links == ["./page-rollouts.html"]
     assert not re.search(r"url\(|@import|fetch\(|XMLHttp|WebSocket|importScripts|sendBeacon", text)
+    rollouts = (tmp_path / "page-rollouts.html").read_text()
+    assert "&lt;img src=x onerror" in rollouts
+    assert rollouts.count("<script") == 1
+    assert "<img" not in rollouts
     policy = next(
         attrs["content"]
         for tag, attrs in page.tags
@@ -600,6 +629,28 @@ def test_the_page_in_a_browser(sweep, tmp_path):
         page.set_viewport_size({"width": 390, "height": 800})
         settle(lambda: page.evaluate("charts[0].width") <= 390, page)
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+@pytest.mark.slow
+def test_the_page_of_rollouts_in_a_browser(tmp_path):
+    call = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    samples = [
+        {"step": i, "prompt": f"question {i}", "text": call if i == 2 else "no", "reward": i / 2}
+        for i in range(1, 5)
+    ]
+    report(write_run(tmp_path / "run", steps(1, 5, 0.0), samples=samples), out=tmp_path / "a.html")
+    with browser_page() as page:
+        page.goto(f"file://{tmp_path}/a.html")
+        page.get_by_role("link", name="Each rollout as a conversation").click()
+        shown = "[...document.querySelectorAll('.rollout')].filter(e => !e.hidden).length"
+        assert page.evaluate(shown) == 4
+        page.locator("#low").fill("1.5")
+        assert page.evaluate(shown) == 2
+        page.locator("#low").fill("")
+        page.locator("#called").check()
+        assert page.evaluate(shown) == 1
+        page.locator("#find").fill("question 3")
+        assert page.evaluate(shown) == 0
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ Content-Security-Policy allows only our own scripts.
 import json
 import time
 from base64 import b64encode
+from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -48,27 +49,20 @@ GROUPS = {  # phases stacked in a bar, in the order of a step
 }  # all other phases are in the group `other`
 
 
-def write(summaries: list[Summary], file: Path) -> None:
-    """Write the page. Raises UserError if the file cannot be written."""
+def write(summaries: list[Summary], file: Path, rollouts: str | None = None) -> None:
+    """Write the page. Raises UserError if the file cannot be written.
+
+    rollouts: name of the page of rollouts beside it; None: there is none.
+    """
     summaries = by_objective(summaries)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"duration": duration, "short": short, "shown": shown}
-    styles, scripts = (
-        [(HERE / name).read_text() for name in names]
-        for names in (("uPlot.css", "page.css"), ("uPlot.js", "page.js"))
-    )
     runs, data = [summary.run for summary in summaries], page_data(summaries[:CURVES])
-    html = environment.get_template(
-        "page.html.jinja"
-    ).render(
+    html = html_of(
+        "page.html.jinja",
+        ("uPlot.css", "page.css"),
+        ("uPlot.js", "page.js"),
         summaries=summaries,
         data=data,
         script_data=as_script(data),
-        style="\n".join(styles),
-        script="\n".join(scripts),
-        hash=content_hash,
         parts=PARTS,
         differing=differing(runs) if len(runs) > 1 else {},
         overrides=overrides(runs),
@@ -76,9 +70,30 @@ def write(summaries: list[Summary], file: Path) -> None:
         one_method=len({run.method for run in runs}) == 1,  # else losses cannot be compared
         curves=CURVES,
         loads=[load for load in map(expert_load, runs[:LOADS]) if load],
-        text=TEXT,
-        written=time.strftime("%Y-%m-%d %H:%M"),
+        rollouts=rollouts,
     )
+    write_page(html, file)
+
+
+def html_of(
+    template: str, style_files: Sequence[str], script_files: Sequence[str], **values: Any
+) -> str:
+    """Return a page made of a template, with its styles and scripts inside."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"duration": duration, "short": short, "shown": shown}
+    style, script = (
+        "\n".join((HERE / name).read_text() for name in names)
+        for names in (style_files, script_files)
+    )
+    written = time.strftime("%Y-%m-%d %H:%M")
+    common = {"style": style, "script": script, "hash": content_hash, "text": TEXT}
+    return environment.get_template(template).render(**values, **common, written=written)
+
+
+def write_page(html: str, file: Path) -> None:
+    """Write a page to its file. Raises UserError."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(html, encoding="utf-8", errors="replace")

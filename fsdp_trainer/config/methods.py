@@ -80,8 +80,9 @@ class ObjectiveChoice:
     )
     environment: str | dict[str, Any] | None = key(
         None,
-        "grpo: what the model talks with over several turns: calculator, python, search, user, or"
-        " a class of your own as FILE.py:NAME, whose code runs on every rank; with settings as"
+        "grpo: what the model talks with over several turns: calculator, python, search, user,"
+        " endpoint (a program that calls the model), verifiers, openenv (a server), or a class of"
+        " your own as FILE.py:NAME, whose code runs on every rank; with settings as"
         " {name: search, folder: documents}; null: an answer is one turn",
         used_by=("grpo",),
     )

@@ -22,6 +22,10 @@ class Environment:
     """
 
     name: ClassVar[str] = ""
+    rewards: ClassVar[bool] = False
+    """True if it rewards rollouts itself."""
+    code: ClassVar[str] = ""
+    """The setting that names a function of the user's as FILE.py:FUNCTION, given as `program`."""
 
     def reset(self, row: dict[str, Any]) -> Start | Awaitable[Start]:
         """Return the first turns, and descriptions of the tools in OpenAI's format.

@@ -14,13 +14,17 @@ from fsdp_trainer.config.entries import wrong_part
 from fsdp_trainer.config.names import nearest
 from fsdp_trainer.environments.calculator import Calculator
 from fsdp_trainer.environments.document_search import DocumentSearch
+from fsdp_trainer.environments.endpoint import UserProgram
 from fsdp_trainer.environments.environment import Environment
+from fsdp_trainer.environments.openenv import OpenEnv
 from fsdp_trainer.environments.python_code import Python
 from fsdp_trainer.environments.user import User
+from fsdp_trainer.environments.verifiers_tasks import VerifiersTasks
 from fsdp_trainer.errors import Problem, UserError
 
 ENVIRONMENTS: dict[str, type[Environment]] = {
-    kind.name: kind for kind in (Calculator, Python, DocumentSearch, User)
+    kind.name: kind
+    for kind in (Calculator, Python, DocumentSearch, User, UserProgram, VerifiersTasks, OpenEnv)
 }
 METHODS = ("reset", "step")
 """What a user's environment must have; `reward` and `close` are optional."""
@@ -58,7 +62,12 @@ def find_environment(entry: Entry) -> EnvironmentSpec:
         kind = ENVIRONMENTS[name]
         about = {each.name: each for each in fields(kind)}
         values = {part: convert(value, about[part].type) for part, value in options.items()}
-        return EnvironmentSpec(name, partial(kind, **values))
+        code = None
+        if kind.code:
+            path, _, attribute = str(values[kind.code]).rpartition(":")
+            code = Path(path)
+            values["program"] = _attribute(_imported(entry, code), attribute, entry)
+        return EnvironmentSpec(name, partial(kind, **values), kind.rewards, code)
     path, _, attribute = name.rpartition(":")
     file = Path(path)
     kind = _attribute(_imported(entry, file), attribute, entry)
@@ -96,9 +105,19 @@ def _problems_of(name: str, options: dict[str, Any]) -> Iterator[str]:
     yield from wrong
     if not wrong:
         values = {part: convert(value, known[part].type) for part, value in options.items()}
-        problem = kind(**values).wrong_settings()
+        problem = kind(**values).wrong_settings() or _code_problem(kind, values)
         if problem:
             yield f"{name}: {problem}"
+
+
+def _code_problem(kind: type[Environment], values: dict[str, Any]) -> str | None:
+    """Return an error message if the user's function is in no file, else None."""
+    if not kind.code:
+        return None
+    path, colon, function = str(values[kind.code]).rpartition(":")
+    if not (colon and function and path.endswith(".py")):
+        return f"{kind.code}: {values[kind.code]}  is no FILE.py:FUNCTION"
+    return None if Path(path).is_file() else f"{path} is no file"
 
 
 def _imported(entry: Entry, file: Path) -> Any:

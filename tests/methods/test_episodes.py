@@ -197,6 +197,36 @@ def test_a_run_goes_on_amid_rollouts_that_were_made_together(world, tmp_path):
         assert rest.column(name) == whole.column(name)[3:], name
 
 
+PROGRAM = """
+import openai
+
+def rollout(address, row):
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+    messages, score = [*row["messages"]], 0.0
+    for i in range(2):
+        answer = client.chat.completions.create(model="policy", messages=messages)
+        is_last = answer.choices[0].finish_reason == "length"
+        text = answer.choices[0].message.content
+        score += sum(each in "abcdefghijklm" for each in text)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+        if is_last:
+            break
+    return score
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["objective.ahead=1", "launch.rollout_ranks=1"]])
+def test_a_run_learns_from_programs_that_ask_the_model(world, tmp_path, more):
+    file = tmp_path / "agent.py"
+    file.write_text(PROGRAM)
+    words = [*GRPO, f'objective.environment={{name: endpoint, run: "{file}:rollout"}}', *more]
+    run = world.train(tmp_path / "run", *words, f"data.cache={tmp_path / 'c'}", ranks=2)
+    assert max(run.column("turns_max")) == 2
+    assert max(run.column("grad_norm")) > 0
+    assert not run.event("environment_failed")
+
+
 FAULTY = """
 import time
 class Faulty:

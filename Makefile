@@ -9,7 +9,7 @@ N ?= 20
 MINUTES ?= 10
 BIN := $(VENV)/bin
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
-BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts
+BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
 .PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-grids test-faults fuzz soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
 

@@ -163,6 +163,13 @@ def test_a_plan_counts_rollout_ranks_apart(capsys):
     assert "leaves no rank for training: there are 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_the_doctor_looks_at_the_layout_of_the_training_ranks(world):
+    keys = ["sharding=hsdp", "sharding.replicas=2", "doctor.measure=false", *GRPO]
+    said = world.command("doctor", *keys, ONE, "launch.device=cpu", ranks=3)[0].out
+    assert "replicate 2" in said
+
+
 def test_a_rank_must_be_left_for_training(world, tmp_path):
     keys = [*SMALL, *GRPO, f"run.root={tmp_path}", f"data.cache={tmp_path}"]
     refused = world.command("train", *keys, "launch.rollout_ranks=2", ranks=2, code=2)

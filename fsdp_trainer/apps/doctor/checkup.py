@@ -98,9 +98,9 @@ def examine(cfg: DoctorConfig, world: World, report: DoctorReport, timeout: floa
     if world.main:
         report.add("machines", *machines(everyone, world), *limits(everyone, world.device.type))
         report.add("software", *software(everyone), *configuration(everyone))
-        report.add(
-            "software", *check_layout(Layout(cfg.sharding, len(everyone), cfg.batch), everyone)
-        )
+        training = everyone[: len(everyone) - cfg.launch.rollout_ranks]
+        layout = Layout(cfg.sharding, len(training), cfg.batch)
+        report.add("software", *check_layout(layout, training))
         report.add("environment", *environment(everyone))
     alike = world.from_main(
         "alike", lambda: len({f.versions["device"] for f in everyone}) == 1, timeout

@@ -253,7 +253,11 @@ class RolloutSource:
 
     def _finish(self, check: Callable[[], None]) -> None:
         """Wait for the round that was started, and take up its rollouts."""
-        result = self.rounds.finish(check)
+        try:
+            result = self.rounds.finish(check)
+        except DataLost:
+            self._runs_ahead = False
+            raise
         self._runs_ahead = False
         for step in self._rollouts.values():
             if not step.is_complete:

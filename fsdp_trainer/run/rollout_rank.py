@@ -18,6 +18,7 @@ from fsdp_trainer.methods.rounds import RoundMaker, RoundResult
 from fsdp_trainer.methods.run_setup import RunSetup
 from fsdp_trainer.methods.serving.rank_rounds import (
     SentWork,
+    go_key,
     ready_key,
     result_key,
     work_key,
@@ -105,6 +106,7 @@ def serve(setup: RunSetup, model: Decoder, maker: RoundMaker, link: RolloutLink)
         wait_for(work_key(number), link, check)
         sent: SentWork = link.get(work_key(number))
         link.count(ready_key(number), 1)
+        wait_for(go_key(number), link, check)  # the training ranks may stop before
         receive_weights(model, link, setup.device)
         precompute_float8_scales(model, setup.cfg.precision)
         if sent.forgets:

@@ -119,6 +119,47 @@ def test_an_error_of_the_rollout_ranks_ends_the_run_with_its_reason(world, tmp_p
     assert "Fails" in refused[0].err
 
 
+UNUSABLE = """
+from fsdp_trainer.errors import UserError
+class Unusable:
+    resets = 0
+    def reset(self, row):
+        Unusable.resets += 1
+        if Unusable.resets > 3 * 16:
+            raise UserError("no more of this")
+        return row["messages"], None
+    def step(self, messages):
+        return [], True
+    def reward(self, messages):
+        return float(len(messages[-1]["content"]))
+"""
+
+
+@pytest.mark.slow
+def test_an_error_in_a_round_ahead_ends_the_run_with_what_was_trained(world, tmp_path):
+    file = tmp_path / "unusable.py"
+    file.write_text(UNUSABLE)
+    place = [f"run.root={tmp_path}", f"data.cache={tmp_path}", "batch.seq_len=64", "run.name=run"]
+    keys = [*SMALL, *place, *GRPO, ONE, "objective.ahead=1", "objective.rewards=[]"]
+    keys += [f"objective.environment={file}:Unusable"]
+    failed = world.command("train", *keys, ranks=2, code=2)
+    assert "no more of this" in failed[0].err
+    saved = [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")]
+    assert saved == ["step-00000003"], "its rollouts were made before"
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_rollout_ranks_are_ready_ends_all_of_them(world, tmp_path):
+    leaves = tmp_path / "training ranks leave"
+    seams = [
+        inject.at("data", functools.partial(wait_for, leaves), rank=1, step=1),
+        inject.at("rollouts", TERM, rank=0, nth=1),
+        inject.at("end", functools.partial(touch, leaves), rank=0),
+    ]
+    keys = [*GRPO, ONE, f"data.cache={tmp_path}"]
+    world.train(tmp_path / "run", *keys, ranks=2, seam=inject.together(*seams), code=75)
+
+
 @pytest.mark.slow
 def test_a_rollout_rank_that_is_killed_ends_the_run_which_goes_on_later(world, tmp_path):
     keys = [*GRPO, "objective.ahead=1", ONE, f"data.cache={tmp_path}", "checkpoint.every=1"]

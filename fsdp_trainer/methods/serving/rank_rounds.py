@@ -36,6 +36,11 @@ def ready_key(number: int) -> str:
     return f"ready{number}"
 
 
+def go_key(number: int) -> str:
+    """Return the key after which a round's weights are sent."""
+    return f"go{number}"
+
+
 def result_key(number: int) -> str:
     """Return the key of a round's result."""
     return f"result{number}"
@@ -67,6 +72,8 @@ class RankRounds:
         self._forgets = False
         ready = ready_key(self._number)
         self._wait(lambda: self.link.count(ready) == self.link.generators, check)
+        if self.link.number == 0:
+            self.link.put(go_key(self._number), None)  # from here on nothing stops these ranks
         phases.enter("export")
         send_weights(self.model, self.link, self.device)
         phases.enter("rollouts")

@@ -46,7 +46,7 @@ VERBS = {
     "launch-files": Verb(
         "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
     ),
-    "export": Verb("fsdp_trainer.checkpoint.export:export"),
+    "export": Verb("fsdp_trainer.checkpoint.export_verb:export"),
     "verify": Verb("fsdp_trainer.apps.verify:verify"),
     "generate": Verb("fsdp_trainer.apps.generate:generate"),
     "chat": Verb("fsdp_trainer.apps.chat.verb:chat"),

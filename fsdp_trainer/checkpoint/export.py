@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
     named_checkpoint,
@@ -49,40 +48,12 @@ from fsdp_trainer.config.paths import (
     model_folder,
     tokenizer_folder,
 )
-from fsdp_trainer.config.verbs import ExportConfig
-from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import COMPUTED_BY
 from fsdp_trainer.models.decoder import stored_buffers
 from fsdp_trainer.models.hf.new_model import meta_decoder
 
 NOT_COPIED = (INDEX, ORIGIN, ADAPTER_CONFIG)
-
-
-def export(cfg: ExportConfig) -> int:
-    """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
-    if cfg.form == "adapter" and cfg.merge_into != "original":
-        problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
-        raise UserError("an adapter alone is not merged", [problem])
-    if cfg.form != "adapter" and cfg.experts != "stacked":
-        problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
-        raise UserError("a merged model has no adapters", [problem])
-    source = exportable(str(cfg.source), cfg.form)
-    out = Path(str(cfg.out)).expanduser()
-    if not out.name:
-        problem = Problem(f"out={cfg.out}", "is no name of a new folder; choose another one")
-        raise UserError("an export writes a new folder", [problem])
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problem = Problem(f"out={cfg.out}", "exists; choose another folder or delete it")
-        raise UserError("the export would overwrite something", [problem])
-    try:
-        if cfg.form == "adapter":
-            export_adapter(source, out, cfg.dtype, cfg.experts)
-        else:
-            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
-    except OSError as error:
-        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
-    print(f"exported {source} to {out}")
-    return 0
 
 
 def exportable(source: str, form: str) -> Path:

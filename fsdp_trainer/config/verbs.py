@@ -234,23 +234,32 @@ class LaunchFilesConfig(TrainConfig, LaunchFiles):
     """Writes ready files that start a run: kind=slurm, kubernetes, docker or skypilot."""
 
 
+GGUF_NUMBERS = ("f32", "f16", "bf16", "q8_0")
+"""Number formats of a GGUF file that are named as there."""
+
+
 @dataclass
 class ExportConfig:
-    """Writes a complete Hugging Face folder from a run or a checkpoint, or an adapter as PEFT's."""
+    """Writes a Hugging Face folder of a run or checkpoint, an adapter as PEFT's, or a GGUF file."""
 
-    source: str | None = key(None, "a run or a checkpoint; a PEFT folder, to merge it")
+    source: str | None = key(
+        None, "a run or a checkpoint; a PEFT folder, to merge it; for GGUF also a whole model"
+    )
     trust_remote_code: bool = key(False, TRUSTED)
-    out: str | None = key(None, "the folder to write; must not exist or be empty")
+    out: str | None = key(
+        None, "the folder to write, for GGUF the FILE.gguf; must not exist, or be empty"
+    )
     dtype: str | None = key(
         None,
-        "number format of the weights; null: as they were imported, else precision.param_dtype",
-        choices=("float32", "bfloat16", "float16"),
+        "number format of the weights; null: as they were imported, else precision.param_dtype, for"
+        " GGUF bf16; f16, bf16, f32 and q8_0 are GGUF's",
+        choices=("float32", "bfloat16", "float16", *GGUF_NUMBERS),
     )
     form: str = key(
         "merged",
         "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
-        " alone, as PEFT stores it",
-        choices=("merged", "adapter"),
+        " alone, as PEFT stores it; `gguf`: a whole model as llama.cpp reads it",
+        choices=("merged", "adapter", "gguf"),
     )
     merge_into: str = key(
         "original",

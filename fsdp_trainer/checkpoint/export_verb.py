@@ -1,0 +1,50 @@
+"""The verb `export`: a folder of Hugging Face's or PEFT's form, or a GGUF file."""
+
+from pathlib import Path
+
+from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
+from fsdp_trainer.checkpoint.gguf_export import export_gguf, require_number_format
+from fsdp_trainer.config.verbs import ExportConfig
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+
+
+def export(cfg: ExportConfig) -> int:
+    """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
+    if cfg.form == "gguf":
+        return export_gguf(cfg)
+    require_settings_of_form(cfg)
+    source = exportable(str(cfg.source), cfg.form)
+    out = new_folder(str(cfg.out))
+    try:
+        if cfg.form == "adapter":
+            export_adapter(source, out, cfg.dtype, cfg.experts)
+        else:
+            export_checkpoint(source, out, cfg.dtype, cfg.shard_gib, cfg.merge_into)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
+    print(f"exported {source} to {out}")
+    return 0
+
+
+def require_settings_of_form(cfg: ExportConfig) -> None:
+    """Raise UserError for a setting that only counts with another form."""
+    if cfg.form == "adapter" and cfg.merge_into != "original":
+        problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
+        raise UserError("an adapter alone is not merged", [problem])
+    if cfg.form != "adapter" and cfg.experts != "stacked":
+        problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
+        raise UserError("a merged model has no adapters", [problem])
+    require_number_format(cfg)
+
+
+def new_folder(given: str) -> Path:
+    """Return the folder to write. Raises UserError unless it is new or empty."""
+    out = Path(given).expanduser()
+    if not out.name:
+        problem = Problem(f"out={given}", "is no name of a new folder; choose another one")
+        raise UserError("an export writes a new folder", [problem])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        problem = Problem(f"out={given}", "exists; choose another folder or delete it")
+        raise UserError("the export would overwrite something", [problem])
+    return out

@@ -1,0 +1,228 @@
+"""GGUF files: read back by the packages that own the format, and compared with their source."""
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from zoo import make_folder
+
+from fsdp_trainer.checkpoint.formats.gguf_file import QWEN2_REGEX, REGEXES
+from fsdp_trainer.cli import main
+
+TEXTS = ["Hello there, 12345 world!", "  two  spaces\n\nand lines", "naïve café 東京 ½"]
+SAMPLE = [" ".join(["the cat sat on the mat and it's 123 times there"] * 5), *TEXTS] * 3
+
+
+def exported(folder, file, *words):
+    assert main(["export", f"source={folder}", f"out={file}", "form=gguf", *words]) == 0
+    return gguf.GGUFReader(file)
+
+
+def facts(reader):
+    """Return {key: value} of a file's metadata."""
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def numbers(reader):
+    """Return {name: float32 array} of a file's tensors."""
+    return {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+
+
+def logits(folder, **options):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, **options
+    )
+    with torch.no_grad():
+        return model.eval()(torch.arange(24)[None]).logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_transformers_computes_the_same_of_the_file(tmp_path, family):
+    folder = make_folder(tmp_path / "hf", family)
+    exported(folder, folder / "a.gguf", "dtype=f32")
+    expected = logits(folder)
+    assert torch.equal(logits(folder, gguf_file="a.gguf"), expected)
+
+    exported(folder, folder / "b.gguf")
+    rounded = logits(folder, gguf_file="b.gguf")
+    assert 0 < (rounded - expected).abs().max() < 0.02 * expected.abs().max()
+    exported(folder, folder / "c.gguf", "dtype=q8_0")
+    quantized = logits(folder, gguf_file="c.gguf")
+    assert 0 < (quantized - expected).abs().max() < 0.06 * expected.abs().max()
+
+
+@pytest.mark.slow
+def test_each_number_is_as_near_as_its_format_allows(tmp_path):
+    folder = make_folder(tmp_path / "hf", "llama")
+    whole = numbers(exported(folder, tmp_path / "a.gguf", "dtype=f32"))
+    for dtype, digits in (("f16", 11), ("bf16", 8)):
+        read = exported(folder, tmp_path / f"{dtype}.gguf", f"dtype={dtype}")
+        for name, values in numbers(read).items():
+            limit = 2.0**-digits * np.abs(whole[name]) + 1e-7
+            assert (np.abs(values - whole[name]) <= (limit if values.ndim > 1 else 0)).all(), name
+    for name, values in numbers(exported(folder, tmp_path / "q.gguf", "dtype=q8_0")).items():
+        blocks = whole[name].reshape(-1, min(32, whole[name].shape[-1]))
+        # half a step of 127, and the rounding of the step to float16
+        limit = np.abs(blocks).max(1, keepdims=True) * (0.5 / 127 + 2.0**-11) + 1e-7
+        assert (np.abs(values.reshape(blocks.shape) - blocks) <= limit).all(), name
+
+
+@pytest.mark.slow
+def test_the_file_of_a_run_with_an_adapter_is_that_of_the_merged_model(world, tmp_path):
+    keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "adapter=lora", "train.steps=2"]
+    run = world.train(tmp_path / "run", *keys, "optim.lr=0.1", f"data.cache={tmp_path}")
+    assert main(["export", f"source={run.folder}", f"out={tmp_path / 'hf'}"]) == 0
+    merged = numbers(exported(tmp_path / "hf", tmp_path / "a.gguf", "dtype=f32"))
+    direct = numbers(exported(run.folder, tmp_path / "b.gguf", "dtype=f32"))
+    assert direct.keys() == merged.keys()
+    for name, values in direct.items():
+        np.testing.assert_array_equal(values, merged[name], name)
+    assert [path.name for path in tmp_path.glob(".gguf-*")] == []
+
+
+def test_the_metadata_are_those_of_llama_cpps_converter(tmp_path):
+    folder = make_folder(tmp_path / "hf", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    read = facts(exported(folder, tmp_path / "model.gguf"))
+    assert read["general.architecture"] == "llama"
+    assert read["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
+    of_config = {
+        "block_count": "num_hidden_layers",
+        "context_length": "max_position_embeddings",
+        "embedding_length": "hidden_size",
+        "feed_forward_length": "intermediate_size",
+        "attention.head_count": "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "vocab_size": "vocab_size",
+    }
+    for name, key in of_config.items():
+        assert read[f"llama.{name}"] == config[key], name
+    assert read["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(config["rms_norm_eps"])
+    assert read["llama.rope.dimension_count"] == config["head_dim"]
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokens = read["tokenizer.ggml.tokens"]
+    assert len(tokens) == len(read["tokenizer.ggml.token_type"]) == config["vocab_size"]
+    assert tokens[read["tokenizer.ggml.eos_token_id"]] == tokenizer["eos_token"]
+    assert read["tokenizer.chat_template"] == (folder / "chat_template.jinja").read_text()
+
+
+def test_positions_beyond_the_training_length_are_scaled_as_llama_3_1s(tmp_path):
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    folder = make_folder(tmp_path / "hf", "llama")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    config.pop("rope_theta", None)
+    config["rope_parameters"] = {**scaling, "rope_theta": 10000.0}
+    file.write_text(json.dumps(config))
+    factors = numbers(exported(folder, tmp_path / "a.gguf"))["rope_freqs.weight"]
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
+    width = config["head_dim"]
+    plain = 10000.0 ** -(np.arange(0, width, 2) / width)
+    np.testing.assert_allclose(plain / factors, theirs.numpy(), rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", REGEXES)
+def test_a_byte_level_tokenizer_encodes_the_same_from_the_file(tmp_path, expression):
+    from transformers import AutoTokenizer
+
+    folder = make_folder(tmp_path / "hf", "qwen2")
+    tokenizer = Tokenizer(models.BPE())
+    cut = pre_tokenizers.Split(pattern_of(expression), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=262, initial_alphabet=alphabet, special_tokens=["<|im_end|>"]
+    )
+    tokenizer.train_from_iterator(SAMPLE, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"}'
+    )
+    read = facts(exported(folder, folder / "a.gguf"))
+    assert read["tokenizer.ggml.pre"] == REGEXES[expression]
+    assert read["tokenizer.ggml.tokens"][262:] == ["[PAD262]", "[PAD263]"]
+    merges = json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]
+    assert read["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
+    if expression == QWEN2_REGEX:  # transformers cuts every Qwen 2 tokenizer like this
+        from_file = AutoTokenizer.from_pretrained(folder, gguf_file="a.gguf")
+        for text in TEXTS:
+            ids = from_file(text, add_special_tokens=False)["input_ids"]
+            assert ids == tokenizer.encode(text).ids, text
+
+
+def pattern_of(expression):
+    from tokenizers import Regex
+
+    return Regex(expression)
+
+
+def test_a_sentencepiece_tokenizer_is_kept_with_its_scores_and_types(tmp_path):
+    folder = make_folder(tmp_path / "hf", "llama")
+    (tmp_path / "text").write_text("\n".join(SAMPLE * 20))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(folder / "tokenizer"), vocab_size=300,
+        model_type="bpe", byte_fallback=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    (folder / "tokenizer.vocab").unlink()
+    known = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+    config = json.loads((folder / "config.json").read_text())
+    count = min(known.vocab_size(), config["vocab_size"])
+    (folder / "tokenizer.json").unlink()
+    read = facts(exported(folder, tmp_path / "a.gguf"))
+    assert read["tokenizer.ggml.model"] == "llama"
+    tokens = read["tokenizer.ggml.tokens"][:count]
+    assert tokens == [known.id_to_piece(i) for i in range(count)]
+    assert read["tokenizer.ggml.scores"][:count] == [known.get_score(i) for i in range(count)]
+    types = read["tokenizer.ggml.token_type"]
+    assert types[0] == gguf.TokenType.UNKNOWN
+    assert types[1] == gguf.TokenType.CONTROL
+    assert types[tokens.index("<0x41>")] == gguf.TokenType.BYTE
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["out=hf", "form=gguf"], "out=model.gguf"),
+        (["out={there}", "form=gguf"], "exists; choose another file"),
+        (["out=hf", "dtype=q8_0"], "only counts with  form=gguf"),
+        (["out=a.gguf", "form=gguf", "dtype=q4_k"], "q8_0"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_by_name(tmp_path, capsys, monkeypatch, words, named):
+    folder = make_folder(tmp_path / "hf", "llama")
+    (tmp_path / "there.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    words = [word.replace("{there}", str(tmp_path / "there.gguf")) for word in words]
+    assert main(["export", f"source={folder}", *words]) == 2
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "a.gguf").exists()
+
+
+def test_a_family_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):
+    folder = make_folder(tmp_path / "gemma", "gemma2")
+    words = ["form=gguf", f"out={tmp_path / 'a.gguf'}"]
+    assert main(["export", f"source={folder}", *words]) == 2
+    assert "There are: llama mistral qwen2 qwen3" in capsys.readouterr().err
+    folder = make_folder(tmp_path / "llama", "llama")
+    file = folder / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["model"]["merges"] = [["a", "b"]]
+    file.write_text(json.dumps(stored))
+    assert main(["export", f"source={folder}", *words]) == 2
+    assert "llama.cpp has no name" in capsys.readouterr().err
+    assert not (tmp_path / "a.gguf").exists()

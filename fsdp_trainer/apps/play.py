@@ -1,38 +1,16 @@
 """Rollouts of a loaded model with an environment, in this process and outside of a run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from fsdp_trainer.apps.generate import Speaker
 from fsdp_trainer.config.methods import ObjectiveChoice
 from fsdp_trainer.data.templates.turn_tokens import TurnTokens
 from fsdp_trainer.environments.known_environments import find_environment
-from fsdp_trainer.generation.continuations import generation_of
-from fsdp_trainer.generation.prompt_ranks import OneRank
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.rollouts.episode import Episode
 from fsdp_trainer.rollouts.episode_player import EpisodePlayer
-from fsdp_trainer.rollouts.sampler import Request, SampledAnswer, answer_all
-
-
-@dataclass(frozen=True)
-class SpeakerSampler:
-    """Samples from a loaded model; see AnswerSampler."""
-
-    speaker: Speaker
-    sampling: Sampling
-    rows: int
-
-    def sample(
-        self, requests: Sequence[Request], step: int, check: Callable[[], None]
-    ) -> list[SampledAnswer]:
-        """Return an answer to each request."""
-        model, tokenizer = self.speaker.model, self.speaker.tokenizer
-        device = model.lm_head.weight.device
-        generation = generation_of(model, self.sampling, device, self.speaker.decoding)
-        how = 1, tokenizer.stop_ids, OneRank()
-        return answer_all(generation, requests, step, *how, rows=self.rows)
+from fsdp_trainer.rollouts.sampler import ModelSampler, Request
 
 
 def play(
@@ -44,10 +22,19 @@ def play(
     """
     assert choice.environment is not None
     sampling = Sampling(choice.max_new_tokens, log_probabilities=True)
+    model, tokenizer = speaker.model, speaker.tokenizer
+    sampler = ModelSampler(
+        model,
+        sampling,
+        model.lm_head.weight.device,
+        tokenizer.stop_ids,
+        choice.answer_rows,
+        decoding=speaker.decoding,
+    )
     player = EpisodePlayer(
         find_environment(choice.environment),
         choice,
-        SpeakerSampler(speaker, sampling, choice.answer_rows),
+        sampler,
         TurnTokens(speaker.template, speaker.tokenizer),
         speaker.model.config.max_position_embeddings,
         share=lambda value: [value],

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from fsdp_trainer.base.distributed import gather
@@ -27,14 +26,13 @@ from fsdp_trainer.environments.known_environments import (
 )
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.evaluation.scoring import Scorer
-from fsdp_trainer.generation.continuations import generation_of
 from fsdp_trainer.generation.sampling import Sampling
 from fsdp_trainer.rewards.reward import Reward
 from fsdp_trainer.rewards.table import entry_problems, make_rewards
 from fsdp_trainer.rollouts.answer_maker import AnswerMaker, AnswerPlayer, Player
 from fsdp_trainer.rollouts.episode_player import EpisodePlayer
 from fsdp_trainer.rollouts.rollout import Rollout
-from fsdp_trainer.rollouts.sampler import Request, SampledAnswer, answer_all
+from fsdp_trainer.rollouts.sampler import ModelSampler, Request
 
 OF_OBJECTIVE = (
     *("environment", "rewards", "turns", "max_new_tokens", "temperature", "samples"),
@@ -100,26 +98,6 @@ def problems_of(given: Any) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True)
-class ScorerSampler:
-    """Samples from the model of an evaluation; see AnswerSampler."""
-
-    scorer: Scorer
-    sampling: Sampling
-    samples: int
-    stop_ids: Sequence[int]
-
-    @torch.no_grad()
-    def sample(
-        self, requests: Sequence[Request], step: int, check: Callable[[], None]
-    ) -> list[SampledAnswer]:
-        """Return an answer to each request. Collective if the scorer's split is."""
-        scorer = self.scorer
-        generation = generation_of(scorer.model, self.sampling, scorer.device)
-        how = self.samples, self.stop_ids, scorer.split.ranks
-        return answer_all(generation, requests, step, *how, rows=scorer.rows, check=check)
-
-
 class EnvironmentTasks:
     """Tasks with an environment, for one tokenizer."""
 
@@ -154,7 +132,15 @@ class EnvironmentTasks:
             log_probabilities=True,
         )
         stop_ids = list(self.tokenizer.stop_ids)
-        sampler = ScorerSampler(scorer, sampling, choice.samples, stop_ids)
+        sampler = ModelSampler(
+            scorer.model,
+            sampling,
+            scorer.device,
+            stop_ids,
+            scorer.rows,
+            choice.samples,
+            scorer.split.ranks,
+        )
         is_first = is_first_of_group(scorer)
         spec, turns = self.environments[number], self.turn_tokens
         player: Player = AnswerPlayer(sampler, choice.max_new_tokens)

@@ -1,17 +1,22 @@
 """The protocol for making answers to prompts, and answers of a model."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
+
+import torch
 
 from fsdp_trainer.generation.continuations import (
     Continuation,
     Generation,
     continue_all,
+    generation_of,
     room_after,
 )
-from fsdp_trainer.generation.prompt_ranks import Ranks
+from fsdp_trainer.generation.decoding import Decoding
+from fsdp_trainer.generation.prompt_ranks import OneRank, Ranks
+from fsdp_trainer.generation.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,33 @@ class AnswerSampler(Protocol):
         step: optimizer steps done so far. check: called from time to time, on all ranks together;
         may raise.
         """
+
+
+@dataclass(frozen=True)
+class ModelSampler:
+    """Samples from a model that does not change; see AnswerSampler.
+
+    samples: answers to each prompt. rows: number of answers that are generated at the same time.
+    decoding: see Generation.
+    """
+
+    model: Any
+    sampling: Sampling
+    device: torch.device
+    stop_ids: Collection[int]
+    rows: int
+    samples: int = 1
+    ranks: Ranks = field(default_factory=OneRank)
+    decoding: Decoding | None = None
+
+    @torch.no_grad()
+    def sample(
+        self, requests: Sequence[Request], step: int, check: Callable[[], None]
+    ) -> list[SampledAnswer]:
+        """Return an answer to each request. Collective if `ranks` is."""
+        generation = generation_of(self.model, self.sampling, self.device, self.decoding)
+        how = self.samples, self.stop_ids, self.ranks
+        return answer_all(generation, requests, step, *how, rows=self.rows, check=check)
 
 
 def answer_all(

@@ -7,6 +7,7 @@ from folders import REPO
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fsdp_trainer.config.schema import Data
+from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.data.templates.chat_template import load_template
 from fsdp_trainer.data.tokens.samples import SampleBuilder
 
@@ -21,6 +22,7 @@ class Lengths:
     lengths: np.ndarray
     fingerprint: str = "f"
     group_starts = None
+    gather, token_count = TokenStore.gather, TokenStore.token_count
 
     @property
     def tokens(self):

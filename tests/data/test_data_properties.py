@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fsdp_trainer.data.order.mixture import Component, Mixture
 from fsdp_trainer.data.order.row_order import RowOrder
 from fsdp_trainer.data.store.stored_values import SampleColumns
+from fsdp_trainer.data.store.token_store import TokenStore
 from fsdp_trainer.training.batches import Batches
 
 SEQ_LEN = 16
@@ -30,6 +31,7 @@ class Numbered:
     group_starts = None
     kinds = None
     samples_with_images = 0
+    gather, token_count = TokenStore.gather, TokenStore.token_count
 
     def __init__(self, samples, first=1, sources=1):
         """samples: (source, weights of its tokens), of which the first token's is 0."""

@@ -149,7 +149,7 @@ class Component:
         """Return the number of tokens in its first `rows` rows."""
         epochs, rest = divmod(rows, self.order.rows_per_epoch)
         first = epochs * self.order.rows_per_epoch
-        return epochs * len(self.order.store.tokens) + self.order.totals(first, first + rest)[1]
+        return epochs * self.order.store.token_count + self.order.totals(first, first + rest)[1]
 
 
 class Mixture:

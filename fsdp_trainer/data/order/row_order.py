@@ -20,7 +20,7 @@ from fsdp_trainer.data.order import packing as packing_module
 from fsdp_trainer.data.order.packing import Groups, Pieces, best_fit, one_per_row, pieces_of, stream
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, Arrays, MappedArrays
 from fsdp_trainer.data.store.stored_values import SampleColumns
-from fsdp_trainer.data.store.token_store import TokenStore
+from fsdp_trainer.data.store.token_store import TokenStore, ranges
 from fsdp_trainer.errors import Problem, UserError
 
 NO_COLUMNS = SampleColumns()
@@ -167,7 +167,7 @@ class RowOrder:
         self.attention_cost = attention_cost
         self.store, self.seq_len, self.packing, self.shuffle = store, seq_len, packing, shuffle
         self._key = f"{store.fingerprint}/{packing}/{seq_len}/{seed}"
-        tokens = len(store.tokens)
+        tokens = store.token_count
         rows = -(-tokens // seq_len)
         self.mapped: MappedArrays | None = None
         """None if there is so little data that every rank makes its own plans."""
@@ -225,18 +225,19 @@ class RowOrder:
         first_tokens = np.cumsum(lengths) - lengths  # of each document, likewise
         in_row = first_tokens - np.repeat(first_tokens[first_documents], counts)
         places = ranges(np.repeat(np.arange(len(counts)) * self.seq_len, counts) + in_row, lengths)
-        tokens, weights = np.asarray(self.store.tokens), np.asarray(self.store.weights)
-        firsts = self.store.offsets[samples] + starts
+        # a document that is cut continues with its next token, which is read with it
+        goes_on = starts + lengths < self.store.lengths[samples]
+        counts_read = lengths + goes_on
         if self.mapped:
-            self.store.fetch(firsts, lengths)
-        in_store = ranges(firsts, lengths)
-        following = in_store + 1
-        # a document that is cut continues with its next token, so only complete ones end here
-        ends = (first_tokens + lengths - 1)[starts + lengths == self.store.lengths[samples]]
-        following[ends] = in_store[ends]
+            self.store.fetch(samples, starts, counts_read)
+        tokens, weights = self.store.gather(samples, starts, counts_read)
+        own = ranges(np.cumsum(counts_read) - counts_read, lengths)
+        following = own + 1
+        ends = (first_tokens + lengths - 1)[~goes_on]
+        following[ends] = own[ends]
         target_weights = weights[following]
         target_weights[ends] = 0
-        rows.tokens.reshape(-1)[places] = tokens[in_store]
+        rows.tokens.reshape(-1)[places] = tokens[own]
         rows.positions.reshape(-1)[places] = ranges(np.zeros_like(lengths), lengths)
         rows.labels.reshape(-1)[places] = np.where(target_weights > 0, tokens[following], -100)
         rows.weights.reshape(-1)[places] = target_weights
@@ -301,8 +302,8 @@ class RowOrder:
         pieces = np.flatnonzero(masked)
         for first in range(0, len(pieces), PIECES_AT_A_TIME):
             some = pieces[first : first + PIECES_AT_A_TIME]
-            firsts = self.store.offsets[samples[some]] + starts[some]
-            weights = np.asarray(self.store.weights[ranges(firsts, counts[some])], np.float64)
+            _, weights = self.store.gather(samples[some], starts[some], counts[some])
+            weights = weights.astype(np.float64)
             begins = np.cumsum(counts[some]) - counts[some]
             supervised[some] = np.add.reduceat(weights > 0, begins, dtype=np.int64)
             sums[some] = np.add.reduceat(weights, begins)
@@ -546,9 +547,3 @@ def _take_rows(
 def narrow(numbers: np.ndarray) -> np.ndarray:
     """Return the numbers in the smallest unsigned type that holds them."""
     return numbers.astype(np.min_scalar_type(int(numbers.max())))
-
-
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the `counts[i]` integers from `starts[i]` on, for every i: [Σ counts] int64."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)

@@ -142,11 +142,24 @@ class TokenStore:
         """The number of samples that have an image."""
         return int(np.count_nonzero(self._images.sizes)) if self._images else 0
 
-    def fetch(self, firsts: np.ndarray, counts: np.ndarray) -> None:
-        """Start reading all these ranges of tokens from disk at once, instead of one by one.
+    @property
+    def token_count(self) -> int:
+        """The number of tokens of all samples."""
+        return len(self.tokens)
 
-        firsts, counts: [ranges] int64, index of the first token and number of tokens.
+    def gather(
+        self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens, weights) of pieces of samples, one piece after the other: [Σ counts].
+
+        The i-th piece has `counts[i]` tokens of `samples[i]`, from number `starts[i]` on.
         """
+        places = ranges(self.offsets[samples] + starts, counts)
+        return np.asarray(self.tokens)[places], np.asarray(self.weights)[places]
+
+    def fetch(self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
+        """Start reading all pieces that `gather` would return, instead of one after the other."""
+        firsts = self.offsets[samples] + starts
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
                 begins = firsts * column.itemsize // PAGESIZE * PAGESIZE
@@ -190,6 +203,12 @@ class TextColumn:
         """Return the text of a sample."""
         end = int(self.ends[sample])
         return self.content[end - int(self.sizes[sample]) : end].tobytes().decode()
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the `counts[i]` integers from `starts[i]` on, for every i: [Σ counts] int64."""
+    ends = np.cumsum(counts)
+    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _map_optional(folder: Path, column: str) -> np.ndarray | None:

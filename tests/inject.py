@@ -141,6 +141,8 @@ SETTINGS = {
     "tokenizer_long_text": ["fsdp_trainer.data.tokens.tokenizer:LONG"],
     "words_kept_characters": ["fsdp_trainer.data.tokens.word_cache:CHARACTERS"],
     "tokenize_chunk": ["fsdp_trainer.data.tokens.tokenize_tasks:CHUNK"],
+    "largest_document": ["fsdp_trainer.data.token_files.token_file:LARGEST_DOCUMENT"],
+    "shard_tokens": ["fsdp_trainer.data.token_files.write_token_files:SHARD_TOKENS"],
     "smallest_part": ["fsdp_trainer.data.store.component_store:SMALLEST"],
     "fewest_parts": ["fsdp_trainer.data.store.component_store:FEWEST"],
     "worth_processes": ["fsdp_trainer.data.store.component_store:WORTH_PROCESSES"],

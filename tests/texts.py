@@ -22,6 +22,7 @@ class Lengths:
     lengths: np.ndarray
     fingerprint: str = "f"
     group_starts = None
+    links = None
     gather, token_count = TokenStore.gather, TokenStore.token_count
 
     @property

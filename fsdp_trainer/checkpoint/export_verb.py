@@ -1,10 +1,9 @@
 """The verb `export`: a folder of Hugging Face's or PEFT's form, or a GGUF file."""
 
-from pathlib import Path
-
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
 from fsdp_trainer.checkpoint.gguf_export import export_gguf, require_number_format
+from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
@@ -36,15 +35,3 @@ def require_settings_of_form(cfg: ExportConfig) -> None:
         problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
         raise UserError("a merged model has no adapters", [problem])
     require_number_format(cfg)
-
-
-def new_folder(given: str) -> Path:
-    """Return the folder to write. Raises UserError unless it is new or empty."""
-    out = Path(given).expanduser()
-    if not out.name:
-        problem = Problem(f"out={given}", "is no name of a new folder; choose another one")
-        raise UserError("an export writes a new folder", [problem])
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        problem = Problem(f"out={given}", "exists; choose another folder or delete it")
-        raise UserError("the export would overwrite something", [problem])
-    return out

@@ -52,7 +52,7 @@ def require_new_file(out: Path) -> None:
         raise UserError("an export as GGUF is one file", [problem])
     if out.exists():
         problem = Problem(f"out={out}", "exists; choose another file or delete it")
-        raise UserError("the export would overwrite something", [problem])
+        raise UserError("something would be overwritten", [problem])
 
 
 def require_number_format(cfg: ExportConfig) -> None:

@@ -25,7 +25,11 @@ JSON, TEXT, CSV, ARROW = (
     (".csv", ".tsv"),
     (".parquet", ".arrow", ".feather"),
 )
-KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW, (".gz", ".zst")
+TOKEN_FILES = (".bin", ".npy", ".mds")
+"""Files of tokens that another tool has written: see data/token_files."""
+TOKEN_FORMS = ("nanogpt", "llmc", "megatron", "olmo")
+"""Formats in which `prepare out=` writes token files."""
+KINDS, COMPRESSED = JSON + TEXT + CSV + ARROW + TOKEN_FILES, (".gz", ".zst", ".zstd")
 COMPRESSIONS = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"{": ".jsonl", b"[": ".json"}
 # no data: descriptions of data sets by `datasets` and the hub, files of tokenizers and models
@@ -33,11 +37,13 @@ DESCRIPTIONS = (
     "readme.md", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt",
-    "config.json", "generation_config.json", "model.safetensors.index.json",
+    "config.json", "generation_config.json", "model.safetensors.index.json", "index.json",
 )  # fmt: skip
 
 SHARD = re.compile(r"[-_.]?\d+-of-\d+$")  # train-00000-of-00004 belongs to train
 HELD_OUT = ("test", "validation", "valid", "val", "dev", "eval")
+PART = re.compile(r"(?:.*_)?(train|val)_(?:\d+|text_document)")
+"""Names of llm.c's and Megatron's files: fineweb_train_000001, val_text_document."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ def kind(file: str | Path) -> tuple[str, str | None]:
     """
     path = Path(place(str(file)) if is_url(str(file)) else file)
     ending = path.suffix.lower()
-    by_name = (_suffix(path.name), ending if ending in COMPRESSED else None)
+    by_name = (_suffix(path.name), ending.removesuffix("d") if ending in COMPRESSED else None)
     if by_name[0] in KINDS or not path.is_file():
         return by_name
     return _kind_by_content(path) or by_name
@@ -128,6 +134,7 @@ def stem(path: str | Path) -> str:
     """Return a file's name without the suffixes of its kind and compression."""
     name, (suffix, compression) = Path(place(str(path))).name, kind(path)
     ending = (suffix if suffix in KINDS else "") + (compression or "")
+    ending += "d" if name.endswith(".zstd") else ""
     has_ending = ending and name.lower().endswith(ending) and len(name) > len(ending)
     return name[: -len(ending)] if has_ending else name
 
@@ -179,16 +186,25 @@ def _files_of_folder(path: str) -> list[str]:
 def _files_of_glob(path: str) -> list[str]:
     """Return the data files that match a glob. Raises ValueError if there are none."""
     files = []
-    for match in sorted(set(_matches(path))):
+    for match in sorted(set(_matches(path)) - set(_indices(path))):
         if not Path(match).is_dir():
             files.append(match)
         elif is_data(Path(match).name):  # a data set in parts: all.parquet/part-0.parquet
             files += data_files(match)
     if not files and has_magic(path):
         raise ValueError(f"no file matches (looked in {Path.cwd()})")
+    if not files and Path(f"{path}.idx").is_file():  # Megatron names a data set without the suffix
+        return data_files(f"{path}.bin")
     if not files:
         raise ValueError("there is no such file or folder")
     return list(dict.fromkeys(files))
+
+
+def _indices(path: str) -> list[str]:
+    """Return the matches of a glob that describe the files beside them."""
+    if not has_magic(path):
+        return []
+    return [m for m in _matches(path) if m.endswith(".idx") or Path(m).name == "index.json"]
 
 
 def check_data_files(files: list[str], path: str) -> list[str]:
@@ -270,7 +286,9 @@ def _check_splits(files: list[str]) -> None:
     splits: dict[str, set[str]] = {}
     for file in files:
         if kind(file)[0] not in TEXT:
-            splits.setdefault(file.rpartition("/")[0], set()).add(SHARD.sub("", stem(file)))
+            part = PART.fullmatch(stem(file))
+            name = part[1] if part else SHARD.sub("", stem(file))
+            splits.setdefault(file.rpartition("/")[0], set()).add(name)
     for folder, names in splits.items():
         others = sorted(names.intersection(HELD_OUT))
         if "train" in names and others:
@@ -278,10 +296,11 @@ def _check_splits(files: list[str]) -> None:
             siblings = sorted(
                 other for other in splits if other.rpartition("/")[0] == above and other != folder
             )
+            train = "train*" if any(stem(file).startswith("train") for file in files) else "*train*"
             alike = f"\nLike it: {' '.join(siblings)}" if siblings else ""
             raise ValueError(
                 f"holds several splits: train {' '.join(others)}. Name the one to read:"
-                f"  '{folder}/train*'{alike}"
+                f"  '{folder}/{train}'{alike}"
             )
 
 

@@ -452,6 +452,11 @@ class Data:
         None,
         "which columns mean what, e.g. {prompt: question, completion: answer}; null: found out",
     )
+    end_of_text: str | int | None = key(
+        None,
+        "the token, or its number, between documents of a token file that does not list them;"
+        " null: the tokenizer's end token",
+    )
     template: str | None = key(
         None,
         "chat template: chatml, gemma, llama2, llama3, mistral, olmo2, phi3, phi4, qwen3,"

@@ -5,6 +5,7 @@ The first line of a configuration's docstring is printed by --help.
 
 from dataclasses import dataclass, field
 
+from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.keys import key
 from fsdp_trainer.config.schema import Evaluation, TrainConfig
 from fsdp_trainer.config.sweep_keys import CORES_A_GPU
@@ -163,6 +164,15 @@ class PrepareConfig(TrainConfig):
     """Tokenizes ahead of training, into the cache that `train` with the same keys uses."""
 
     prepare: Prepare = field(default_factory=Prepare)
+    out: str | None = key(
+        None, "also write the tokens as files that other tools read, into this new folder"
+    )
+    form: str | None = key(
+        None,
+        "format of the files in `out`: nanoGPT's .bin, llm.c's (and modded-nanogpt's) shards,"
+        " Megatron's .bin and .idx, or OLMo's flat .npy",
+        choices=TOKEN_FORMS,
+    )
 
 
 @dataclass

@@ -19,11 +19,13 @@ from fsdp_trainer.data.store.data_statistics import summary_lines
 from fsdp_trainer.data.store.token_cache import Prepared, Reporter, component_stores, prepare
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.observe.console import Console
+from fsdp_trainer.run.write_prepared import require_form, write_prepared
 
 
 def tokenize_ahead(cfg: PrepareConfig) -> int:
     """Prepare all data, or a shard of it; return the exit code."""
     shard = parse_shard(cfg.prepare.shard)
+    require_form(cfg)
     root = cache_root(cfg.data, cfg.run)
     with removed_if_refused(root):
         return _prepare(cfg, root, shard)
@@ -54,6 +56,9 @@ def _prepare(cfg: PrepareConfig, root: Path, shard: tuple[int, int] | None) -> i
             return 0
     prepared = prepare(*data)
     report(prepared, cfg, console)
+    if cfg.out:
+        for line in write_prepared(prepared, tokenizer, str(cfg.form), cfg.out):
+            console.say(f"wrote  {line}")
     return 0
 
 

@@ -31,6 +31,7 @@ class Numbered:
     group_starts = None
     kinds = None
     samples_with_images = 0
+    links = None
     gather, token_count = TokenStore.gather, TokenStore.token_count
 
     def __init__(self, samples, first=1, sources=1):

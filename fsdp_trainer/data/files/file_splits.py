@@ -21,12 +21,13 @@ from functools import cached_property, lru_cache
 from itertools import count
 from typing import BinaryIO, cast
 
-from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, is_url, kind
+from fsdp_trainer.config.data_files import ARROW, CSV, TEXT, TOKEN_FILES, is_url, kind
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.json_values import LONGEST, parse_object, read_list
 from fsdp_trainer.data.files.remote_files import open_remote
 from fsdp_trainer.data.files.sources import Record
 from fsdp_trainer.data.files.tables import open_zstd, read_arrow, read_csv, records_of_parts
+from fsdp_trainer.data.token_files.known_token_files import token_edges, token_rows
 from fsdp_trainer.errors import Problem, UserError
 
 HEAD = 1 << 24  # bytes that are searched for a blank line, which then separates documents
@@ -38,9 +39,10 @@ BYTE_ORDER_MARK, UTF_16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 class Unit:
     """Part of a file that can be read by itself.
 
-    start, stop: bytes of uncompressed text, row groups of Parquet, or batches of an Arrow file; any
-    other file is one unit. A row belongs to the unit in which it begins. A document between blank
-    lines belongs to the unit that contains the blank line before it.
+    start, stop: bytes of uncompressed text, row groups of Parquet, batches of an Arrow file, or
+    documents or tokens of a token file; any other file is one unit. A row belongs to the unit in
+    which it begins. A document between blank lines belongs to the unit that contains the blank line
+    before it.
     """
 
     file: str
@@ -49,6 +51,8 @@ class Unit:
     """None: up to the end of the file."""
     stamp: tuple[int, int] | None = None
     """`stamp` of the file when it was split, so that reading can detect a later change."""
+    separator: int | None = None
+    """The token between documents, for a token file that does not list them."""
 
     @cached_property
     def end(self) -> float:
@@ -64,21 +68,29 @@ def stamp(file: str) -> tuple[int, int] | None:
     return about.st_size, about.st_mtime_ns
 
 
-def split_units(file: str, bytes_each: int, mark: tuple[int, int] | None = None) -> list[Unit]:
+def split_units(
+    file: str,
+    bytes_each: int,
+    mark: tuple[int, int] | None = None,
+    separator: int | None = None,
+) -> list[Unit]:
     """Return the file as units of about `bytes_each`, in order.
 
     It is a single unit if it can only be read from the beginning. mark: an earlier stamp that the
-    file must still have when it is read.
+    file must still have when it is read. separator: see Unit.
     """
     (suffix, compression), mark = kind(file), mark or stamp(file)
     edges = [0]
     if file not in quickstart_data.TASKS and not compression:
-        if suffix in ARROW:
+        if suffix in TOKEN_FILES:
+            edges = token_edges(file, bytes_each)
+        elif suffix in ARROW:
             edges = _edges_of_parts(file, suffix, bytes_each)
         elif suffix in TEXT or _is_json_lines(file, suffix):
             edges = list(range(0, _size(file), bytes_each)) or [0]
     return [
-        Unit(file, start, stop, mark) for start, stop in zip(edges, [*edges[1:], None], strict=True)
+        Unit(file, start, stop, mark, separator)
+        for start, stop in zip(edges, [*edges[1:], None], strict=True)
     ]
 
 
@@ -116,7 +128,7 @@ class Lines:
     def before(self, unit: Unit) -> int:
         """Return the number of lines before the unit, as `lines_before` does."""
         suffix = kind(unit.file)[0]
-        if not unit.start:
+        if not unit.start or suffix in TOKEN_FILES:  # these number their rows from the first one
             return 0
         if suffix in ARROW:
             return sum(records_of_parts(_table(unit.file, None), suffix)[: unit.start])
@@ -188,6 +200,9 @@ def _records(unit: Unit, suffix: str, compression: str | None) -> Iterator[Recor
             Record(columns, (file, i))
             for i, columns in enumerate(quickstart_data.rows(file), start=1)
         )
+    elif suffix in TOKEN_FILES:
+        records = token_rows(file, unit.start, unit.stop, unit.separator)
+        yield from (Record(columns, (file, number), error) for number, columns, error in records)
     elif suffix in ARROW:
         records = read_arrow(_table(file, compression), suffix, unit.start, unit.stop)
         yield from (Record(columns, (file, number), error) for number, columns, error in records)

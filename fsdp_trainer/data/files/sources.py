@@ -25,6 +25,7 @@ from fsdp_trainer.config.data_files import (
 from fsdp_trainer.config.schema import Data
 from fsdp_trainer.data.files import quickstart_data
 from fsdp_trainer.data.files.remote_files import Say, fetch, list_files, nothing
+from fsdp_trainer.data.token_files.known_token_files import companion
 from fsdp_trainer.errors import Problem, UserError
 
 SHOWN = 5
@@ -220,6 +221,8 @@ def content_hash(file: str, stopping: Event | None = None) -> str:
         ).hexdigest()
     digest = hashlib.blake2b(repr(kind(file)).encode(), digest_size=16)
     try:
+        if index := companion(file):
+            digest.update(index.read_bytes())
         with open(file, "rb") as f:
             while (block := f.read(1 << 22)) and not (stopping and stopping.is_set()):
                 digest.update(block)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.data.files.sources import Record, RecordError
 from fsdp_trainer.data.records.images import images_in
 from fsdp_trainer.data.records.messages import (
@@ -34,6 +36,7 @@ from fsdp_trainer.data.records.record_formats import (
     field_hints,
     find_format,
     is_calls,
+    is_complete,
     is_turn,
     later_columns,
     match,
@@ -43,6 +46,8 @@ from fsdp_trainer.data.records.record_formats import (
     unused_columns,
 )
 from fsdp_trainer.data.records.record_values import Values
+from fsdp_trainer.data.token_files.known_token_files import ROW_COLUMN
+from fsdp_trainer.data.token_files.token_file import MappedTokens
 from fsdp_trainer.errors import Problem, UserError
 
 UNSUPERVISED = -100  # label of unsupervised tokens, as in torch's losses
@@ -75,9 +80,11 @@ class Document:
 class Pretokenized:
     """Tokens that are trained on unchanged, and which of them are supervised."""
 
-    tokens: list[int]
-    learnt: list[bool]
+    tokens: list[int] | np.ndarray
+    learnt: list[bool] | np.ndarray
     where: tuple[str, int]
+    begin: int | None = None
+    """The byte of the file at which the tokens lie just so, to be read from there."""
 
 
 @dataclass
@@ -227,6 +234,7 @@ def make_reader(
     Raises UserError if the format cannot be detected or is of another kind.
     """
     fields = {meaning: str(column) for meaning, column in (fields or {}).items()}
+    format = _or_tokens(str(format), fields, columns, file)
     automatic = format == "auto" and not fields
     if format == "auto":
         if automatic:
@@ -243,8 +251,30 @@ def make_reader(
     _require_kind(str(format), matched, file, kind)
     matched = matched if with_images else without_images(matched)
     text_only = not automatic or format == "text"
-    form = _form(columns, matched) if format in ("messages", "sharegpt") else ""
+    form = _form(columns, matched) if format in ("messages", "sharegpt", "tokens") else ""
     return Reader(str(format), matched, frozenset(columns), text_only, with_images, form)
+
+
+def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], file: str) -> str:
+    """Return the format, or `tokens` for documents that are already tokenized.
+
+    Raises UserError if a token file is to be read as anything else.
+    """
+    if not isinstance(columns.get(ROW_COLUMN), MappedTokens):
+        if format != "text" or fields:
+            return format
+        is_text, is_tokens = (
+            is_complete(format, match(format, columns, {})) for format in ("text", "tokens")
+        )
+        return "tokens" if is_tokens and not is_text else "text"
+    if format not in ("auto", "text", "tokens"):
+        raise _unusable(
+            f"data.format={format}", f"{file} holds tokens, no {format}.\nUse  data.format=tokens"
+        )
+    if fields:
+        shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
+        raise _unusable(f"data.fields={{{shown}}}", f"{file} holds tokens and has no columns")
+    return "tokens"
 
 
 def without_images(matched: dict[str, str]) -> dict[str, str]:
@@ -273,6 +303,8 @@ def _pairs_refused(matched: dict[str, str]) -> str:
 
 def _form(columns: dict[str, Any], matched: dict[str, str]) -> str:
     turns = parsed(column_value(columns, next(iter(matched.values()), "")))
+    if isinstance(turns, MappedTokens):
+        return turns.form
     if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
         return "its texts are the user's and the assistant's by turns"
     return ""
@@ -375,6 +407,10 @@ def _read_document(values: Values) -> Document:
 
 def _read_tokens(values: Values) -> Pretokenized:
     """Return tokens without padding; those with label -100 or `loss_mask` 0 are not supervised."""
+    mapped = values["input_ids"]
+    if isinstance(mapped, MappedTokens):
+        learnt = np.ones(len(mapped.tokens), np.bool_)
+        return Pretokenized(mapped.tokens, learnt, values.where, mapped.begin)
     lists = {key: _numbers(values, key) for key in FORMATS["tokens"]}
     tokens = lists["input_ids"] or []
     size = len(tokens)

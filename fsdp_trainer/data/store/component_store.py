@@ -119,6 +119,7 @@ class ComponentStores:
         if options.images:  # paths of images are relative to the folder of the file
             folders = [os.path.dirname(os.path.abspath(file)) for file in component.files]
             decisive += [options.images.processor.fingerprint, folders]
+        decisive += options.separator_of(component.files)
         name = fingerprint([*decisive, options.tokenizer.fingerprint, options.template.decides])
         self.folder, self.parts = root / name, root / f".{name}"
 
@@ -247,10 +248,11 @@ class ComponentStores:
         tasks: list[Task] = []
         self.bytes: list[float] = []
         number, room = 0, 0.0
+        separator = self.options.separator
         for place, source in enumerate(self.component.sources):
             format, fields = source.columns(self.options.data)
             for file in source.files:
-                units = split_units(file, each, self.stamps[file])
+                units = split_units(file, each, self.stamps[file], separator)
                 size = sizes[file] / len(units)
                 for unit in units:
                     if room <= 0 or unit.start:

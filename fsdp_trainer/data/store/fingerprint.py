@@ -17,6 +17,7 @@ from threading import Event
 from typing import Any
 
 from fsdp_trainer.data.files.sources import content_hash
+from fsdp_trainer.data.token_files.known_token_files import companion
 
 HASHES = "hashes.json"
 POLL_SECONDS = 0.2
@@ -85,10 +86,12 @@ def _marks(file: str) -> list[Any] | None:
     """
     try:
         about = os.stat(file)
+        index = companion(file)
+        described = [index.stat().st_mtime_ns, index.stat().st_ctime_ns] if index else []
     except OSError:  # not a local file
         return None
     times = [about.st_mtime_ns, about.st_ctime_ns]
-    return [about.st_size, *times, about.st_ino, os.path.abspath(file)]
+    return [about.st_size, *times, about.st_ino, os.path.abspath(file), *described]
 
 
 def _read_hashes(root: Path) -> dict[str, list[Any]]:

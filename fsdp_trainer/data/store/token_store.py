@@ -14,6 +14,7 @@ import numpy as np
 
 from fsdp_trainer.base.checksum import checksum
 from fsdp_trainer.data.images.sample_images import SampleImage, images_json
+from fsdp_trainer.data.store.linked_tokens import BEGINS, TYPES, LinkedTokens, link_columns
 from fsdp_trainer.data.store.mapped_arrays import MAPPED_FROM, MappedArrays
 from fsdp_trainer.data.tokens.samples import Sample
 
@@ -24,10 +25,12 @@ COLUMNS = {
 }  # fmt: skip
 PER_TOKEN = ("tokens", "weights")
 GROUP_STARTS, KINDS = "group_starts", "kinds"
-OPTIONAL = {GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0)}
+OPTIONAL: dict[str, tuple[Any, int]] = {
+    GROUP_STARTS: (np.bool_, 1), KINDS: (np.uint8, 0), BEGINS: (np.int64, 0), TYPES: (np.uint8, 0),
+}  # fmt: skip
 """Columns of [samples] that are only written if some value differs from the usual one.
 group_starts: False where a sample shares the row of the sample before it. kinds: kinds of
-samples.py. Values: (dtype, usual value)."""
+samples.py. begins, types: see linked_tokens.py. Values: (dtype, usual value)."""
 QUESTIONS, IMAGES = TEXTS = ("questions", "images")
 """Columns of JSON, one after the other, that some stores have: what the answers to a prompt are
 judged by, and the images of a sample, if it has any."""
@@ -79,6 +82,8 @@ class TokenStore:
         self.lines: np.ndarray = columns["lines"]  # [samples] int64, from 1; row of a table
         # [samples] uint64: hash of a sample's tokens, weights and question, used to find duplicates
         self.digests: np.ndarray = columns["digests"]
+        self.links = _links(folder, self)
+        """The samples whose tokens are in other files; None if there are none."""
         self.group_starts = _map_optional(folder, GROUP_STARTS)
         self.kinds = _map_optional(folder, KINDS)
         self.questions = TextColumn.of(folder, QUESTIONS)
@@ -91,10 +96,16 @@ class TokenStore:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Index of the first token of each sample, then the total count: [samples + 1] int64."""
+        """Index of the first token of each sample, then the total count: [samples + 1] int64.
+
+        A sample whose tokens are in another file counts as none.
+        """
 
         def make() -> dict[str, np.ndarray]:
-            return {"offsets": np.concatenate([[0], np.cumsum(self.lengths)])}
+            lengths = np.asarray(self.lengths)
+            if self.links:
+                lengths = np.where(self.links.is_linked, 0, lengths)
+            return {"offsets": np.concatenate([[0], np.cumsum(lengths)])}
 
         if len(self) < MAPPED_FROM:
             return make()["offsets"]
@@ -118,6 +129,9 @@ class TokenStore:
         self, sample: int, start: int = 0, length: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (tokens, weights) of a sample, at most `length` of them, from `start` on."""
+        if self.links and self.links.is_linked[sample]:
+            rest = int(self.lengths[sample]) - start
+            return self.links.read(sample, start, rest if length is None else min(length, rest))
         first, end = self.offsets[sample] + start, self.offsets[sample + 1]
         part = slice(first, end if length is None else min(first + length, end))
         return self.tokens[part], self.weights[part]
@@ -145,7 +159,9 @@ class TokenStore:
     @property
     def token_count(self) -> int:
         """The number of tokens of all samples."""
-        return len(self.tokens)
+        if self.links is None:
+            return len(self.tokens)
+        return int(np.sum(self.lengths, dtype=np.int64))
 
     def gather(
         self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray
@@ -154,11 +170,22 @@ class TokenStore:
 
         The i-th piece has `counts[i]` tokens of `samples[i]`, from number `starts[i]` on.
         """
+        if self.links:
+            pieces = zip(samples.tolist(), starts.tolist(), counts.tolist(), strict=True)
+            tokens, weights = zip(*(self.read(*piece) for piece in pieces), strict=True)
+            return np.concatenate(tokens), np.concatenate(weights)
         places = ranges(self.offsets[samples] + starts, counts)
         return np.asarray(self.tokens)[places], np.asarray(self.weights)[places]
 
     def fetch(self, samples: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
         """Start reading all pieces that `gather` would return, instead of one after the other."""
+        if self.links:
+            linked = self.links.is_linked[samples]
+            pieces = zip(samples[linked].tolist(), starts[linked].tolist(), counts[linked].tolist(),
+                         strict=True)  # fmt: skip
+            for piece in pieces:
+                self.links.fetch(*piece)
+            samples, starts, counts = samples[~linked], starts[~linked], counts[~linked]
         firsts = self.offsets[samples] + starts
         for column in (self.tokens, self.weights):
             if isinstance(column.base, mmap):
@@ -205,6 +232,15 @@ class TextColumn:
         return self.content[end - int(self.sizes[sample]) : end].tobytes().decode()
 
 
+def _links(folder: Path, store: TokenStore) -> LinkedTokens | None:
+    types = _map_optional(folder, TYPES)
+    if types is None:
+        return None
+    begins = _map_optional(folder, BEGINS)
+    begins = np.zeros(len(types), np.int64) if begins is None else begins
+    return LinkedTokens(begins, types, store.files, store.file_names)
+
+
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the `counts[i]` integers from `starts[i]` on, for every i: [Σ counts] int64."""
     ends = np.cumsum(counts)
@@ -246,10 +282,11 @@ class StoreWriter:
             return
         lengths = np.array([len(s.tokens) for s in samples])
         weights = np.concatenate([s.weights for s in samples])
+        stored = [s for s in samples if s.link is None]
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         columns = {
-            "tokens": np.concatenate([s.tokens for s in samples]),
-            "weights": weights,
+            "tokens": np.concatenate([*(s.tokens for s in stored), np.empty(0, np.int32)]),
+            "weights": np.concatenate([*(s.weights for s in stored), np.empty(0, np.float32)]),
             "lengths": lengths,
             "weight_sums": np.add.reduceat(weights.astype(np.float64), starts),
             "supervised": np.add.reduceat(weights > 0, starts, dtype=np.int64),
@@ -261,8 +298,11 @@ class StoreWriter:
         for name, dtype in COLUMNS.items():
             # unlike tofile, write raises an error when the disk is full
             self._files[name].write(np.ascontiguousarray(columns[name], dtype).data)
-        self._optional[GROUP_STARTS] += bytes(sample.starts_group for sample in samples)
-        self._optional[KINDS] += bytes(sample.kind for sample in samples)
+        optional = link_columns([sample.link for sample in samples])
+        optional[GROUP_STARTS] = np.array([sample.starts_group for sample in samples])
+        optional[KINDS] = np.array([sample.kind for sample in samples])
+        for name, (dtype, _) in OPTIONAL.items():
+            self._optional[name] += optional[name].astype(dtype).tobytes()
         self._write_texts(QUESTIONS, [s.question for s in samples if s.question is not None])
         if self._with_images:
             self._write_texts(IMAGES, [images_json(s.images) for s in samples])
@@ -289,8 +329,8 @@ class StoreWriter:
             file.close()
         starts = self._optional[GROUP_STARTS]
         assert all(starts[:1]), "parts are joined: a group must not begin in another one"
-        for column, (_, usual) in OPTIONAL.items():
-            if self._optional[column].count(usual) < len(self._optional[column]):
+        for column, (dtype, usual) in OPTIONAL.items():
+            if np.any(np.frombuffer(self._optional[column], dtype) != usual):
                 (self._folder / f"{column}.bin").write_bytes(self._optional[column])
 
 
@@ -315,7 +355,7 @@ def add_totals(totals: dict[str, dict[str, int]], more: dict[str, dict[str, int]
 def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
     """Raise Damaged unless the size of every column matches the totals."""
     samples = sum(one["samples"] for one in totals.values())
-    tokens = sum(one["tokens"] for one in totals.values())
+    tokens = sum(one["tokens"] for one in totals.values()) - _linked_count(folder)
     optional = {name: dtype for name, (dtype, _) in OPTIONAL.items() if _has(folder, name)}
     columns = COLUMNS | optional
     columns |= {name + SIZES: np.int64 for name in TEXTS if _has(folder, name + SIZES)}
@@ -328,6 +368,16 @@ def check_columns(folder: Path, totals: dict[str, dict[str, int]]) -> None:
             raise Damaged(str(error)) from None
         if size != expected:
             raise Damaged(f"{file} has {size:,} bytes instead of {expected:,}")
+
+
+def _linked_count(folder: Path) -> int:
+    """Return the number of tokens that are in other files."""
+    try:
+        types = _map_optional(folder, TYPES)
+        lengths = _map(folder / "lengths.bin", np.int64)
+        return 0 if types is None else int(lengths[np.asarray(types) > 0].sum())
+    except (OSError, ValueError, IndexError) as error:
+        raise Damaged(f"{folder}: {error}") from None
 
 
 def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
@@ -352,7 +402,8 @@ def merge(parts: Sequence[Path], into: Path, tick: Callable[[], None]) -> str:
         if any(_has(part, column) for part in parts):
             values = b"".join(_optional(part, column) for part in parts)
             (into / f"{column}.bin").write_bytes(values)
-            digest.update(values)
+            if column in (GROUP_STARTS, KINDS):
+                digest.update(values)
     return digest.hexdigest()
 
 
@@ -361,11 +412,12 @@ def _has(folder: Path, column: str) -> bool:
 
 
 def _optional(folder: Path, column: str) -> bytes:
-    """Return a column of OPTIONAL as one byte per sample."""
+    """Return a column of OPTIONAL as bytes."""
     if _has(folder, column):
         return (folder / f"{column}.bin").read_bytes()
     samples = (folder / "lengths.bin").stat().st_size // np.dtype(COLUMNS["lengths"]).itemsize
-    return bytes([OPTIONAL[column][1]]) * samples
+    dtype, usual = OPTIONAL[column]
+    return np.full(samples, usual, dtype).tobytes()
 
 
 def _copy(source: int, target: int) -> int:

@@ -431,12 +431,13 @@ def stream_data(
     sources = find_sources(data.path, "data.path")
     streams = batch.rows
     files = [file for source in sources for file in source.files]
+    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         identities = dict(zip(files, pool.map(_identity, files), strict=True))
         size = sum(size for size, _ in identities.values())
         wanted = size // (UNITS_PER_STREAM * streams)
         each = max(UNIT_BYTES[0], min(UNIT_BYTES[1], wanted), size // MAX_UNITS)
-        split = pool.map(partial(split_units, bytes_each=each), files)
+        split = pool.map(partial(split_units, bytes_each=each, separator=options.separator), files)
         units_of = dict(zip(files, split, strict=True))
     units = [
         (i, unit)
@@ -449,7 +450,6 @@ def stream_data(
         for file, identity in identities.items()
     }
     parts = -(-streams // len(units))
-    options = TokenizeOptions(data, batch.seq_len, 0.0, tokenizer, template)
     streamed = StreamedData(options, streams, sources, units, parts, digests)
     inspected = _inspect(streamed, size)
     keys = [data.format, data.fields, data.loss_on, data.too_long, data.packing, data.shuffle]
@@ -460,6 +460,7 @@ def stream_data(
     ]
     tokens = inspected.pop("tokens")
     decisive = [numbers, keys, content, tokenizer.fingerprint, template.decides, tokens]
+    decisive += options.separator_of(files)
     text = json.dumps(decisive, sort_keys=True)
     fingerprint = hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
     return replace(streamed, fingerprint=fingerprint, **inspected)

@@ -11,6 +11,7 @@ from fsdp_trainer.data.images.sample_images import ImageReader
 from fsdp_trainer.data.records.conversations import Readable, Reader, make_reader
 from fsdp_trainer.data.records.preference_records import SINGLE, UNPAIRED
 from fsdp_trainer.data.templates.chat_template import Template
+from fsdp_trainer.data.token_files.known_token_files import is_token_file
 from fsdp_trainer.data.tokens.samples import Rendered, Sample, SampleBuilder
 from fsdp_trainer.data.tokens.tokenizer import TextTokenizer
 from fsdp_trainer.errors import Problem, UserError
@@ -34,6 +35,31 @@ class TokenizeOptions:
     template: Template
     kind: str | None = None
     images: ImageReader | None = None
+
+    @property
+    def separator(self) -> int | None:
+        """The token between documents of a token file, as data.end_of_text says.
+
+        None if the tokenizer has no end token. Raises UserError for a token it does not have.
+        """
+        named = self.data.end_of_text
+        if named is None:
+            return self.tokenizer.eos_id
+        token = named if isinstance(named, int) else self.tokenizer.backend.token_to_id(named)
+        if token is not None and 0 <= token < self.tokenizer.vocab_size:
+            return token
+        ending = self.tokenizer.eos_token
+        use = f"Its end token:  data.end_of_text='{ending}'" if ending else "It has no end token"
+        reason = f"the tokenizer has no such token.\n{use}"
+        problem = Problem(f"data.end_of_text={named}", reason)
+        raise UserError("the data cannot be used", [problem])
+
+    def separator_of(self, files: Iterable[str]) -> list[int | None]:
+        """Return the separator in a list if one of the files is a token file, else an empty list.
+
+        It decides the tokens of such files only.
+        """
+        return [self.separator] if any(map(is_token_file, files)) else []
 
     def builder(self) -> SampleBuilder:
         """Return a builder of samples with these options."""

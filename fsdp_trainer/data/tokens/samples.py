@@ -66,6 +66,8 @@ class Sample:
     """DataQuestion.as_json, for prompts only."""
     images: tuple[SampleImage, ...] = ()
     """The images that its tokens stand for, in order."""
+    link: tuple[int, np.dtype] | None = None
+    """First byte and type of the tokens in the file they come from, if they are read from there."""
 
 
 @dataclass
@@ -185,14 +187,15 @@ class SampleBuilder:
 
     def _pretokenized(self, row: Pretokenized) -> Rendered:
         """Return tokens unchanged. Raises RecordError if the tokenizer does not know one."""
-        size = self.tokenizer.vocab_size
-        beyond = next((token for token in row.tokens if not 0 <= token < size), None)
-        if beyond is not None:
+        size, tokens = self.tokenizer.vocab_size, np.asarray(row.tokens)
+        beyond = tokens[(tokens < 0) | (tokens >= size)]
+        if len(beyond):
             raise RecordError(
-                f"holds the token {beyond}, and the tokenizer has 0 to {size - 1}: "
+                f"holds the token {beyond[0]}, and the tokenizer has 0 to {size - 1}: "
                 "tokenizer.path has to be what the data was tokenized with"
             )
-        return _with_tokens(row.tokens, row.learnt, row.where)
+        link = None if row.begin is None else (row.begin, tokens.dtype)
+        return _with_tokens(tokens, row.learnt, row.where, link)
 
     def _segments(self, row: Segments) -> Rendered:
         """Return the tokens of texts that are tokenized separately, as at inference."""
@@ -496,7 +499,9 @@ class SampleBuilder:
             if whole < len(images):
                 size = min(size, int(places[ends[whole] - images[whole].tokens]))
             images = images[:whole]
-        return Sample(sample.tokens[:size], sample.weights[:size], images=images)
+        return replace(
+            sample, tokens=sample.tokens[:size], weights=sample.weights[:size], images=images
+        )
 
     def _keep(self, sample: Sample, text: Rendered) -> list[Sample]:
         bos = self.tokenizer.bos_id
@@ -547,9 +552,14 @@ def require_whole_characters(*texts: str) -> None:
         ) from None
 
 
-def _with_tokens(tokens: list[int], supervised: list[bool], where: tuple[str, int]) -> Rendered:
+def _with_tokens(
+    tokens: list[int] | np.ndarray,
+    supervised: list[bool] | np.ndarray,
+    where: tuple[str, int],
+    link: tuple[int, np.dtype] | None = None,
+) -> Rendered:
     """Return already tokenized data as a text without characters."""
-    sample = Sample(np.array(tokens, np.int32), np.array(supervised, np.float32))
+    sample = Sample(np.array(tokens, np.int32), np.array(supervised, np.float32), link=link)
     return Rendered("", [], where, sample=sample)
 
 

@@ -14,11 +14,14 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fsdp_trainer.data.files.file_splits import Unit, read_records, read_unit
 from fsdp_trainer.data.files.sources import Problems, Record
 from fsdp_trainer.data.records.conversations import (
     Conversation,
     Document,
+    Pretokenized,
     Readable,
     Reader,
     make_reader,
@@ -275,6 +278,8 @@ def content_place(row: Readable) -> float:
     """
     if isinstance(row, Document):
         content = row.text
+    elif isinstance(row, Pretokenized) and isinstance(row.tokens, np.ndarray):
+        content = row.tokens.astype("<i4").tobytes().hex()
     elif isinstance(row, Conversation):
         content = json.dumps([row.messages, row.tools], sort_keys=True, default=str)
     else:

@@ -1,0 +1,102 @@
+"""The formats of token files, and the rows of a file."""
+
+import gzip
+import os
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_trainer.config.data_files import TOKEN_FILES, is_url, kind
+from fsdp_trainer.data.token_files.flat_tokens import open_flat_tokens
+from fsdp_trainer.data.token_files.litdata_chunks import chunk_description, open_litdata_chunk
+from fsdp_trainer.data.token_files.megatron_dataset import index_of, open_megatron_dataset
+from fsdp_trainer.data.token_files.mosaic_shards import open_mosaic_shard
+from fsdp_trainer.data.token_files.token_file import BadTokenFile, TokenFile
+
+Open = Callable[[Path, np.ndarray, bool], TokenFile | None]
+OPENERS: dict[str, tuple[Open, ...]] = {
+    ".bin": (open_megatron_dataset, open_litdata_chunk, open_flat_tokens),
+    ".npy": (open_flat_tokens,),
+    ".mds": (open_mosaic_shard,),
+}
+"""What opens a file, by suffix; the first that knows the file. See `token_file.py`."""
+ROW_COLUMN = "input_ids"
+
+
+def is_token_file(file: str) -> bool:
+    """Return True for a file of tokens, by its name."""
+    return kind(file)[0] in TOKEN_FILES
+
+
+def companion(file: str) -> Path | None:
+    """Return the file that describes a token file; None if there is none."""
+    path = Path(file)
+    if is_url(file) or not is_token_file(file):
+        return None
+    if path.suffix == ".bin" and (index := index_of(path)):
+        return index
+    described = kind(file)[0] == ".mds" or chunk_description(path)
+    index = path.parent / "index.json"
+    return index if described and index.is_file() else None
+
+
+def open_token_file(file: str) -> TokenFile:
+    """Return a token file; raises BadTokenFile with the reason why it cannot be read."""
+    if is_url(file):
+        raise BadTokenFile("is remote, and tokens are mapped from a local disk: copy it first")
+    index = companion(file)
+    return _opened(file, tuple(os.stat(each).st_mtime_ns for each in (file, index) if each))
+
+
+@lru_cache(maxsize=64)
+def _opened(file: str, changed: tuple[int, ...]) -> TokenFile:
+    path, (suffix, compression) = Path(file), kind(file)
+    content = _content(path, compression)
+    if not len(content):
+        raise BadTokenFile("is empty")
+    for opens in OPENERS[suffix]:
+        opened = opens(path, content, compression is None)
+        if opened is not None:
+            return opened
+    raise BadTokenFile("is of no known format")
+
+
+def _content(path: Path, compression: str | None) -> np.ndarray:
+    if not path.stat().st_size:
+        return np.empty(0, np.uint8)
+    if compression is None:
+        return np.memmap(path, np.uint8, "r")
+    if compression == ".gz":
+        with gzip.open(path) as file:
+            return np.frombuffer(file.read(), np.uint8)
+    from fsdp_trainer.data.files.tables import open_zstd
+
+    with open(path, "rb") as packed:
+        return np.frombuffer(open_zstd(packed).read(), np.uint8)
+
+
+def token_edges(file: str, bytes_each: int) -> list[int]:
+    """Return where the parts of a token file begin; [0] if it cannot be read."""
+    try:
+        return open_token_file(file).edges(bytes_each)
+    except (BadTokenFile, OSError):
+        return [0]
+
+
+def token_rows(
+    file: str, start: int, stop: int | None, separator: int | None
+) -> Iterator[tuple[int, dict[str, Any], str | None]]:
+    """Yield (number, columns, error) of the documents that begin in a part of a token file.
+
+    The number is that of the document, or of its first token if the format lists no documents.
+    """
+    try:
+        opened = open_token_file(file)
+    except BadTokenFile as error:
+        yield 1, {}, str(error)
+        return
+    for number, tokens in opened.documents(start, stop, separator):
+        yield number, {ROW_COLUMN: tokens}, None

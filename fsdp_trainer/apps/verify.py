@@ -17,7 +17,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
     read_manifest,
 )
 from fsdp_trainer.checkpoint.digest import weights_digest
-from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, read_headers, tensor_parts
+from fsdp_trainer.checkpoint.formats.huggingface import check_tensors, stored_tensors, tensor_parts
 from fsdp_trainer.checkpoint.frozen_weights import (
     base_folder,
     kept_in_four_bits,
@@ -90,7 +90,7 @@ def compare(source: Path, folder: Path) -> int:
     else:
         merge_into = read_origin(folder).get("merge_into", "original")
         ours = read_model(source, merge_into=merge_into, is_checked=True)
-        stored, problems = read_headers(folder, ours.config.by_transformers)
+        stored, problems = stored_tensors(folder, ours.config)
         problems = problems or check_tensors(ours, stored, ours.config.vocab_size)
         if problems:
             print(f"{folder} holds another model: {problems[0].what} {problems[0].reason}")

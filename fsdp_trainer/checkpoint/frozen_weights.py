@@ -546,7 +546,7 @@ def recorded_digests(folder: Path) -> Base:
 
 def _locate(base: Base) -> Path:
     path = Path(base.source)
-    if path.is_dir():
+    if path.exists():
         return path
     if base.hub_id:
         return fetch(base.hub_id)

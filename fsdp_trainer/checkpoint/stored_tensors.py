@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fsdp_trainer.base.torch_private import numbers_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
@@ -15,9 +15,10 @@ from fsdp_trainer.errors import RunFailed
 class StoredTensors:
     """All tensors of a checkpoint: weights and the optimizer's state, each with its prefix."""
 
-    def __init__(self, checkpoint: Path | str):
+    def __init__(self, checkpoint: Path | str, metadata: Metadata | None = None):
+        """metadata: the description of another tool's checkpoint, which is not unpickled freely."""
         self.checkpoint = Path(checkpoint)
-        self._metadata = FileSystemReader(checkpoint).read_metadata()
+        self._metadata = metadata or FileSystemReader(checkpoint).read_metadata()
         self.entries = {
             name: entry
             for name, entry in self._metadata.state_dict_metadata.items()

@@ -14,6 +14,7 @@ from fsdp_trainer.config.data_files import (
     why_url_unusable,
 )
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.other_tools.other_weights import described_at, is_described
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     base_of_adapter,
@@ -21,6 +22,7 @@ from fsdp_trainer.config.paths import (
     has_tokenizer,
     is_adapter,
     is_hub_id,
+    model_folder,
     run_folder,
     tokenizer_folder,
 )
@@ -87,7 +89,8 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
-        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's into it")
+        where = "beside" if cfg.source.endswith(".gguf") else "into"
+        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's {where} it")
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):
@@ -227,10 +230,11 @@ def _check_weights(key: str, path: str, report: Report) -> None:
 def _wrong_weights(key: str, folder: Path) -> str:
     """Return the reason why a folder has no weights to start from; "" if it has some."""
     if not folder.exists():
-        return f"there is no such folder{_near(str(folder))}"
+        what = "file" if folder.suffix == ".gguf" else "folder"
+        return f"there is no such {what}{_near(str(folder))}"
     if is_adapter(folder):
         return _baseless(str(folder))
-    if (folder / "config.json").is_file() or find_checkpoint(folder):
+    if is_described(described_at(folder)) or find_checkpoint(folder):
         return ""
     if (folder / "events.jsonl").is_file():
         return "this run has not committed a checkpoint yet: wait for its first"
@@ -255,9 +259,9 @@ def _baseless(path: str) -> str:
 
 
 def _lacks_tokenizer(path: str) -> bool:
-    """Return True if a Hugging Face folder has no tokenizer. Checkpoints always have one."""
-    folder = tokenizer_folder(path)
-    return (folder / "config.json").is_file() and not has_tokenizer(folder)
+    """Return True if a model has no tokenizer beside it. Checkpoints always have one."""
+    described = is_described(model_folder(path)) and not find_checkpoint(path)
+    return described and not has_tokenizer(tokenizer_folder(path))
 
 
 def _unreadable(key: str, path: str) -> str | None:

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.config.other_tools.other_weights import described_at, kind_of_weights
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.yaml_text import load_yaml
 
@@ -70,6 +71,11 @@ def is_whole_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in MODEL_WEIGHTS)
 
 
+def has_weights(folder: Path) -> bool:
+    """Return True for a folder with a whole model, in Hugging Face's or another tool's format."""
+    return is_whole_model(folder) or kind_of_weights(folder) is not None
+
+
 def checkpoint_configuration(checkpoint: Path) -> dict[str, Any]:
     """Return the resolved configuration of the run that wrote a checkpoint. Raises OSError."""
     return load_yaml((checkpoint / "config.yaml").read_text())
@@ -117,13 +123,14 @@ def model_folder(path: str | Path) -> Path:
         base = base_of_adapter(path)
         if base:
             return downloaded(base) if is_hub_id(base) else model_folder(base)
-    return Path(path).expanduser()
+    return described_at(Path(path).expanduser())
 
 
 def tokenizer_folder(path: str | Path) -> Path:
     """Return the folder with the tokenizer: an adapter's own, if it has one, else the model's."""
     folder = Path(path).expanduser()
-    return folder if is_adapter(folder) and has_tokenizer(folder) else model_folder(path)
+    own = folder if is_adapter(folder) and has_tokenizer(folder) else model_folder(path)
+    return own.parent if own.suffix == ".gguf" else own
 
 
 def has_tokenizer(folder: Path) -> bool:

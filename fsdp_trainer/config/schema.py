@@ -264,8 +264,8 @@ class Model:
     )
     init_from: str | None = key(
         None,
-        "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint; null:"
-        " random",
+        "weights at the start: a Hugging Face folder or hub id, a run or a checkpoint, weights of"
+        " another tool (docs/formats.md); null: random",
     )
     implementation: str = key(
         "auto",

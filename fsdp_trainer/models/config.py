@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from fsdp_trainer.base.round_up import round_up
+from fsdp_trainer.config.other_tools.other_weights import described_otherwise
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.families import (
     FAMILIES,
@@ -663,7 +664,12 @@ class RankConfig:
 
 
 def read_config_file(path: Path) -> Json:
-    """Return the content of a config.json. Raises UserError if it is no JSON object."""
+    """Return the content of a config.json, or what describes another tool's weights in its place.
+
+    Raises UserError if it is no JSON object.
+    """
+    if not path.exists() and (described := described_otherwise(path.parent)):
+        return described
     try:
         raw = json.loads(path.read_text())
         if not isinstance(raw, dict):

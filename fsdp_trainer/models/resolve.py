@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdp_trainer.config.context_methods import context_problems
 from fsdp_trainer.config.formats import FOUR_BIT_BLOCK, block_size, moments_format
+from fsdp_trainer.config.other_tools.other_weights import is_described
 from fsdp_trainer.config.paths import is_hub_id, model_folder
 from fsdp_trainer.config.pipeline_schedules import Stages
 from fsdp_trainer.config.schema import Adapter, Loss, Model, Sharding, TrainConfig
@@ -131,7 +132,7 @@ def model_problems(cfg: TrainConfig) -> list[Problem]:
     if problems := list(without_folder(model)):
         return problems
     if model.init_from and (
-        is_hub_id(model.init_from) or not (model_folder(model.init_from) / "config.json").is_file()
+        is_hub_id(model.init_from) or not is_described(model_folder(model.init_from))
     ):
         return []
     try:

@@ -22,6 +22,7 @@ from fsdp_trainer.config.devices import (
 )
 from fsdp_trainer.config.host_list import hosts_of, ranks_of
 from fsdp_trainer.config.layout import Layout
+from fsdp_trainer.config.other_tools.other_weights import is_described
 from fsdp_trainer.config.paths import model_folder
 from fsdp_trainer.config.schema import Model, Sharding, TrainConfig
 from fsdp_trainer.config.verbs import PlanConfig
@@ -43,7 +44,7 @@ def architecture(cfg: TrainConfig) -> tuple[ModelConfig, list[str]]:
     model. Raises UserError if there is none.
     """
     model, assumed = cfg.model, []
-    if model.init_from and not (model_folder(model.init_from) / "config.json").is_file():
+    if model.init_from and not is_described(model_folder(model.init_from)):
         model, source = _named_size(model)
         sizes = f"its sizes are taken to be those of {source}"
         assumed.append(f"{cfg.model.init_from} is not on this disk: {sizes}")

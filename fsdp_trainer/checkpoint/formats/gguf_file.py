@@ -242,6 +242,9 @@ def vocabulary_of(folder: Path, size: int) -> Vocabulary:
     """
     if (folder / "tokenizer.model").is_file():
         return sentencepiece_vocabulary(folder, size)
+    if not (folder / "tokenizer.json").is_file():
+        reason = "has no tokenizer, which a GGUF file includes. Copy the model's tokenizer.json"
+        raise UserError("there is no GGUF of it", [Problem(str(folder), reason)])
     stored = json.loads((folder / "tokenizer.json").read_text())
     cut = name_of_cut(stored)
     if stored["model"]["type"] != "BPE" or cut is None:

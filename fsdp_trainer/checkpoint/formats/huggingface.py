@@ -35,6 +35,9 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     piece_bytes,
     row_ranges,
 )
+from fsdp_trainer.checkpoint.other_tools.known_weights import other_tensors
+from fsdp_trainer.config.other_tools.other_weights import described_at
+from fsdp_trainer.config.paths import is_whole_model
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.decoder import Decoder
@@ -154,6 +157,17 @@ def read_headers(
     return join_mxfp4(with_scales(tensors)), problems
 
 
+def stored_tensors(
+    folder: Path, config: ModelConfig
+) -> tuple[dict[str, HuggingFaceTensor], list[Problem]]:
+    """Return the tensors of a folder, of Hugging Face's or another tool's, as read_headers does."""
+    if not is_whole_model(folder) and not config.by_transformers:
+        others = other_tensors(folder, config)
+        if others is not None:
+            return dict(others), []
+    return read_headers(folder, all_parts=config.by_transformers)
+
+
 def with_scales(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return the tensors, with each float8 matrix and its scales joined into one."""
     joined = dict(tensors)
@@ -197,7 +211,8 @@ def _weight_files(folder: Path) -> list[Path]:
         return sorted(folder / name for name in names)
     if single.is_file():
         return [single]
-    problem = Problem(str(folder), f"has neither {SINGLE} nor {INDEX}; only safetensors are read")
+    reason = f"has neither {SINGLE} nor {INDEX}, nor weights of another tool that are read"
+    problem = Problem(str(folder), reason)
     raise UserError("there are no weights", [problem])
 
 
@@ -325,7 +340,7 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     fit the model.
     """
     model = meta_decoder(config)
-    vocab_size = read_architecture(folder).vocab_size
+    vocab_size = read_architecture(described_at(folder)).vocab_size
     stored = _require_fitting(model, folder, vocab_size)
     if config.by_transformers:
         return weights_in_places(model, stored)
@@ -378,7 +393,7 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
 
 
 def _require_fitting(model: Decoder, folder: Path, vocab_size: int) -> dict[str, HuggingFaceTensor]:
-    stored, problems = read_headers(folder, all_parts=model.config.by_transformers)
+    stored, problems = stored_tensors(folder, model.config)
     misfits = check_tensors(model, stored, vocab_size)
     if problems:  # a tensor that is missing may be in a broken file
         misfits = [problem for problem in misfits if problem.what in stored]

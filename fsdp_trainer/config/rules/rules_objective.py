@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsdp_trainer.config.check import Report, Violations, value_of
 from fsdp_trainer.config.durations import parse_duration
-from fsdp_trainer.config.paths import find_checkpoint, is_whole_model
+from fsdp_trainer.config.paths import find_checkpoint, has_weights
 from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.environments.known_environments import environment_problems
 from fsdp_trainer.extensions import objective_names
@@ -48,7 +48,7 @@ def reference(cfg: TrainConfig, report: Report) -> Violations:
     if second is None or second.is_separate or second.is_start:
         return
     folder = Path(second.source)
-    if not (find_checkpoint(folder) or is_whole_model(folder)):
+    if not (find_checkpoint(folder) or has_weights(folder)):
         yield (
             "objective.reference",
             "is neither a run nor a Hugging Face folder with weights.\n"

@@ -1,0 +1,168 @@
+"""Tensors of another tool's files, under the names and in the order of Hugging Face's."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.formats.derived import SomeRows, rows_of
+from fsdp_trainer.checkpoint.formats.tensor_files import (
+    DTYPES,
+    HuggingFaceTensor,
+    TensorOnDisk,
+    as_tensor,
+    read_whole,
+)
+from fsdp_trainer.models.config import ModelConfig
+
+NUMBER_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
+WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Parts of names that torch's wrappers add."""
+
+META_NAMES = {
+    r"tok_embeddings\.weight": "model.embed_tokens.weight",
+    r"norm\.weight": "model.norm.weight",
+    r"output\.weight": "lm_head.weight",
+    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+    r"layers\.(\d+)\.attention\.w([qkvo])\.(weight|bias)": r"model.layers.\1.self_attn.\2_proj.\3",
+    r"layers\.(\d+)\.attention\.([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
+    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
+    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
+}
+"""Names of Meta's Llama and of torchtitan's models, as expressions, and Hugging Face's."""
+GGUF_NAMES = {
+    r"token_embd\.weight": "model.embed_tokens.weight",
+    r"output_norm\.weight": "model.norm.weight",
+    r"output\.weight": "lm_head.weight",
+    r"blk\.(\d+)\.attn_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"blk\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+    r"blk\.(\d+)\.attn_([qkv])\.(weight|bias)": r"model.layers.\1.self_attn.\2_proj.\3",
+    r"blk\.(\d+)\.attn_output\.(weight|bias)": r"model.layers.\1.self_attn.o_proj.\2",
+    r"blk\.(\d+)\.attn_([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
+    r"blk\.(\d+)\.ffn_(gate|up|down)\.(weight|bias)": r"model.layers.\1.mlp.\2_proj.\3",
+}
+"""Names in GGUF files."""
+META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.")
+META_EMBEDDING, EMBEDDING = "tok_embeddings.weight", "model.embed_tokens.weight"
+ROTATES_PAIRS = ("llama", "mistral")
+"""Model types whose queries and keys Meta and llama.cpp rotate in pairs of neighbours."""
+
+
+@dataclass
+class ForeignTensor(HuggingFaceTensor):
+    """A tensor that is read as its `source` is."""
+
+    source: TensorOnDisk
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        return self.source.read_rows(first, last, buffer)
+
+    def as_matrix(self) -> TensorOnDisk:
+        """Return stacked matrices as one matrix of all their rows, any other tensor unchanged."""
+        return self.source.as_matrix()
+
+    def whole_rows(self, first: int, count: int) -> SomeRows:
+        """Return `count` rows as a tensor of their own."""
+        return rows_of(self.source, first, count)
+
+
+def foreign(source: TensorOnDisk) -> ForeignTensor:
+    """Return a tensor that a Hugging Face folder could hold."""
+    number_format = NUMBER_FORMATS.get(source.dtype, str(source.dtype))
+    return ForeignTensor(source.dtype, tuple(source.shape), source.chunks, number_format, source)
+
+
+@dataclass
+class HalvedHeads(TensorOnDisk):
+    """Rows of heads that alternate between their two halves, put back one half after the other."""
+
+    source: TensorOnDisk
+    head_rows: int
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        begin = first // self.head_rows * self.head_rows
+        end = -(-last // self.head_rows) * self.head_rows
+        shape = (-1, self.head_rows // 2, 2, *self.shape[1:])
+        pairs = read_whole(self.source, begin, end).view(shape)
+        halves = pairs.transpose(1, 2).reshape(end - begin, *self.shape[1:])
+        rows = as_tensor(buffer, self.dtype, (last - first, *self.shape[1:]))
+        return rows.copy_(halves[first - begin : last - begin])
+
+
+def huggingface_names(
+    tensors: Mapping[str, TensorOnDisk], config: ModelConfig
+) -> dict[str, ForeignTensor]:
+    """Return the model's tensors among others, by Hugging Face's names.
+
+    Names may have a common prefix and those of torch's wrappers; names of Meta's are translated. A
+    name that is not known is kept, so that whoever checks the tensors reports it.
+    """
+    plain = {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    for embedding in (EMBEDDING, META_EMBEDDING):
+        found = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]
+        if found:
+            prefix = min(found, key=len).removesuffix(embedding)
+            own = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in plain.items()
+                if name.startswith(prefix)
+            }
+            if embedding == META_EMBEDDING:
+                # others are of the optimizer or the loader, or constants
+                return renamed({n: own[n] for n in own if META_WEIGHT.match(n)}, META_NAMES, config)
+            return {name: foreign(t) for name, t in own.items() if _is_of_model(name)}
+    return {name: foreign(tensor) for name, tensor in plain.items()}
+
+
+def _is_of_model(name: str) -> bool:
+    """Return True for a name below model. or of a head; a checkpoint may hold other states too."""
+    return name.startswith(("model.", "lm_head.", "score."))
+
+
+def renamed(
+    tensors: Mapping[str, TensorOnDisk], names: Mapping[str, str], config: ModelConfig
+) -> dict[str, ForeignTensor]:
+    """Return tensors by Hugging Face's names, queries and keys in its order.
+
+    A name that is not known is kept. names: META_NAMES or GGUF_NAMES.
+    """
+    named = {}
+    for name, tensor in tensors.items():
+        new = next(
+            (re.sub(old, theirs, name) for old, theirs in names.items()
+             if re.fullmatch(old, name)), None,
+        )  # fmt: skip
+        new = new or name
+        if config.family in ROTATES_PAIRS and re.search(r"\.[qk]_proj\.", new):
+            chunks, shape = tensor.chunks, tuple(tensor.shape)
+            tensor = HalvedHeads(tensor.dtype, shape, chunks, tensor, config.head_dim)
+        named[new] = foreign(tensor)
+    return named
+
+
+def joined(parts: list[TensorOnDisk], dimension: int) -> TensorOnDisk:
+    """Return tensors as one that is cut into them along a dimension."""
+    shape = list(parts[0].shape)
+    shape[dimension] = sum(part.shape[dimension] for part in parts)
+    chunks, start = [], 0
+    for part in parts:
+        for chunk in part.chunks:
+            place = list(chunk.part)
+            held = place[dimension]
+            place[dimension] = slice(held.start + start, held.stop + start)
+            chunks.append(replace(chunk, part=tuple(place)))
+        start += part.shape[dimension]
+    return TensorOnDisk(parts[0].dtype, tuple(shape), chunks)
+
+
+def is_floating(tensor: TensorOnDisk) -> bool:
+    """Return True for numbers that may be weights."""
+    return torch.empty(0, dtype=tensor.dtype).is_floating_point()

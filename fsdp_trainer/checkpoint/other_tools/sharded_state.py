@@ -1,0 +1,61 @@
+"""Distributed checkpoints (DCP) of other tools: torchtitan's, accelerate's, FSDP's."""
+
+import pickle
+from pathlib import Path
+
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+    ForeignTensor,
+    huggingface_names,
+    is_floating,
+)
+from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
+from fsdp_trainer.config.other_tools.other_weights import METADATA, sharded_folder
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.models.config import ModelConfig
+
+ALLOWED = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+"""Modules whose classes describe a checkpoint."""
+ALSO_ALLOWED = {
+    ("torch", "Size"), ("torch", "device"), ("torch._utils", "_rebuild_device"),
+    ("torch.serialization", "_get_layout"), ("torch", "memory_format"),
+    ("torch.storage", "UntypedStorage"), ("pathlib", "PosixPath"), ("pathlib", "Path"),
+    ("collections", "OrderedDict"), ("builtins", "set"), ("_codecs", "encode"),
+    ("pathlib._local", "PosixPath"), ("io", "BytesIO"),
+}  # fmt: skip
+
+
+class MetadataReader(pickle.Unpickler):
+    """Reads a checkpoint's description, and refuses all else that a pickle could import."""
+
+    def find_class(self, module: str, name: str) -> object:
+        """Return a class that describes a checkpoint."""
+        is_number_format = module == "torch" and name in NUMBER_FORMAT_NAMES
+        if module.startswith(ALLOWED) or (module, name) in ALSO_ALLOWED or is_number_format:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+NUMBER_FORMAT_NAMES = (
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn", "float8_e5m2", "strided", "contiguous_format", "preserve_format",
+)  # fmt: skip
+
+
+def sharded_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
+    """Return the weights of a DCP folder by Hugging Face's names. Raises UserError."""
+    checkpoint = sharded_folder(folder)
+    assert checkpoint is not None
+    try:
+        with open(checkpoint / METADATA, "rb") as file:
+            metadata = MetadataReader(file).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError) as error:
+        reason = f"is no description of a checkpoint, or holds more than that: {error}"
+        raise UserError(
+            "cannot read the weights", [Problem(str(checkpoint / METADATA), reason)]
+        ) from None
+    stored = StoredTensors(checkpoint, metadata)
+    try:
+        tensors = {name: stored.tensor(name) for name, shape in stored.shapes.items() if shape}
+    except (RunFailed, KeyError) as error:
+        raise UserError("cannot read the weights", [Problem(str(checkpoint), str(error))]) from None
+    return huggingface_names({n: t for n, t in tensors.items() if is_floating(t)}, config)

@@ -1,0 +1,132 @@
+"""Folders with weights of other tools, and where their architecture is described.
+
+Does not import torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.config.other_tools.gguf_description import described_by_gguf, gguf_files
+from fsdp_trainer.errors import Problem, UserError
+
+METADATA = ".metadata"
+"""The file that describes a distributed checkpoint of torch."""
+META_FILES, META_PARAMS = "consolidated.*.pth", "params.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+SHARDED_BELOW = "pytorch_model_fsdp_*"
+"""The folder in which accelerate puts a distributed checkpoint."""
+NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "random_states", "training_args",
+               "recipe_state", "sampler", "adapter", "scaler")  # fmt: skip
+"""Beginnings of the names of torch's files that hold other states."""
+CONFIG, OWN = "config.json", "config.yaml"
+"""Files with the architecture, and with the keys of a run in each checkpoint of this trainer."""
+LLAMA_2_ROWS, LLAMA_3_WIDTH = 32000, 4096
+"""Rows of the embedding where params.json says -1, as in Llama 1 and 2. Width of the smallest Llama
+3.1; the narrower Llama 3.2 ties its head and scales positions by more, which nothing says."""
+
+
+def sharded_folder(folder: Path) -> Path | None:
+    """Return the distributed checkpoint that is `folder`, or accelerate's in it; None if none."""
+    if (folder / METADATA).is_file():
+        return folder
+    below = [each for each in sorted(folder.glob(SHARDED_BELOW)) if (each / METADATA).is_file()]
+    return below[0] if len(below) == 1 else None
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """Return the files of torch.save in a folder that may hold weights."""
+    return sorted(
+        file
+        for pattern in ("*.bin", "*.pt", "*.pth")
+        for file in folder.glob(pattern)
+        if not file.name.startswith(NOT_WEIGHTS)
+    )
+
+
+def kind_of_weights(folder: Path) -> str | None:
+    """Return `gguf`, `meta`, `sharded` or `torch` for another tool's weights, None for others."""
+    if (folder / OWN).is_file():
+        return None
+    if gguf_files(folder):
+        return "gguf"
+    if (folder / META_PARAMS).is_file() and any(folder.glob(META_FILES)):
+        return "meta"
+    if sharded_folder(folder):
+        return "sharded"
+    return "torch" if torch_files(folder) else None
+
+
+def described_at(folder: Path) -> Path:
+    """Return the folder with config.json: the given one, or one up to two levels above weights."""
+    if (folder / CONFIG).is_file() or not folder.is_dir() or not kind_of_weights(folder):
+        return folder
+    above = [folder.parent, folder.parent.parent]
+    return next((each for each in above if (each / CONFIG).is_file()), folder)
+
+
+def is_described(folder: Path) -> bool:
+    """Return True if a folder says which architecture its weights have."""
+    return (folder / CONFIG).is_file() or kind_of_weights(folder) in ("gguf", "meta")
+
+
+def described_otherwise(folder: Path) -> dict[str, Any] | None:
+    """Return a config.json for weights that another file describes; None if there is none.
+
+    Raises UserError.
+    """
+    return described_by_gguf(folder) or described_by_meta(folder)
+
+
+def described_by_meta(folder: Path) -> dict[str, Any] | None:
+    """Return a config.json for Meta's params.json; None if there is none. Raises UserError."""
+    file = folder / META_PARAMS
+    if not file.is_file():
+        return None
+    try:
+        return _llama_config(json.loads(file.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = Problem(str(file), f"is not Meta's: {type(error).__name__} {error}")
+        raise UserError("cannot read the model's configuration", [problem]) from None
+
+
+def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
+    width, heads = params["dim"], params["n_heads"]
+    if params.get("moe_args") or "vision_chunk_size" in params or "vision_args" in params:
+        raise ValueError("only Llama 1 to 3 without images are read")
+    hidden = int(2 * 4 * width / 3)
+    hidden = int(params.get("ffn_dim_multiplier", 1) * hidden)
+    multiple = params.get("multiple_of", 256)
+    vocabulary = params.get("vocab_size", -1)
+    is_3_2 = bool(params.get("use_scaled_rope")) and width < LLAMA_3_WIDTH
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": -(-hidden // multiple) * multiple,
+        "num_hidden_layers": params["n_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": params.get("n_kv_heads") or heads,
+        "vocab_size": vocabulary if vocabulary > 0 else LLAMA_2_ROWS,
+        "rms_norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": params.get("rope_theta", 10000.0),
+        "max_position_embeddings": params.get("max_seq_len", _length(params)),
+        "tie_word_embeddings": bool(params.get("tie_word_embeddings", is_3_2)),
+        "hidden_act": "silu",
+    }
+    if params.get("use_scaled_rope"):
+        config["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": float(params.get("rope_scaling_factor", 32.0 if is_3_2 else 8.0)),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": float(params.get("rope_high_freq_factor", 4.0)),
+            "original_max_position_embeddings": 8192,
+        }
+    return config
+
+
+def _length(params: dict[str, Any]) -> int:
+    """Return the length that Meta trained with, which params.json does not say."""
+    if params.get("use_scaled_rope"):
+        return 131072
+    return 8192 if params.get("rope_theta") == 500000.0 else 4096

@@ -1,0 +1,336 @@
+"""Weights of other tools are read where they lie, and are those of the same Hugging Face folder."""
+
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from stored import assert_byte_equal, tensors
+from torch.distributed.fsdp import fully_shard
+from zoo import make_folder
+
+from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import HalvedHeads
+from fsdp_trainer.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+META = {
+    "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv", "self_attn.o_proj": "attention.wo",
+    "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+    "mlp.up_proj": "feed_forward.w3", "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm", "model.layers": "layers",
+}  # fmt: skip
+
+
+def of(folder):
+    """Return transformers' model of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def make_other(tmp_path, family="llama", **options):
+    """Return a Hugging Face folder, and a new one with its files but without weights."""
+    folder = make_folder(tmp_path / "hf", family, **options)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other, ignore=lambda _, names: [n for n in names if "safetens" in n])
+    return folder, other
+
+
+def require_equal(folder, other):
+    """Check that every weight of both folders is the same, to the bit."""
+    expected, read = (dict(load_model(path).named_weights()) for path in (folder, other))
+    assert expected.keys() == read.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, read[name]), name
+
+
+def in_pairs(weight, heads):
+    """Return rows of heads in Meta's order: the two halves of each head alternate."""
+    halves = weight.view(heads, 2, -1, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def as_meta(model):
+    """Return the weights of a model under Meta's names, in Meta's order."""
+    config, named = model.config, {}
+    for name, weight in model.state_dict().items():
+        if config.model_type == "llama" and "q_proj" in name:
+            weight = in_pairs(weight, config.num_attention_heads)
+        if config.model_type == "llama" and "k_proj" in name:
+            weight = in_pairs(weight, config.num_key_value_heads)
+        for old, new in META.items():
+            name = name.replace(old, new)
+        named[name] = weight.clone()
+    return named
+
+
+@pytest.mark.parametrize("within", [None, "model", "module"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "phi3"])
+def test_files_of_torch_are_read_piece_by_piece(tmp_path, family, within):
+    folder, other = make_other(tmp_path, family, dtype=torch.bfloat16)
+    state = load_file(folder / "model.safetensors")
+    state = {f"module.{name}": tensor for name, tensor in state.items()} if within else state
+    torch.save({within: state, "step": 3} if within else state, other / "pytorch_model.bin")
+    require_equal(folder, other)
+
+
+def test_an_index_names_the_files_of_torch(tmp_path):
+    folder, other = make_other(tmp_path)
+    state = [*of(folder).state_dict().items()]
+    parts = {"pytorch_model-1.bin": state[:5], "pytorch_model-2.bin": state[5:]}
+    for name, part in parts.items():
+        torch.save({key: tensor.clone() for key, tensor in part}, other / name)
+    torch.save({"state": {}}, other / "optimizer.bin")
+    names = {key: name for name, part in parts.items() for key, _ in part}
+    (other / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    require_equal(folder, other)
+    (other / "pytorch_model-2.bin").unlink()
+    with pytest.raises(UserError, match="is not there, and pytorch_model"):
+        load_model(other)
+
+
+def meta_params(folder, **others):
+    config = json.loads((folder / "config.json").read_text())
+    return {
+        "dim": config["hidden_size"], "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"], "n_kv_heads": config["num_key_value_heads"],
+        "vocab_size": config["vocab_size"], "norm_eps": config["rms_norm_eps"],
+        "multiple_of": config["intermediate_size"], "rope_theta": 500000.0, **others,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("files", [1, 2])
+@pytest.mark.parametrize("embedding", ["rows", "columns"])
+def test_a_folder_of_metas_is_a_model_of_its_own(tmp_path, files, embedding):
+    folder, other = make_other(tmp_path, rope_theta=500000.0, intermediate_size=128)
+    (other / "config.json").unlink()
+    (other / "params.json").write_text(json.dumps(meta_params(folder)))
+    weights = as_meta(of(folder)) | {"rope.freqs": torch.ones(4)}
+    for number in range(files):
+        part = {}
+        for name, weight in weights.items():
+            by_columns = name.endswith(("attention.wo.weight", "feed_forward.w2.weight")) or (
+                embedding == "columns" and name == "tok_embeddings.weight"
+            )
+            whole = weight.ndim < 2
+            part[name] = weight if whole else weight.chunk(files, int(by_columns))[number].clone()
+        torch.save(part, other / f"consolidated.{number:02}.pth")
+    require_equal(folder, other)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.allclose(load_model(other).logits(ids), of(folder)(ids).logits, atol=1e-5)
+
+
+def test_heads_of_metas_give_the_scores_that_metas_rotation_gives():
+    """Meta rotates pairs of neighbouring channels as complex numbers, Hugging Face halves."""
+    torch.manual_seed(0)
+    heads, width, length = 3, 8, 5
+    x = torch.randn(length, 12)
+    query, key = torch.randn(2, heads * width, 12)
+    angles = torch.outer(torch.arange(length), 100.0 ** -(torch.arange(0, width, 2) / width))
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def by_meta(weight):
+        states = (x @ weight.T).view(length, heads, width // 2, 2)
+        return torch.view_as_real(torch.view_as_complex(states) * turns).flatten(2)
+
+    def by_halves(weight):
+        one, two = (x @ weight.T).view(length, heads, width).chunk(2, -1)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+
+    def scores(rotate, *weights):
+        return torch.einsum("qhd,khd->hqk", *(rotate(weight) for weight in weights))
+
+    theirs = scores(by_meta, query, key)
+    halved = [halves(weight, width) for weight in (query, key)]
+    assert torch.allclose(scores(by_halves, *halved), theirs, atol=1e-5)
+
+
+class InMemory(TensorOnDisk):
+    def read_rows(self, first, last, buffer):
+        return self.matrix[first:last].clone()
+
+
+def halves(weight, head_rows):
+    source = InMemory(weight.dtype, tuple(weight.shape), [])
+    source.matrix = weight
+    tensor = HalvedHeads(weight.dtype, tuple(weight.shape), [], source, head_rows)
+    rows = [
+        tensor.read_rows(first, last, torch.empty(4 * weight.numel(), dtype=torch.uint8)).clone()
+        for first, last in ((0, 3), (3, 17), (17, len(weight)))
+    ]
+    return torch.cat(rows)
+
+
+def test_rows_of_any_part_of_a_head_are_put_back():
+    weight = torch.arange(24.0)[:, None]
+    assert torch.equal(halves(in_pairs(weight, 3), 8), weight)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("place", ["", "step-10"])
+def test_a_checkpoint_of_torchtitans_is_read(tmp_path, family, place):
+    folder, other = make_other(tmp_path, family)
+    state = as_meta(of(folder))
+    state |= {"optimizer.state.tok_embeddings.weight.exp_avg": torch.ones(3, 3)}
+    state |= {"train_state": {"step": 10}, "freqs_cis": torch.ones(3)}
+    dcp.save(state, checkpoint_id=other / place)
+    require_equal(folder, other / place)
+
+
+def save_sharded(folder, checkpoint):
+    """Save a model that FSDP2 has sharded over all ranks, as accelerate does."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = of(folder)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=checkpoint)
+
+
+def as_rank(function, *args):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    try:
+        function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_sharded_checkpoint_of_accelerates_trains_as_the_folder_does(world, tmp_path, inputs):
+    folder, other = make_other(tmp_path, tie_word_embeddings=True)
+    world.call(2, as_rank, save_sharded, folder, other / "pytorch_model_fsdp_0")
+    require_equal(folder, other)
+    keys = ["precision=fp32", "train.steps=2", "batch.seq_len=64", "batch.rows=4", "optim.lr=1e-3",
+            *(f"{key}={value}" for key, value in inputs.items())]  # fmt: skip
+    runs = [
+        world.train(tmp_path / name, f"model.init_from={path}", *keys, base=[], ranks=2)
+        for name, path in (("a", folder), ("b", other))
+    ]
+    ours, theirs = (tensors(run.folder / "checkpoints" / "step-00000002") for run in runs)
+    assert_byte_equal(ours, theirs)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code of others runs",)
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda p: torch.save(Evil(), p / "pytorch_model.bin"), "holds more than tensors"),
+        (lambda p: (p / "pytorch_model.bin").write_bytes(b"no"), "is no file of torch.save"),
+        (lambda p: torch.save({"epoch": 3}, p / "model.pt"), "holds no weights"),
+        (
+            lambda p: torch.save({"w": torch.ones(2, 3).T}, p / "model.pt"),
+            "w is a view that is not contiguous",
+        ),
+        (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Evil())), "holds more than that"),
+        (
+            lambda p: torch.save({"model.embed_tokens.weight": torch.ones(9, 9)}, p / "a.pt"),
+            "is missing; the model has it with shape",
+        ),
+    ],
+)
+def test_what_is_not_weights_alone_is_refused_with_the_reason(tmp_path, capsys, write, reason):
+    _, other = make_other(tmp_path)
+    write(other)
+    with pytest.raises(UserError) as caught:
+        load_model(other)
+    assert reason in str(caught.value)
+    assert "code of others" not in capsys.readouterr().out
+
+
+def test_a_file_that_was_copied_in_part_is_refused(tmp_path):
+    folder, other = make_other(tmp_path)
+    torch.save(of(folder).state_dict(), other / "pytorch_model.bin")
+    content = (other / "pytorch_model.bin").read_bytes()
+    (other / "pytorch_model.bin").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        load_model(other)
+
+
+def test_weights_without_an_architecture_are_refused_with_what_to_do(world, tmp_path, inputs):
+    folder, other = make_other(tmp_path)
+    (other / "config.json").unlink()
+    torch.save(of(folder).state_dict(), other / "pytorch_model.bin")
+    keys = [f"{key}={value}" for key, value in inputs.items()]
+    (result,) = world.command("train", f"model.init_from={other}", *keys, code=2)
+    assert "config.json" in result.err
+
+
+def export_gguf(world, folder, out, dtype):
+    world.command("export", f"source={folder}", f"out={out}", "form=gguf", f"dtype={dtype}")
+    return out
+
+
+@pytest.mark.parametrize("family", ["llama", "llama biases", "qwen2", "qwen3"])
+def test_a_gguf_file_is_a_model_of_its_own(world, tmp_path, family):
+    folder = make_folder(tmp_path / "hf", family)
+    file = export_gguf(world, folder, tmp_path / "model.gguf", "f32")
+    require_equal(folder, file)
+    expected, read = (load_model(path).config for path in (folder, file))
+    for name in ("rope_theta", "rms_norm_eps", "head_dim", "tie_word_embeddings", "rope_scaling"):
+        assert getattr(read, name) == pytest.approx(getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])
+def test_blocks_of_a_gguf_file_are_decoded_as_their_authors_decode_them(tmp_path, kind):
+    gguf = pytest.importorskip("gguf")
+    folder = make_folder(tmp_path / "hf", "llama", hidden_size=256, intermediate_size=256)
+    number, file = gguf.GGMLQuantizationType[kind], tmp_path / "model.gguf"
+    expected = write_blocks(gguf, folder, file, number)
+    read = load_model(file).named_weights()
+    for name, weight in expected.items():
+        assert torch.equal(read[name], weight), name
+
+
+def write_blocks(gguf, folder, file, number):
+    """Write a folder's model with random blocks as its down projections, which are returned."""
+    state, config = load_file(folder / "model.safetensors"), of(folder).config
+    writer, expected = gguf.GGUFWriter(file, "llama"), {}
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, weight in state.items():
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if "down_proj" not in name:
+            writer.add_tensor(new, weight.numpy())
+            continue
+        block, size = gguf.GGML_QUANT_SIZES[number]
+        columns = weight.shape[1] // block * size
+        blocks = np.random.default_rng(0).integers(0, 60, (len(weight), columns)).astype(np.uint8)
+        writer.add_tensor(new, blocks, raw_dtype=number)
+        numbers = gguf.quants.dequantize(blocks, number)
+        expected[name] = torch.from_numpy(numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+def test_a_gguf_file_that_was_copied_in_part_is_refused(world, tmp_path):
+    folder = make_folder(tmp_path / "hf")
+    file = export_gguf(world, folder, tmp_path / "model.gguf", "f32")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(UserError, match="not the whole of it"):
+        load_model(file)

@@ -41,6 +41,7 @@ from fsdp_trainer.checkpoint.frozen_weights import (
     weights_on_disk,
 )
 from fsdp_trainer.checkpoint.origin import ORIGIN, identity, merged_into, origin, read_origin
+from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
     is_adapter,
@@ -72,6 +73,11 @@ def exportable(source: str, form: str) -> Path:
         if merged_into(folder):
             text = "is an export with its adapter already merged: use it without the adapter"
         raise UserError("there is nothing to export", [Problem(f"source={source}", text)])
+    if kind_of_weights(folder):
+        if form == "adapter":
+            problem = Problem(f"source={source}", "is a whole model. Use  form=merged")
+            raise UserError("there is no adapter", [problem])
+        return folder
     checkpoint = require_checkpoint(source)
     if form == "adapter" and not read_base(checkpoint).adapters:
         text = f"{checkpoint} has no adapter: all of its weights were trained.\nUse  form=merged"
@@ -98,10 +104,10 @@ def export_checkpoint(
 ) -> None:
     """Write `out` under a temporary name and rename it when it is complete.
 
-    source: a checkpoint or a PEFT folder; adapters are merged. dtype: number format of all
-    parameters; None: the one they were imported in, which buffers always keep. merge_into: as for
-    weights_on_disk. Raises RunFailed for a checkpoint that lacks weights, UserError for one whose
-    frozen weights are gone or have changed, and OSError.
+    source: a checkpoint, a PEFT folder, whose adapter is merged, or weights of another tool.
+    dtype: number format of all parameters; None: the one they were imported in, which buffers
+    always keep. merge_into: as for weights_on_disk. Raises RunFailed for a checkpoint that lacks
+    weights, UserError for one whose frozen weights are gone or have changed, and OSError.
     """
     config = model_config(source)
     model = meta_decoder(config)
@@ -117,16 +123,21 @@ def export_checkpoint(
         name: TensorOnDisk(getattr(torch, dtypes[name]), shape, [])
         for name, shape in tensor_shapes(model, parts).items()
     }
-    require_unchanged(config, source)
+    is_foreign = not is_adapter(source) and kind_of_weights(source) is not None
+    if not is_foreign:
+        require_unchanged(config, source)
     sources = as_exported(model, weights_on_disk(config, source, merge_into))
     files = split_into_files(tensors, int(shard_gib * 2**30))
     with complete_folder(out) as partial, ExitStack() as opened:
         copy_assets(source, partial)
+        if is_foreign:
+            write_json(partial / "config.json", config.to_hf(default))
         hf_config = json.loads((partial / "config.json").read_text())
         hf_config.pop("quantization_config", None)  # a quantized base is decoded as it is read
         hf_config.pop(COMPUTED_BY, None)
         write_json(partial / "config.json", hf_config | {"dtype": default, "torch_dtype": default})
-        write_json(partial / ORIGIN, record(source, dtype, merge_into))
+        if not is_foreign:
+            write_json(partial / ORIGIN, record(source, dtype, merge_into))
         if len(files) > 1:
             write_json(partial / INDEX, index_of(files, tensors))
         places: dict[str, tuple[int, int]] = {}
@@ -145,7 +156,7 @@ def copy_assets(source: Path, out: Path) -> None:
     for folder in dict.fromkeys([model_folder(source), tokenizer_folder(source)]):
         for pattern in ("*.json", "*.jinja", "*.model", "*.txt", "*.py"):
             for file in folder.glob(pattern):
-                if file.name not in NOT_COPIED:
+                if file.name not in NOT_COPIED and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, out / file.name)
 
 

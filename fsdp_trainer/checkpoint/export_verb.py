@@ -1,7 +1,8 @@
-"""The verb `export`: a folder of Hugging Face's or PEFT's form, or a GGUF file."""
+"""The verb `export`: a folder of Hugging Face's, PEFT's or another tool's form, or a GGUF file."""
 
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
 from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
+from fsdp_trainer.checkpoint.export_other import WRITERS, export_other
 from fsdp_trainer.checkpoint.gguf_export import export_gguf, require_number_format
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import ExportConfig
@@ -13,6 +14,8 @@ def export(cfg: ExportConfig) -> int:
     if cfg.form == "gguf":
         return export_gguf(cfg)
     require_settings_of_form(cfg)
+    if cfg.form in WRITERS:
+        return export_other(cfg)
     source = exportable(str(cfg.source), cfg.form)
     out = new_folder(str(cfg.out))
     try:
@@ -28,9 +31,9 @@ def export(cfg: ExportConfig) -> int:
 
 def require_settings_of_form(cfg: ExportConfig) -> None:
     """Raise UserError for a setting that only counts with another form."""
-    if cfg.form == "adapter" and cfg.merge_into != "original":
+    if cfg.form != "merged" and cfg.merge_into != "original":
         problem = Problem(f"merge_into={cfg.merge_into}", "only counts with  form=merged")
-        raise UserError("an adapter alone is not merged", [problem])
+        raise UserError("nothing is merged in this way", [problem])
     if cfg.form != "adapter" and cfg.experts != "stacked":
         problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
         raise UserError("a merged model has no adapters", [problem])

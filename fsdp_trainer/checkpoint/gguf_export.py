@@ -1,12 +1,9 @@
 """Export of a run, a checkpoint, an adapter's merged model or a Hugging Face folder as GGUF."""
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
-from fsdp_trainer.checkpoint.atomic_files import named_checkpoint, require_undamaged
-from fsdp_trainer.checkpoint.export import export_checkpoint
-from fsdp_trainer.config.paths import is_adapter, is_whole_model
+from fsdp_trainer.checkpoint.export_other import as_folder
 from fsdp_trainer.config.verbs import GGUF_NUMBERS, ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
@@ -28,17 +25,8 @@ def export_gguf(cfg: ExportConfig) -> int:
     numbers = SAME.get(cfg.dtype or DEFAULT, cfg.dtype or DEFAULT)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if is_whole_model(source) and not is_adapter(source):
-            write_gguf(source, out, numbers)
-        else:
-            checkpoint = source
-            if not is_adapter(source):
-                checkpoint = named_checkpoint(str(source))
-                require_undamaged(checkpoint)
-            with tempfile.TemporaryDirectory(prefix=".gguf-", dir=out.parent) as aside:
-                whole = Path(aside) / out.stem
-                export_checkpoint(checkpoint, whole, "bfloat16" if numbers == "bf16" else "float32")
-                write_gguf(whole, out, numbers)
+        with as_folder(source, out, "bfloat16" if numbers == "bf16" else "float32") as folder:
+            write_gguf(folder, out, numbers)
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
     print(f"exported {source} to {out}")

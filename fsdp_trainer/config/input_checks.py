@@ -89,8 +89,7 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     elif isinstance(cfg, ChainConfig):
         _check_chain(cfg, report)
     if isinstance(cfg, GenerateConfig | ChatConfig) and cfg.source and _lacks_tokenizer(cfg.source):
-        where = "beside" if cfg.source.endswith(".gguf") else "into"
-        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's {where} it")
+        report.add("source", cfg.source, f"{NO_TOKENIZER}: copy the model's there")
     if isinstance(cfg, ExportConfig):
         _require("out", cfg.out, "say where to write, e.g.  out=hf", report)
     if isinstance(cfg, VerifyConfig):

@@ -250,10 +250,12 @@ GGUF_NUMBERS = ("f32", "f16", "bf16", "q8_0")
 
 @dataclass
 class ExportConfig:
-    """Writes a Hugging Face folder of a run or checkpoint, an adapter as PEFT's, or a GGUF file."""
+    """Writes a run, a checkpoint or another tool's weights in Hugging Face's or another form."""
 
     source: str | None = key(
-        None, "a run or a checkpoint; a PEFT folder, to merge it; for GGUF also a whole model"
+        None,
+        "a run or a checkpoint; a PEFT folder, to merge it; weights of another tool; a whole model,"
+        " for other forms than Hugging Face's",
     )
     trust_remote_code: bool = key(False, TRUSTED)
     out: str | None = key(
@@ -268,8 +270,9 @@ class ExportConfig:
     form: str = key(
         "merged",
         "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
-        " alone, as PEFT stores it; `gguf`: a whole model as llama.cpp reads it",
-        choices=("merged", "adapter", "gguf"),
+        " alone, as PEFT stores it; a whole model as `gguf` for llama.cpp, `torchtitan`'s"
+        " checkpoint, or `meta`'s files",
+        choices=("merged", "adapter", "gguf", "torchtitan", "meta"),
     )
     merge_into: str = key(
         "original",

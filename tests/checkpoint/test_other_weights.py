@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from stored import assert_byte_equal, tensors
+from stored import assert_byte_equal, stored, tensors
 from torch.distributed.fsdp import fully_shard
-from zoo import make_folder
+from zoo import LLAMA3, make_folder
 
+from fsdp_trainer.checkpoint.export_other import _feed_forward
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.load import load_model
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import HalvedHeads
+from fsdp_trainer.config.other_tools.other_weights import described_by_meta
 from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -334,3 +336,128 @@ def test_a_gguf_file_that_was_copied_in_part_is_refused(world, tmp_path):
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(UserError, match="not the whole of it"):
         load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [("torchtitan", "llama"), ("torchtitan", "qwen3"), ("meta", "llama")]
+)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_is_exported_for_another_tool_is_read_back_to_the_bit(
+    world, tmp_path, form, family, is_tied
+):
+    folder = make_folder(tmp_path / "hf", family, tie_word_embeddings=is_tied)
+    out = tmp_path / "out"
+    world.command("export", f"source={folder}", f"out={out}", f"form={form}")
+    if form == "meta":
+        expected = as_meta(of(folder))
+        written = torch.load(out / "consolidated.00.pth", weights_only=True)
+    else:
+        expected = as_meta(of(folder))
+        written = stored(out)
+    assert written.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(written[name], weight), name
+    if is_tied and form == "meta":  # params.json cannot say it
+        return
+    require_equal(folder, out)
+
+
+def test_meta_computes_the_same_width_from_what_is_exported():
+    for width, wanted in ((4096, 11008), (4096, 14336), (8192, 28672), (2048, 8192), (48, 80)):
+        params = _feed_forward(width, wanted)
+        hidden = int(params["ffn_dim_multiplier"] * int(2 * 4 * width / 3))
+        multiple = params["multiple_of"]
+        assert multiple * ((hidden + multiple - 1) // multiple) == wanted
+
+
+def test_scaled_positions_of_llama_3_are_written_for_meta_and_others_are_refused(world, tmp_path):
+    scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
+    folder = make_folder(tmp_path / "a", rope_parameters=scaling, max_position_embeddings=16384)
+    world.command("export", f"source={folder}", f"out={tmp_path / 'out'}", "form=meta")
+    read = load_model(tmp_path / "out").config
+    assert read.rope_scaling == load_model(folder).config.rope_scaling
+    folder = make_folder(tmp_path / "b", "llama yarn")
+    words = f"source={folder}", f"out={tmp_path / 'none'}", "form=meta"
+    (result,) = world.command("export", *words, code=2)
+    assert "has no place in Meta's params.json" in result.err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("kind", ["torch", "gguf", "meta"])
+def test_weights_of_another_tool_are_exported_as_a_hugging_face_folder(world, tmp_path, kind):
+    folder, other = make_other(tmp_path, intermediate_size=128)
+    source = other
+    if kind == "torch":
+        torch.save(of(folder).state_dict(), other / "pytorch_model.bin")
+    elif kind == "gguf":
+        source = export_gguf(world, folder, other / "model.gguf", "f32")
+    else:
+        (other / "config.json").unlink()
+        (other / "params.json").write_text(json.dumps(meta_params(folder, rope_theta=10000.0)))
+        torch.save(as_meta(of(folder)), other / "consolidated.00.pth")
+    world.command("export", f"source={source}", f"out={tmp_path / 'out'}")
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.allclose(of(tmp_path / "out")(ids).logits, of(folder)(ids).logits, atol=1e-6)
+
+
+def test_a_run_with_an_adapter_is_exported_merged_for_torchtitan(world, tmp_path, inputs):
+    keys = [f"{key}={value}" for key, value in inputs.items()]
+    run = world.train(tmp_path / "run", *keys, "adapter=lora", "train.steps=2")
+    world.command("export", f"source={run.folder}", f"out={tmp_path / 'hf'}")
+    world.command("export", f"source={run.folder}", f"out={tmp_path / 'titan'}", "form=torchtitan")
+    require_equal(tmp_path / "hf", tmp_path / "titan")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["form=torchtitan"], "model_type=gemma2"),
+        (["form=meta", "dtype=q8_0"], "only counts with  form=gguf"),
+        (["form=meta", "merge_into=trained"], "only counts with  form=merged"),
+    ],
+)
+def test_what_has_no_form_is_refused_and_nothing_is_left(world, tmp_path, words, reason):
+    folder = make_folder(tmp_path / "hf", "gemma2")
+    words = f"source={folder}", f"out={tmp_path / 'out'}", *words
+    (result,) = world.command("export", *words, code=2)
+    assert reason in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+LLAMA_3_1 = {
+    "n_kv_heads": 8, "vocab_size": 128256, "norm_eps": 1e-5, "rope_theta": 500000.0,
+    "use_scaled_rope": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "published"),
+    [
+        (
+            {"dim": 4096, "multiple_of": 256, "n_heads": 32, "n_layers": 32, "norm_eps": 1e-5,
+             "vocab_size": -1},
+            {"intermediate_size": 11008, "vocab_size": 32000, "num_key_value_heads": 32,
+             "max_position_embeddings": 4096, "tie_word_embeddings": False},
+        ),
+        (
+            {"dim": 8192, "n_layers": 80, "n_heads": 64, "multiple_of": 4096,
+             "ffn_dim_multiplier": 1.3, **LLAMA_3_1},
+            {"intermediate_size": 28672, "factor": 8.0, "max_position_embeddings": 131072,
+             "tie_word_embeddings": False},
+        ),
+        (
+            {"dim": 2048, "n_layers": 16, "n_heads": 32, "multiple_of": 256,
+             "ffn_dim_multiplier": 1.5, **LLAMA_3_1},
+            {"intermediate_size": 8192, "factor": 32.0, "tie_word_embeddings": True,
+             "num_key_value_heads": 8},
+        ),
+    ],
+    ids=["Llama-2-7b", "Llama-3.1-70B", "Llama-3.2-1B"],
+)  # fmt: skip
+def test_params_of_metas_models_are_the_published_configurations(tmp_path, params, published):
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    config = described_by_meta(tmp_path)
+    config |= config.get("rope_scaling", {})
+    assert {name: config[name] for name in published} == published

@@ -15,6 +15,7 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     as_tensor,
     read_whole,
 )
+from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TensorNames
 from fsdp_trainer.models.config import ModelConfig
 
 NUMBER_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
@@ -23,31 +24,6 @@ WRAPPERS = re.compile(
 )
 """Parts of names that torch's wrappers add."""
 
-META_NAMES = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-    r"layers\.(\d+)\.attention\.w([qkvo])\.(weight|bias)": r"model.layers.\1.self_attn.\2_proj.\3",
-    r"layers\.(\d+)\.attention\.([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
-}
-"""Names of Meta's Llama and of torchtitan's models, as expressions, and Hugging Face's."""
-GGUF_NAMES = {
-    r"token_embd\.weight": "model.embed_tokens.weight",
-    r"output_norm\.weight": "model.norm.weight",
-    r"output\.weight": "lm_head.weight",
-    r"blk\.(\d+)\.attn_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"blk\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-    r"blk\.(\d+)\.attn_([qkv])\.(weight|bias)": r"model.layers.\1.self_attn.\2_proj.\3",
-    r"blk\.(\d+)\.attn_output\.(weight|bias)": r"model.layers.\1.self_attn.o_proj.\2",
-    r"blk\.(\d+)\.attn_([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
-    r"blk\.(\d+)\.ffn_(gate|up|down)\.(weight|bias)": r"model.layers.\1.mlp.\2_proj.\3",
-}
-"""Names in GGUF files."""
 META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.")
 META_EMBEDDING, EMBEDDING = "tok_embeddings.weight", "model.embed_tokens.weight"
 ROTATES_PAIRS = ("llama", "mistral")
@@ -117,7 +93,7 @@ def huggingface_names(
             }
             if embedding == META_EMBEDDING:
                 # others are of the optimizer or the loader, or constants
-                return renamed({n: own[n] for n in own if META_WEIGHT.match(n)}, META_NAMES, config)
+                return renamed({n: own[n] for n in own if META_WEIGHT.match(n)}, META, config)
             return {name: foreign(t) for name, t in own.items() if _is_of_model(name)}
     return {name: foreign(tensor) for name, tensor in plain.items()}
 
@@ -128,19 +104,15 @@ def _is_of_model(name: str) -> bool:
 
 
 def renamed(
-    tensors: Mapping[str, TensorOnDisk], names: Mapping[str, str], config: ModelConfig
+    tensors: Mapping[str, TensorOnDisk], names: TensorNames, config: ModelConfig
 ) -> dict[str, ForeignTensor]:
     """Return tensors by Hugging Face's names, queries and keys in its order.
 
-    A name that is not known is kept. names: META_NAMES or GGUF_NAMES.
+    A name that is not known is kept.
     """
     named = {}
     for name, tensor in tensors.items():
-        new = next(
-            (re.sub(old, theirs, name) for old, theirs in names.items()
-             if re.fullmatch(old, name)), None,
-        )  # fmt: skip
-        new = new or name
+        new = names.to_huggingface(name) or name
         if config.family in ROTATES_PAIRS and re.search(r"\.[qk]_proj\.", new):
             chunks, shape = tensor.chunks, tuple(tensor.shape)
             tensor = HalvedHeads(tensor.dtype, shape, chunks, tensor, config.head_dim)

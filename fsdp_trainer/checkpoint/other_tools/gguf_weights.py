@@ -10,10 +10,10 @@ from torch import Tensor
 
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
-    GGUF_NAMES,
     ForeignTensor,
     renamed,
 )
+from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
 from fsdp_trainer.config.other_tools.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -50,7 +50,7 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
                 _require_factors(file, stored.data, config)
             else:
                 tensors[stored.name] = _on_disk(file, stored)
-    return renamed(tensors, GGUF_NAMES, config)
+    return renamed(tensors, GGUF, config)
 
 
 def _on_disk(file: Path, stored: Any) -> TensorOnDisk:

@@ -98,7 +98,8 @@ def _llama_config(params: dict[str, Any]) -> dict[str, Any]:
     hidden = int(params.get("ffn_dim_multiplier", 1) * hidden)
     multiple = params.get("multiple_of", 256)
     vocabulary = params.get("vocab_size", -1)
-    is_3_2 = bool(params.get("use_scaled_rope")) and width < LLAMA_3_WIDTH
+    says_factor = "rope_scaling_factor" in params
+    is_3_2 = bool(params.get("use_scaled_rope")) and width < LLAMA_3_WIDTH and not says_factor
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,0 +1,180 @@
+"""Export of any weights as torchtitan's checkpoint or Meta's files.
+
+Both hold the whole model in memory once.
+"""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.atomic_files import (
+    complete_folder,
+    named_checkpoint,
+    require_undamaged,
+    write_json,
+)
+from fsdp_trainer.checkpoint.export import export_checkpoint
+from fsdp_trainer.checkpoint.formats.huggingface import read_headers
+from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS
+from fsdp_trainer.checkpoint.other_tools.tensor_names import META
+from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, kind_of_weights
+from fsdp_trainer.config.paths import is_adapter, is_whole_model
+from fsdp_trainer.config.verbs import ExportConfig
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.hf.read_architecture import read_architecture
+
+LLAMA_3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 8192}  # fmt: skip
+"""What Meta's own code assumes of scaled positions."""
+MULTIPLES, MULTIPLIERS = (256, 1024, 2048, 4096), (1.0, 1.3, 1.4, 1.5)
+"""Values of Meta's params.json that give the width of the feed-forward layers of its models."""
+
+
+@contextmanager
+def as_folder(source: Path, beside: Path, dtype: str | None) -> Iterator[Path]:
+    """Yield a Hugging Face folder with the whole model: the source, or one that is deleted again.
+
+    Raises UserError and RunFailed.
+    """
+    if is_whole_model(source) and not is_adapter(source):
+        yield source
+        return
+    checkpoint = source
+    if not is_adapter(source) and not kind_of_weights(source):
+        checkpoint = named_checkpoint(str(source))
+        require_undamaged(checkpoint)
+    with TemporaryDirectory(prefix=".whole-", dir=beside.parent) as aside:
+        whole = Path(aside) / beside.stem
+        export_checkpoint(checkpoint, whole, dtype)
+        yield whole
+
+
+def export_other(cfg: ExportConfig) -> int:
+    """Write the folder `out` and return the exit code. Raises UserError and RunFailed."""
+    source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with as_folder(source, out, cfg.dtype) as folder, complete_folder(out) as partial:
+            config = read_architecture(folder)
+            require_names(config, cfg.form)
+            dtype = getattr(torch, cfg.dtype) if cfg.dtype else None
+            WRITERS[cfg.form](partial, folder, config, dict(weights(folder, config, dtype)))
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
+    print(f"exported {source} to {out}")
+    return 0
+
+
+def require_names(config: ModelConfig, form: str) -> None:
+    """Raise UserError for a model that the form has no names for."""
+    known = MODELS[form]
+    if config.by_transformers or config.family not in known:
+        reason = f"has no form={form} in this version. There are: {' '.join(known)}"
+        raise UserError("it cannot be exported", [Problem(f"model_type={config.family}", reason)])
+
+
+def weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Meta's name, tensor) of a Hugging Face folder. dtype: None: as stored.
+
+    Raises UserError for a tensor that has no name.
+    """
+    tensors, problems = read_headers(folder)
+    if problems:
+        raise UserError(f"the weights in {folder} cannot be read", problems)
+    for name, on_disk in tensors.items():
+        new = META.from_huggingface(name)
+        if new is None:
+            problem = Problem(f"{folder}: {name}", "has no name in this form")
+            raise UserError("it cannot be exported", [problem])
+        tensor = read_whole(on_disk, 0, on_disk.shape[0])
+        if config.family in ROTATES_PAIRS and (".wq." in new or ".wk." in new):
+            tensor = in_pairs(tensor, config.head_dim)
+        yield new, tensor.to(dtype) if dtype else tensor
+    if "lm_head.weight" not in tensors:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensor = read_whole(embedding, 0, embedding.shape[0])
+        yield "output.weight", tensor.to(dtype) if dtype else tensor
+
+
+def in_pairs(tensor: Tensor, head_rows: int) -> Tensor:
+    """Return rows such that the two halves of each head alternate."""
+    halves = tensor.reshape(-1, 2, head_rows // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+
+def write_torchtitan(
+    out: Path, folder: Path, config: ModelConfig, tensors: dict[str, Tensor]
+) -> None:
+    """Write a distributed checkpoint with weights alone, and the model's configuration."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(tensors, checkpoint_id=out, no_dist=True)
+    for pattern in ("config.json", "tokenizer*", "generation_config.json", "*.jinja"):
+        for file in folder.glob(pattern):
+            shutil.copyfile(file, out / file.name)
+
+
+def write_meta(out: Path, folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:
+    """Write consolidated.00.pth, params.json and the tokenizer. Raises UserError."""
+    write_json(out / META_PARAMS, meta_params(config))
+    torch.save(tensors, out / "consolidated.00.pth")
+    for file in folder.glob("tokenizer*"):
+        shutil.copyfile(file, out / file.name)
+
+
+def meta_params(config: ModelConfig) -> dict[str, Any]:
+    """Return the content of params.json. Raises UserError for what Meta's code does not compute."""
+    width = config.hidden_size
+    params: dict[str, Any] = {
+        "dim": width,
+        "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads,
+        "n_kv_heads": config.num_key_value_heads,
+        "vocab_size": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        **_feed_forward(width, config.intermediate_size),
+    }
+    scaling = dict(config.rope_scaling or {})
+    if scaling.pop("rope_type", "default") == "llama3":
+        factor = float(scaling.pop("factor"))
+        if {key: scaling.get(key) for key in LLAMA_3_SCALING} == LLAMA_3_SCALING:
+            return params | {"use_scaled_rope": True, "rope_scaling_factor": factor}
+        scaling = {"rope_type": "llama3, not as Llama 3.1 has it"}
+    if config.rope_scaling or config.head_dim * config.num_attention_heads != width:
+        what = f"rope_scaling={json.dumps(config.rope_scaling)}"
+        if not config.rope_scaling:
+            what = f"head_dim={config.head_dim}"
+        reason = "has no place in Meta's params.json"
+        raise UserError("it cannot be exported", [Problem(what, reason)])
+    return params
+
+
+def _feed_forward(width: int, wanted: int) -> dict[str, float]:
+    """Return the values from which Meta's code computes the width of a feed-forward layer."""
+    base = int(2 * 4 * width / 3)
+    for multiplier in MULTIPLIERS:
+        for multiple in MULTIPLES:
+            if -(-int(multiplier * base) // multiple) * multiple == wanted:
+                return {"ffn_dim_multiplier": multiplier, "multiple_of": multiple}
+    return {"ffn_dim_multiplier": (wanted + 0.5) / base, "multiple_of": 1}
+
+
+Writer = Callable[[Path, Path, ModelConfig, dict[str, Tensor]], None]
+WRITERS: dict[str, Writer] = {"torchtitan": write_torchtitan, "meta": write_meta}
+MODELS = {"torchtitan": ("llama", "qwen3"), "meta": ("llama",)}
+"""Model types that a form has names for."""

@@ -1,0 +1,81 @@
+"""Names of tensors in other tools' files, and Hugging Face's names of the same ones."""
+
+import re
+from dataclasses import dataclass
+
+HF_BLOCK = "model.layers"
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """How a tool names the tensors of a decoder.
+
+    block: what is before the number of a block. outside, inside: its names of the modules outside
+    and inside of blocks, and Hugging Face's.
+    """
+
+    block: str
+    outside: dict[str, str]
+    inside: dict[str, str]
+
+    def to_huggingface(self, name: str) -> str | None:
+        """Return Hugging Face's name; None for a name that is not known."""
+        return _translated(name, self.block, HF_BLOCK, self.outside, self.inside)
+
+    def from_huggingface(self, name: str) -> str | None:
+        """Return the tool's name of a tensor of Hugging Face's; None if it has none."""
+        outside, inside = (
+            {theirs: own for own, theirs in table.items()} for table in (self.outside, self.inside)
+        )
+        return _translated(name, HF_BLOCK, self.block, outside, inside)
+
+
+def _translated(
+    name: str, block: str, new_block: str, outside: dict[str, str], inside: dict[str, str]
+) -> str | None:
+    module, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if module in outside:
+        return f"{outside[module]}.{kind}"
+    found = re.fullmatch(rf"{re.escape(block)}\.(\d+)\.(.+)", module)
+    if not found or found[2] not in inside:
+        return None
+    return f"{new_block}.{found[1]}.{inside[found[2]]}.{kind}"
+
+
+META = TensorNames(
+    "layers",
+    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    {
+        "attention_norm": "input_layernorm",
+        "attention.wq": "self_attn.q_proj",
+        "attention.wk": "self_attn.k_proj",
+        "attention.wv": "self_attn.v_proj",
+        "attention.wo": "self_attn.o_proj",
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj",
+        "feed_forward.w3": "mlp.up_proj",
+    },
+)
+"""Names of Meta's Llama, and of torchtitan's models."""
+GGUF = TensorNames(
+    "blk",
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_down": "mlp.down_proj",
+        "ffn_up": "mlp.up_proj",
+    },
+)

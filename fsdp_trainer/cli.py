@@ -47,6 +47,7 @@ VERBS = {
         "fsdp_trainer.apps.launch_files.launch_files:launch_files", ("words",), inputs=False
     ),
     "export": Verb("fsdp_trainer.checkpoint.export_verb:export"),
+    "convert": Verb("fsdp_trainer.apps.convert.verb:convert_verb"),
     "verify": Verb("fsdp_trainer.apps.verify:verify"),
     "generate": Verb("fsdp_trainer.apps.generate:generate"),
     "chat": Verb("fsdp_trainer.apps.chat.verb:chat"),

@@ -30,6 +30,7 @@ from fsdp_trainer.config.schema import TrainConfig
 from fsdp_trainer.config.verbs import (
     ChainConfig,
     ChatConfig,
+    ConvertConfig,
     ExportConfig,
     GenerateConfig,
     ReportConfig,
@@ -68,8 +69,15 @@ NOT_INSTALLED = {
     "precision.float8": ("torchao", "torchao is not installed:  pip install 'fsdp_trainer[ao]'"),
 }
 """By key, the optional package that it needs, and the message if that is not installed."""
-READ_SOURCE = (ExportConfig, VerifyConfig, GenerateConfig, ChatConfig, ReportConfig)
+READ_SOURCE = (
+    ExportConfig, VerifyConfig, GenerateConfig, ChatConfig, ReportConfig, ConvertConfig,
+)  # fmt: skip
 """Configurations of verbs that read `source`."""
+A_RUN = "a run or a checkpoint, e.g.  source=runs/quickstart"
+SOURCES = {
+    ReportConfig: "a run, several, or a sweep, e.g.  source=runs/quickstart",
+    ConvertConfig: "another trainer's configuration file, e.g.  source=axolotl.yml",
+}
 NO_TOKENIZER = "has neither a tokenizer.json nor a SentencePiece .model"
 
 
@@ -81,9 +89,7 @@ def check_inputs(cfg: Any, report: Report, complete: bool = True) -> None:
     if isinstance(cfg, TrainConfig):
         _check_inputs_of_groups(cfg, report, complete)
     elif isinstance(cfg, READ_SOURCE):
-        several = isinstance(cfg, ReportConfig)
-        what = "a run, several, or a sweep" if several else "a run or a checkpoint"
-        reason = f"say what to read: {what}, e.g.  source=runs/quickstart"
+        reason = f"say what to read: {SOURCES.get(type(cfg), A_RUN)}"
         _require("source", cfg.source or None, reason, report)
         _check_exists("source", cfg.source, report)
     elif isinstance(cfg, ChainConfig):

@@ -290,6 +290,20 @@ class ExportConfig:
 
 
 @dataclass
+class ConvertConfig:
+    """Prints a recipe for another trainer's configuration file, with an answer to each setting."""
+
+    source: str | None = key(
+        None,
+        "a file of axolotl, LLaMA-Factory, torchtune or accelerate (YAML), of TrainingArguments or"
+        " DeepSpeed (JSON)",
+    )
+    world_size: int = key(
+        1, "ranks that the recipe is for: a step has the rows of all of them", minimum=1
+    )
+
+
+@dataclass
 class VerifyConfig:
     """Checks that a checkpoint is complete; with hf, that both give the same logits."""
 
@@ -559,7 +573,8 @@ class LighthouseConfig:
 PRIMARY: dict[str, type] = {
     "train": TrainConfig, "plan": PlanConfig, "rehearse": RehearseConfig, "preview": PreviewConfig,
     "prepare": PrepareConfig, "doctor": DoctorConfig, "export": ExportConfig,
-    "verify": VerifyConfig, "generate": GenerateConfig, "chat": ChatConfig,
+    "verify": VerifyConfig, "convert": ConvertConfig,
+    "generate": GenerateConfig, "chat": ChatConfig,
     "evaluate": EvaluateConfig, "rewards": RewardsConfig,
     "tokenizer": TokenizerConfig, "report": ReportConfig,
     "recipes": RecipesConfig, "config": ConfigConfig,

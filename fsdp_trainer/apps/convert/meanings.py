@@ -1,0 +1,666 @@
+"""The meaning of settings of other trainers that keep not just another name.
+
+All others are looked up in names.yaml. A rule gets the value and the whole file.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.apps.convert.foreign_file import ForeignFile
+from fsdp_trainer.apps.convert.translation import (
+    OFF,
+    Answer,
+    as_number,
+    impossible,
+    is_off,
+    nothing,
+    sets,
+)
+
+Rule = Callable[[Any, ForeignFile], Answer]
+
+OPTIMIZERS = {
+    "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw",
+    "adam": "adamw", "paged_adamw": "adamw", "paged_adamw_32bit": "adamw", "fusedadam": "adamw",
+    "deepspeedcpuadam": "adamw", "adamw_apex_fused": "adamw", "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_8bit": "adamw_8bit", "paged_adamw_8bit": "adamw_8bit", "pagedadamw8bit": "adamw_8bit",
+    "pagedadamw": "adamw", "adamw8bit": "adamw_8bit", "adamw_torch_8bit": "adamw_8bit",
+    "muon": "muon", "lion": "lion", "lion_pytorch": "lion", "lion_32bit": "lion", "sgd": "sgd",
+    "lamb": "lamb",
+}  # fmt: skip
+SCHEDULES = {
+    "cosine": "cosine", "linear": "linear", "constant": "constant",
+    "constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "wsd": "wsd",
+    "warmup_stable_decay": "wsd", "warmupdecaylr": "linear", "warmuplr": "constant",
+    "warmupcosinelr": "cosine", "get_cosine_schedule_with_warmup": "cosine",
+}  # fmt: skip
+TEMPLATES = {
+    "llama3": "llama3", "llama2": "llama2", "chatml": "chatml", "qwen": "chatml", "qwen3": "qwen3",
+    "qwen_25": "chatml", "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma",
+    "gemma3_text": "gemma", "mistral": "mistral", "mistral_v1": "mistral", "phi": "phi3",
+    "phi_3": "phi3", "phi_35": "phi3", "phi_4": "phi4", "phi4": "phi4", "olmo2": "olmo2",
+}  # fmt: skip
+OWN_TEMPLATE = ("default", "tokenizer_default", "jinja", "tokenizer_default_fallback_chatml")
+FORMATS = {
+    "alpaca": "alpaca", "sharegpt": "sharegpt", "completion": "text", "pretrain": "text",
+    "chat_template": "auto", "input_output": "segments",
+}  # fmt: skip
+METHODS = {"sft": "sft", "dpo": "dpo", "ipo": "ipo", "kto": "kto", "orpo": "orpo",
+           "simpo": "simpo", "grpo": "grpo", "rm": "reward", "pairwise": "reward"}  # fmt: skip
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+ATTENTION = "attention: the fastest kernel that fits is chosen; model.attention names one"
+DATA_PATH = "data.path=FILE"
+
+
+def choose(group: str, known: dict[str, str], what: str) -> Rule:
+    """Return a rule that looks a value up and sets a group to it."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        name = str(value).rpartition(".")[2].lower()
+        if name in known:
+            return sets(**{group: known[name]})
+        options = " ".join(dict.fromkeys(known.values()))
+        return impossible(f"there is no {what} {name}. There are: {options}  ({group}=…)")
+
+    return rule
+
+
+def rows(value: Any, file: ForeignFile, ranks: int) -> Answer:
+    """Return the rows of a micro-batch and of a step."""
+    micro = int(value)
+    times = int(file.value("gradient_accumulation_steps", "gradient_accumulation") or 1)
+    note = f"{micro} a device × {times} accumulated × {ranks} ranks (world_size={ranks})"
+    return sets(note, batch__micro_rows=micro, batch__rows=micro * times * ranks)
+
+
+def warmup_share(value: Any, file: ForeignFile) -> Answer:
+    """Return the steps of a share of the run, if the file says how many steps it has."""
+    steps = file.value("max_steps")
+    if is_off(value):
+        return sets(schedule__warmup_steps=0)
+    if isinstance(steps, int) and steps > 0:
+        return sets(f"{value} of {steps} steps", schedule__warmup_steps=round(value * steps))
+    return impossible(
+        "warm-up is counted in steps, and how many there are follows from the data:"
+        f"  schedule.warmup_steps=…  is {value} of what  fsdp-trainer plan  says"
+    )
+
+
+def warmup_steps(value: Any, file: ForeignFile) -> Answer:
+    """Return the steps of warm-up; a value below 1 is a share of them."""
+    if isinstance(value, float) and 0 < value < 1:
+        return warmup_share(value, file)
+    return sets(schedule__warmup_steps=int(value))
+
+
+def number_format(value: Any, file: ForeignFile) -> Answer:
+    """Return the number format that bf16 and fp16 choose together."""
+    chosen = str(value).lower()
+    names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "fp32": "fp32",
+             "float32": "fp32", "no": "fp32", "fp8": "fp8"}  # fmt: skip
+    if chosen in names:
+        return sets(precision=names[chosen])
+    return impossible("use  precision=bf16 , fp16 , fp32 , pure_bf16  or  fp8")
+
+
+def on_off_format(name: str) -> Rule:
+    """Return a rule for a switch of a number format."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if not is_off(value):
+            return sets(precision=name)
+        others = [file.value(f"{other}{end}") for other in ("bf16", "fp16", "pure_bf16", "fp8")
+                  for end in ("", ".enabled")]  # fmt: skip
+        if name == "bf16" and all(other in (None, *OFF) for other in others):
+            both = "bf16" in file.settings and "fp16" in file.settings
+            return (
+                sets(precision="fp32") if both else nothing("off; the default is  precision=bf16")
+            )
+        return nothing("off")
+
+    return rule
+
+
+def adapter(value: Any, file: ForeignFile) -> Answer:
+    """Return the kind of adapter."""
+    kind = str(value).lower()
+    if kind in ("full", "none"):
+        return sets("all weights are trained", adapter="none")
+    bits = file.value("quantization_bit")
+    is_four_bit = file.value("load_in_4bit") is True or bits == 4
+    if kind == "qlora" or (kind == "lora" and is_four_bit):
+        return sets(adapter="qlora")
+    if kind == "lora":
+        return sets(adapter="dora" if file.value("use_dora", "peft_use_dora") else "lora")
+    if kind == "freeze":
+        return impossible("name what is not to be trained:  train.freeze=[…]")
+    return impossible("there is  adapter=lora , dora  and  qlora")
+
+
+def four_bit(value: Any, file: ForeignFile) -> Answer:
+    """Return that weights are kept in 4 bits beneath an adapter."""
+    if value is True or value == 4:
+        return sets(adapter="qlora")
+    if is_off(value):
+        return nothing("off")
+    return impossible("weights beneath an adapter are kept in 4 bits ( adapter=qlora ) or whole")
+
+
+def eight_bit(value: Any, file: ForeignFile) -> Answer:
+    """Return that there are no weights in 8 bits."""
+    if is_off(value):
+        return nothing("off")
+    return impossible("use  adapter=qlora , which keeps the weights in 4 bits, or  adapter=lora")
+
+
+def targets(value: Any, file: ForeignFile) -> Answer:
+    """Return the layers of an adapter."""
+    names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
+    names = ["o_proj" if name == "output_proj" else name for name in names]
+    if names in (["all"], ["all-linear"]) or set(names) == LINEAR:
+        return sets(adapter__targets="all")
+    if file.value("model.apply_lora_to_mlp") is True:
+        names = [*names, *sorted(LINEAR - set(names) - {"q_proj", "k_proj", "v_proj", "o_proj"})]
+    return sets(adapter__targets=names)
+
+
+def all_linear(value: Any, file: ForeignFile) -> Answer:
+    """Return that all linear layers have an adapter."""
+    return nothing("off") if is_off(value) else sets(adapter__targets="all")
+
+
+def datasets(value: Any, file: ForeignFile) -> Answer:
+    """Return the paths of axolotl's list of data sets, and their common format."""
+    listed = value if isinstance(value, list) else [value]
+    paths, formats, others = [], set(), []
+    for entry in listed:
+        about = entry if isinstance(entry, dict) else {"path": entry}
+        paths.append(hub_or_file(str(about.get("data_files") or about.get("path"))))
+        kind = about.get("type")
+        formats.add(FORMATS.get(kind.split(".")[0], "auto") if isinstance(kind, str) else "auto")
+        others += [f"{key}={about[key]}" for key in about
+                   if key not in ("path", "type", "data_files", "ds_type")]  # fmt: skip
+    format = formats.pop() if len(formats) == 1 else "auto"
+    note = f"not kept: {', '.join(dict.fromkeys(others))}; columns are found out" if others else ""
+    return sets(note, data__path=paths if len(paths) > 1 else paths[0], data__format=format)
+
+
+def hub_or_file(path: str) -> str:
+    """Return a data set's name on the hub as a URL, a path of files unchanged."""
+    is_hub_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists()
+    has_suffix = Path(path).suffix in (".json", ".jsonl", ".csv", ".parquet", ".txt")
+    return f"hf://datasets/{path}" if is_hub_name and not has_suffix else path
+
+
+def dataset_names(value: Any, file: ForeignFile) -> Answer:
+    """Return the files that LLaMA-Factory's dataset_info.json gives names to."""
+    names = value if isinstance(value, list) else [n.strip() for n in str(value).split(",")]
+    folder = Path(str(file.value("dataset_dir") or "data"))
+    places = [file.path.parent / folder, folder, *(p / folder for p in file.path.parents)]
+    indices = (place / "dataset_info.json" for place in places)
+    index = next(filter(Path.is_file, indices), None)
+    if index is None:
+        return impossible(
+            f"{', '.join(names)} are names in dataset_info.json, which is not in {folder}:"
+            f"  {DATA_PATH}"
+        )
+    known = json.loads(index.read_text(encoding="utf-8"))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        return impossible(f"{index} does not have {', '.join(unknown)}:  {DATA_PATH}")
+    paths = [_place(known[name], index.parent) for name in names]
+    return sets(data__path=paths if len(paths) > 1 else paths[0])
+
+
+def _place(about: dict[str, Any], folder: Path) -> str:
+    if hub := about.get("hf_hub_url"):
+        return f"hf://datasets/{hub}"
+    return str(folder / str(about.get("file_name")))
+
+
+def torchtune_data(value: Any, file: ForeignFile) -> Answer:
+    """Return that a builder of torchtune's is replaced by the data that it reads."""
+    source = file.value("dataset.source", "dataset.data_files")
+    if source and source not in ("json", "csv", "text", "parquet"):
+        return sets(f"of {value}", data__path=hub_or_file(str(source)))
+    if str(value).endswith(("alpaca_dataset", "alpaca_cleaned_dataset")):
+        name = "yahma/alpaca-cleaned" if "cleaned" in str(value) else "tatsu-lab/alpaca"
+        return sets(f"of {value}", data__path=f"hf://datasets/{name}", data__format="alpaca")
+    return impossible(f"name the data that it reads:  {DATA_PATH}")
+
+
+def template(value: Any, file: ForeignFile) -> Answer:
+    """Return the chat template."""
+    name = str(value).lower()
+    if name in OWN_TEMPLATE:
+        return nothing("the tokenizer's own template is the default")
+    if name in TEMPLATES:
+        return sets(data__template=TEMPLATES[name])
+    if name.endswith(".jinja"):
+        return sets(data__template=str(value))
+    return impossible(
+        "there is no such template; without  data.template  the tokenizer's own is used, else name"
+        f" a .jinja file. There are: {' '.join(dict.fromkeys(TEMPLATES.values()))}"
+    )
+
+
+def held_out(value: Any, file: ForeignFile) -> Answer:
+    """Return the share of the data that is held out."""
+    if is_off(value):
+        return sets(data__validation=None)
+    if isinstance(value, float) and value < 1:
+        return sets(data__validation=value)
+    return impossible(f"a share is held out, not {value} samples:  data.validation=0.02  or a path")
+
+
+def held_out_sets(value: Any, file: ForeignFile) -> Answer:
+    """Return the paths of data to validate on."""
+    return sets(data__validation=datasets(value, file).sets["data.path"])
+
+
+def loss_on(value: Any, file: ForeignFile) -> Answer:
+    """Return which turns are learnt."""
+    return sets(data__loss_on="assistant" if is_off(value) else "all")
+
+
+def packing(value: Any, file: ForeignFile) -> Answer:
+    """Return whether several samples share a row."""
+    return sets(data__packing="none" if is_off(value) else "best_fit")
+
+
+def method(value: Any, file: ForeignFile) -> Answer:
+    """Return the training method."""
+    name = str(value).lower()
+    if name == "pt":
+        return sets("texts are learnt whole", data="pretrain")
+    loss = str(file.value("pref_loss") or "sigmoid")
+    if name == "dpo":
+        if loss not in LOSSES:
+            return impossible(f"there is no pref_loss={loss}: objective=dpo, ipo, orpo or simpo")
+        return sets(objective=LOSSES[loss])
+    if name in METHODS:
+        return sets(objective=METHODS[name])
+    return impossible("there is  objective=sft , dpo, ipo, kto, orpo, simpo, grpo, reward, distil")
+
+
+def beta(value: Any, file: ForeignFile) -> Answer:
+    """Return the strength of the pull towards the reference model, for preferences alone."""
+    chosen = str(file.value("rl", "stage") or "").lower()
+    if chosen in ("dpo", "ipo", "kto", "orpo", "simpo") or file.value("pref_loss"):
+        return sets(objective__beta=as_number(value))
+    return nothing("only counts for preferences")
+
+
+def zero_stage(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a stage of ZeRO."""
+    stage = int(value)
+    if stage == 0:
+        return sets("stage 0", sharding="ddp")
+    if stage == 3:
+        return sets("stage 3", sharding="fsdp")
+    note = f"stage {stage}: weights stay whole after a forward, gradients and states are sharded"
+    return sets(note, sharding="fsdp", sharding__reshard_after_forward=False)
+
+
+def deepspeed_file(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a file of DeepSpeed's, as its content or its name says."""
+    path = next((p for p in (file.path.parent / str(value), Path(str(value))) if p.is_file()), None)
+    content: dict[str, Any] = json.loads(path.read_text()) if path else {}
+    zero = content.get("zero_optimization", {})
+    named = re.search(r"z(?:ero)?_?([0-3])", Path(str(value)).name)
+    stage = zero.get("stage", int(named[1]) if named else None)
+    if stage is None:
+        return impossible("say how weights are sharded:  sharding=fsdp , hsdp  or  ddp")
+    chosen = zero_stage(stage, file)
+    offloaded = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+    if offloaded or (not content and "offload" in str(value)):
+        chosen = replace(chosen, sets=chosen.sets | {"optim.offload": "cpu"})
+    more = "convert that file too, to see what becomes of each of its settings"
+    return replace(chosen, note=f"{chosen.note}; {more}")
+
+
+def offloaded_states(value: Any, file: ForeignFile) -> Answer:
+    """Return the place of the optimizer's states."""
+    weights = file.value(
+        "zero_optimization.offload_param.device", "deepspeed_config.offload_param_device"
+    )
+    if weights == "cpu" and str(value) == "cpu":
+        return nothing("sharding.cpu_offload  has the states in host memory too")
+    return offload_device("optim.offload", "cpu")(value, file)
+
+
+def offload_device(key: str, on: Any) -> Rule:
+    """Return a rule that places states or weights."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if is_off(value):
+            return nothing("off")
+        if str(value) == "nvme" and key == "optim.offload":
+            return sets(**{key: "disk"})
+        return sets(**{key: on})
+
+    return rule
+
+
+def distributed(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding that accelerate's kind of distribution stands for."""
+    kinds = {"FSDP": "fsdp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp"}
+    if str(value) in kinds:
+        return sets(sharding=kinds[str(value)])
+    if str(value) in ("NO", "DEEPSPEED"):
+        return nothing("nothing to shard" if value == "NO" else "see zero_stage")
+    return impossible("there is  sharding=fsdp , hsdp  and  ddp")
+
+
+def fsdp_strategy(value: Any, file: ForeignFile) -> Answer:
+    """Return the sharding of a strategy of FSDP1's."""
+    kinds = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+    name = kinds.get(str(value), str(value)).upper()
+    if name == "FULL_SHARD":
+        return sets(sharding="fsdp")
+    if name in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2", "HYBRID_SHARD_ZERO2"):
+        group = "hsdp" if "HYBRID" in name else "fsdp"
+        return sets(sharding=group, sharding__reshard_after_forward=False)
+    if name in ("HYBRID_SHARD", "NO_SHARD"):
+        return sets(sharding="hsdp" if name == "HYBRID_SHARD" else "ddp")
+    return impossible("there is  sharding=fsdp , hsdp  and  ddp")
+
+
+def steps_or_nothing(value: Any, file: ForeignFile) -> Answer:
+    """Return that the kind of interval is steps, or that there are no epochs to save at."""
+    if str(value) in ("steps", "no"):
+        return nothing("intervals are counted in steps")
+    return impossible("intervals are counted in steps:  checkpoint.every=…  train.validate_every=…")
+
+
+def per_epoch(key: str) -> Rule:
+    """Return a rule for a number of times in an epoch."""
+
+    def rule(value: Any, file: ForeignFile) -> Answer:
+        if is_off(value):
+            return nothing("off")
+        return impossible(f"intervals are counted in steps:  {key}=…  (an epoch's steps ÷ {value})")
+
+    return rule
+
+
+def trackers(value: Any, file: ForeignFile) -> Answer:
+    """Return which trackers are on."""
+    names = value if isinstance(value, list) else [str(value)]
+    known: dict[str, tuple[str, Any]] = {
+        "wandb": ("logging.wandb", "online"), "tensorboard": ("logging.tensorboard", True),
+        "mlflow": ("logging.mlflow", True),
+    }  # fmt: skip
+    chosen = dict(known[name] for name in names if name in known)
+    if chosen:
+        return sets(**chosen)
+    if names in (["none"], ["all"]):
+        return nothing("metrics.jsonl and the report in the run's folder are always written")
+    return impossible(
+        "there is  logging.wandb=online  logging.tensorboard=true  logging.mlflow=true"
+    )
+
+
+def logger_component(value: Any, file: ForeignFile) -> Answer:
+    """Return the tracker that a logger of torchtune's writes to."""
+    for part, name in (("WandB", "wandb"), ("TensorBoard", "tensorboard"), ("MLflow", "mlflow")):
+        if part.lower() in str(value).lower():
+            return trackers(name, file)
+    return nothing("metrics.jsonl and the report in the run's folder are always written")
+
+
+def wandb_project(value: Any, file: ForeignFile) -> Answer:
+    """Return the project; naming one switches Weights & Biases on."""
+    return sets(logging__wandb="online", logging__project=str(value))
+
+
+def seed(value: Any, file: ForeignFile) -> Answer:
+    """Return the seed."""
+    return sets(run__seed=int(value))
+
+
+def model_builder(value: Any, file: ForeignFile) -> Answer:
+    """Return that the folder of weights says which model it is."""
+    if "lora" in str(value):
+        is_four_bit = "qlora" in str(value) or file.value("model.quantize_base") is True
+        note = "config.json of the weights says which model it is"
+        return sets(note, adapter="qlora" if is_four_bit else "lora")
+    return nothing("config.json of the weights says which model it is (model.init_from)")
+
+
+def fixed(why: str) -> Rule:
+    """Return a rule for a setting without a meaning here."""
+    return lambda value, file: nothing(why)
+
+
+def lacking(instead: str) -> Rule:
+    """Return a rule for a setting that cannot be kept unless it is off."""
+    return lambda value, file: nothing("off") if is_off(value) else impossible(instead)
+
+
+def rendezvous(value: Any, file: ForeignFile) -> Answer:
+    """Return where ranks of several nodes meet."""
+    host, port = file.value("main_process_ip"), file.value("main_process_port")
+    if host is None:
+        return nothing("a free port is found on one node; on several: launch.rendezvous=HOST:PORT")
+    return sets(launch__rendezvous=f"{host}:{port or 29500}")
+
+
+def tokenizer_path(value: Any, file: ForeignFile) -> Answer:
+    """Return the tokenizer's folder for one of its files, except a SentencePiece model."""
+    path = Path(str(value))
+    return sets(tokenizer__path=str(path.parent if path.suffix in (".json", ".txt") else path))
+
+
+def epochs(value: Any, file: ForeignFile) -> Answer:
+    """Return the number of passes over the data."""
+    if (file.value("max_steps") or -1) > 0:
+        return nothing("max_steps  decides")
+    if float(value).is_integer():
+        return sets(train__epochs=int(value))
+    return impossible(f"passes over the data are whole; {value} of them are  train.steps=…")
+
+
+def unfrozen(value: Any, file: ForeignFile) -> Answer:
+    """Return that only what is not trained can be named."""
+    if file.value("adapter", "finetuning_type") in ("lora", "qlora"):
+        return nothing("of an adapter run the adapter is trained")
+    return impossible("name what is not to be trained:  train.freeze=[…]")
+
+
+PREFETCH = "sharding.prefetch  says how many units are gathered ahead"
+UNITS = "each block is a unit of sharding, as the model says"
+STATE_DICTS = "checkpoints are always distributed; an export is a Hugging Face folder"
+OPTION: dict[str, dict[str, Any]] = {  # switches that are an option of a group when they are on
+    "gradient_checkpointing": {"activation_checkpoint": "full"},
+    "enable_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_config.fsdp_activation_checkpointing": {"activation_checkpoint": "full"},
+    "fsdp_config.activation_checkpointing": {"activation_checkpoint": "full"},
+    "torch_compile": {"compile": "enabled"},
+    "compile": {"compile": "enabled"},
+    "use_rslora": {"adapter.scaling": "rslora"},
+    "peft_use_rslora": {"adapter.scaling": "rslora"},
+    "fsdp_config.fsdp_offload_params": {"sharding.cpu_offload": True},
+    "fsdp_config.offload_params": {"sharding.cpu_offload": True},
+    "fsdp_cpu_offload": {"sharding.cpu_offload": True},
+    "enable_activation_offloading": {"activation_checkpoint.offload": True},
+    "activation_offloading": {"activation_checkpoint.offload": True},
+    "use_wandb": {"logging.wandb": "online"},
+}
+
+
+def option(chosen: dict[str, Any]) -> Rule:
+    """Return a rule for a switch."""
+    return lambda value, file: nothing("off") if is_off(value) else sets(**chosen)
+
+
+RULES: dict[str, Rule] = {
+    **{name: option(chosen) for name, chosen in OPTION.items()},
+    "optimizer": choose("optim", OPTIMIZERS, "optimizer"),
+    "optim": choose("optim", OPTIMIZERS, "optimizer"),
+    "optimizer._component_": choose("optim", OPTIMIZERS, "optimizer"),
+    "optimizer.type": choose("optim", OPTIMIZERS, "optimizer"),
+    "lr_scheduler": choose("schedule", SCHEDULES, "schedule"),
+    "lr_scheduler_type": choose("schedule", SCHEDULES, "schedule"),
+    "lr_scheduler._component_": choose("schedule", SCHEDULES, "schedule"),
+    "scheduler.type": choose("schedule", SCHEDULES, "schedule"),
+    "warmup_ratio": warmup_share,
+    "warmup_steps": warmup_steps,
+    "bf16": on_off_format("bf16"),
+    "bf16.enabled": on_off_format("bf16"),
+    "fp16": on_off_format("fp16"),
+    "fp16.enabled": on_off_format("fp16"),
+    "pure_bf16": on_off_format("pure_bf16"),
+    "fp8": on_off_format("fp8"),
+    "bfloat16": on_off_format("bf16"),
+    "float16": on_off_format("fp16"),
+    "dtype": number_format,
+    "mixed_precision": number_format,
+    "tf32": fixed("matrix products in float32 use TF32 where  precision  allows it"),
+    "adapter": adapter,
+    "finetuning_type": adapter,
+    "load_in_4bit": four_bit,
+    "quantization_bit": four_bit,
+    "load_in_8bit": eight_bit,
+    "lora_target": targets,
+    "lora_target_modules": targets,
+    "target_modules": targets,
+    "model.lora_attn_modules": targets,
+    "lora_target_linear": all_linear,
+    "model.apply_lora_to_mlp": fixed("in  adapter.targets"),
+    "model.apply_lora_to_output": lacking("the head has no adapter; train it whole: adapter.also"),
+    "datasets": datasets,
+    "pretraining_dataset": datasets,
+    "test_datasets": held_out_sets,
+    "dataset_name": lambda value, file: sets(data__path=hub_or_file(str(value))),
+    "dataset": dataset_names,
+    "dataset._component_": torchtune_data,
+    "dataset.source": fixed("in  data.path"),
+    "dataset.packed": packing,
+    "template": template,
+    "chat_template": template,
+    "val_set_size": held_out,
+    "val_size": held_out,
+    "sample_packing": packing,
+    "packing": packing,
+    "pad_to_sequence_len": fixed("rows are filled with samples, not padded (data.packing)"),
+    "stage": method,
+    "rl": method,
+    "pref_beta": beta,
+    "rl_beta": beta,
+    "pref_loss": fixed("in  objective"),
+    "deepspeed": deepspeed_file,
+    "zero_optimization.stage": zero_stage,
+    "deepspeed_config.zero_stage": zero_stage,
+    "zero_optimization.offload_optimizer.device": offloaded_states,
+    "deepspeed_config.offload_optimizer_device": offloaded_states,
+    "zero_optimization.offload_param.device": offload_device("sharding.cpu_offload", True),
+    "deepspeed_config.offload_param_device": offload_device("sharding.cpu_offload", True),
+    "distributed_type": distributed,
+    "fsdp_sharding_strategy": fsdp_strategy,
+    "sharding_strategy": fsdp_strategy,
+    "main_process_ip": rendezvous,
+    "main_process_port": rendezvous,
+    "tokenizer.path": tokenizer_path,
+    "tokenizer.merges_file": fixed("read beside the vocabulary (tokenizer.path)"),
+    "tokenizer.merges_path": fixed("read beside the vocabulary (tokenizer.path)"),
+    "tokenizer.vocab_path": tokenizer_path,
+    "log_peak_memory_stats": fixed("metrics.jsonl has the memory of every step"),
+    "processor_type": fixed("the model's own processor is used"),
+    "fp16.loss_scale": fixed("it adapts; where it starts is  precision.loss_scale"),
+    "optimizer_in_bwd": lacking("optim.offload=cpu  or a smaller optimizer saves memory"),
+    "fsdp_config.fsdp_auto_wrap_policy": fixed(UNITS),
+    "fsdp_config.auto_wrap_policy": fixed(UNITS),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": fixed(UNITS),
+    "fsdp_config.transformer_layer_cls_to_wrap": fixed(UNITS),
+    "fsdp_config.fsdp_state_dict_type": fixed(STATE_DICTS),
+    "fsdp_config.state_dict_type": fixed(STATE_DICTS),
+    "fsdp_config.fsdp_version": fixed("FSDP2 is what there is"),
+    "fsdp_version": fixed("FSDP2 is what there is"),
+    "save_strategy": steps_or_nothing,
+    "eval_strategy": steps_or_nothing,
+    "evaluation_strategy": steps_or_nothing,
+    "logging_strategy": fixed("logging.every  counts steps"),
+    "saves_per_epoch": per_epoch("checkpoint.every"),
+    "evals_per_epoch": per_epoch("train.validate_every"),
+    "report_to": trackers,
+    "metric_logger._component_": logger_component,
+    "wandb_project": wandb_project,
+    "seed": seed,
+    "model._component_": model_builder,
+    "checkpointer.checkpoint_dir": lambda value, file: sets(model__init_from=str(value)),
+    "checkpointer.checkpoint_files": fixed("all files of the folder are read"),
+    "checkpointer._component_": fixed("the folder's format is found out"),
+    "checkpointer.output_dir": fixed("a run's checkpoints are in its folder (run.root)"),
+    "checkpointer.model_type": fixed("config.json says it"),
+    "checkpointer.recipe_checkpoint": fixed("a run goes on from its own last checkpoint"),
+    "tokenizer._component_": fixed("the tokenizer's files say what it is"),
+    "tokenizer.max_seq_len": lambda value, file: sets(batch__seq_len=int(value)),
+    "loss._component_": fixed("the head never holds all logits of a micro-batch (loss.chunk_mib)"),
+    "metric_logger.log_dir": fixed("all of a run is in its folder (run.root)"),
+    "max_steps_per_epoch": lambda value, file: sets(train__steps=int(value)),
+    "profiler._component_": fixed("profiles are asked for by  profile.steps=10..12"),
+    "model_type": fixed("config.json of the model says it"),
+    "tokenizer_type": fixed("the tokenizer's files say it"),
+    "is_llama_derived_model": fixed("config.json of the model says it"),
+    "special_tokens": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
+    "flash_attention": fixed(ATTENTION),
+    "sdp_attention": fixed(ATTENTION),
+    "xformers_attention": fixed(ATTENTION),
+    "attn_implementation": fixed(ATTENTION),
+    "flash_attn": fixed(ATTENTION),
+    "do_train": fixed("the verb  train  trains"),
+    "do_eval": fixed("data.validation  decides"),
+    "trust_remote_code": option({"model.trust_remote_code": True}),
+    "lora_dropout": lacking("there is no dropout; PEFT's default is 0 too"),
+    "unfrozen_parameters": unfrozen,
+    "overwrite_output_dir": fixed(
+        "a run goes on from its last checkpoint; anew:  checkpoint.resume=never run.overwrite=true"
+    ),
+    "ddp_timeout": lambda value, file: sets(launch__timeout=f"{int(value)}s"),
+    "per_device_eval_batch_size": fixed("validation computes as many rows at once as training"),
+    "eval_batch_size": fixed("validation computes as many rows at once as training"),
+    "num_train_epochs": epochs,
+    "num_epochs": epochs,
+    "epochs": epochs,
+    "fsdp_config.fsdp_backward_prefetch": fixed(PREFETCH),
+    "fsdp_config.fsdp_forward_prefetch": fixed(PREFETCH),
+    "group_by_length": fixed("rows are packed (data.packing), so lengths cost nothing"),
+    "max_samples": lacking("all samples are read; keep fewer in the file"),
+    "overwrite_cache": fixed("tokens are made again when the data or a setting changes"),
+    "train_on_inputs": loss_on,
+    "early_stopping_patience": lambda value, file: sets(train__early_stop=int(value)),
+    "resume_from_checkpoint": lambda value, file: nothing("a run goes on from its last checkpoint")
+    if value in (True, False)
+    else sets(model__init_from=str(value)),
+    "num_processes": lambda value, file: sets(
+        f"{file.value('num_machines') or 1} nodes",
+        launch__nproc_per_node=int(value) // int(file.value("num_machines") or 1),
+    ),
+    "num_machines": lambda value, file: sets(launch__nodes=int(value))
+    if int(value) > 1
+    else nothing("one node is the default"),
+    "device": fixed("a GPU is used where there is one (launch.device)"),
+    "shuffle": lambda value, file: sets(data__shuffle=bool(value)),
+}  # fmt: skip
+"""By dotted name, or by its last part."""
+PROFILES = "profiles are asked for by  profile.steps=10..12"
+SECTIONS: dict[str, Rule] = {
+    "profiler.": fixed(PROFILES),
+    "liger_": fixed("kernels are chosen here; the head never holds all logits (loss.chunk_mib)"),
+    "kernel_config.": fixed("kernels are chosen here;  compile=enabled  fuses the rest"),
+    "checkpointer.checkpoint_files.": fixed("all files of the folder are read"),
+    "gradient_checkpointing_kwargs.": fixed("activation_checkpoint  has its own keys"),
+    "monitor_config.": fixed("trackers are switched on by  logging.wandb , tensorboard, mlflow"),
+    "diffusion.": lacking("only models that predict the next token are trained"),
+    "ebft.": lacking("there is  objective=grpo  for rewards"),
+}
+"""By the beginning of a dotted name."""
+BATCH = ("micro_batch_size", "per_device_train_batch_size", "train_micro_batch_size_per_gpu")
+"""Rows of a device's micro-batch; torchtune calls them batch_size."""

@@ -1,0 +1,51 @@
+"""What becomes of a setting of another trainer."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TRANSLATED, NOTHING, IMPOSSIBLE = "translated", "nothing to set", "not possible"
+OFF: tuple[Any, ...] = (False, 0, "false", "no", "none", "off", [], {})
+UNSET = (None, "", "null")
+
+
+@dataclass
+class Answer:
+    """An answer to one setting. sets: our keys and groups that it decides, with their values."""
+
+    kind: str
+    sets: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def sets(note: str = "", **values: Any) -> Answer:
+    """Return a translation; in the names of keys `__` stands for a dot."""
+    return Answer(
+        TRANSLATED, {key.replace("__", "."): value for key, value in values.items()}, note
+    )
+
+
+def nothing(why: str) -> Answer:
+    """Return that a setting has no meaning here."""
+    return Answer(NOTHING, note=why)
+
+
+def impossible(instead: str) -> Answer:
+    """Return that a setting cannot be kept, and what can be done instead."""
+    return Answer(IMPOSSIBLE, note=instead)
+
+
+def is_off(value: Any) -> bool:
+    """Return True for a value that switches something off."""
+    return (value.lower() if isinstance(value, str) else value) in OFF
+
+
+def as_number(value: Any) -> Any:
+    """Return a number that is written as text, such as YAML's 2e-4, as one; others unchanged."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            pass
+    return value

@@ -1,0 +1,280 @@
+"""Other trainers' configuration files become recipes, and every setting in them is answered."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fsdp_trainer.apps.convert.converter import convert, recipe_text
+from fsdp_trainer.apps.convert.foreign_file import read_foreign_file
+from fsdp_trainer.cli import main
+from fsdp_trainer.config.composing.compose import compose
+
+AXOLOTL = """
+base_model: NousResearch/Llama-2-7b-hf
+load_in_8bit: false
+load_in_4bit: true
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+    split: train
+val_set_size: 0.05
+output_dir: ./out
+sequence_len: 4096
+sample_packing: true
+adapter: qlora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+weight_decay: 0.0
+bf16: auto
+fp16: false
+gradient_checkpointing: true
+flash_attention: true
+warmup_ratio: 0.1
+saves_per_epoch: 1
+wandb_project:
+my_own_setting: 3
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: dpo
+finetuning_type: lora
+lora_rank: 8
+lora_target: q_proj,v_proj
+pref_beta: 0.1
+pref_loss: orpo
+dataset: known,other
+dataset_dir: .
+template: llama3
+cutoff_len: 2048
+deepspeed: ds_z2_offload.json
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+max_steps: 200
+warmup_ratio: 0.1
+lr_scheduler_type: cosine
+fp16: true
+report_to: wandb
+"""
+TORCHTUNE = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: /m/tokenizer.model}
+model:
+  _component_: torchtune.models.llama3_1.qlora_llama3_1_8b
+  lora_attn_modules: [q_proj, v_proj, output_proj]
+  apply_lora_to_mlp: true
+  lora_rank: 8
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /m}
+dataset: {_component_: torchtune.datasets.alpaca_cleaned_dataset, packed: true}
+batch_size: 2
+gradient_accumulation_steps: 8
+optimizer: {_component_: torch.optim.AdamW, fused: true, weight_decay: 0.01, lr: 3e-4}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 100
+epochs: 1
+dtype: bf16
+compile: false
+profiler: {_component_: torchtune.training.setup_torch_profiler, enabled: false}
+"""
+ACCELERATE = """
+distributed_type: FSDP
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+main_process_ip: node0
+main_process_port: 29501
+fsdp_config:
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_offload_params: false
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+"""
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}},
+    "bf16": {"enabled": True}, "gradient_clipping": 0.5,
+    "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-5, "betas": [0.9, 0.95]}},
+}  # fmt: skip
+ARGUMENTS = {
+    "output_dir": "out", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4,
+    "learning_rate": 1e-5, "num_train_epochs": 2, "lr_scheduler_type": "linear",
+    "warmup_steps": 0.1, "max_steps": 50, "optim": "adafactor", "seed": 7, "save_steps": 10,
+    "save_total_limit": 2, "report_to": ["tensorboard"], "push_to_hub": True,
+}  # fmt: skip
+FILES = {
+    "axolotl.yml": AXOLOTL, "llama_factory.yaml": LLAMA_FACTORY, "torchtune.yaml": TORCHTUNE,
+    "accelerate.yaml": ACCELERATE, "deepspeed.json": json.dumps(DEEPSPEED),
+    "arguments.json": json.dumps(ARGUMENTS),
+}  # fmt: skip
+
+
+@pytest.fixture
+def converted(tmp_path):
+    """Return `converted(name)`: the file's settings, the recipe, and what it sets, by key."""
+
+    def make(name, ranks=2):
+        (tmp_path / name).write_text(FILES[name])
+        file = read_foreign_file(tmp_path / name)
+        text = recipe_text(convert(file, ranks))
+        tree = yaml.safe_load(text)
+        groups = {}
+        for each in tree.pop("defaults", []):
+            ((name, value),) = each.items()
+            groups[name.removeprefix("override /")] = value
+        keys = {f"{section}.{key}": value for section, each in tree.items()
+                for key, value in each.items()}  # fmt: skip
+        return file.settings, text, groups | keys
+
+    return make
+
+
+def line_after(text, start):
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"#   {start}"))
+    return next(line for line in lines[at:] if line.startswith("#       "))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_setting_has_a_line_and_the_recipe_is_accepted(converted, tmp_path, name):
+    settings, text, _ = converted(name)
+    for setting in settings:
+        assert f"{setting}: " in text, setting
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    compose("train", [f"+recipe={recipe}"], inputs=False)
+
+
+def test_a_file_of_axolotl_becomes_what_it_means(converted):
+    _, text, sets = converted("axolotl.yml")
+    expected = {
+        "model.init_from": "NousResearch/Llama-2-7b-hf", "adapter": "qlora", "optim": "adamw_8bit",
+        "schedule": "cosine", "precision": "bf16", "activation_checkpoint": "full",
+        "data.path": "hf://datasets/tatsu-lab/alpaca", "data.format": "alpaca",
+        "data.validation": 0.05, "data.packing": "best_fit", "batch.seq_len": 4096,
+        "batch.micro_rows": 2, "batch.rows": 16, "train.epochs": 3, "optim.lr": 2e-4,
+        "optim.weight_decay": 0.0, "adapter.rank": 32, "adapter.alpha": 16,
+        "adapter.targets": "all", "run.root": "./out",
+    }  # fmt: skip
+    assert sets == expected
+    assert "split=train" in text
+    assert "there is no dropout" in line_after(text, "lora_dropout: 0.05")
+    assert "schedule.warmup_steps" in line_after(text, "warmup_ratio: 0.1")
+    assert "no setting with this meaning" in line_after(text, "my_own_setting: 3")
+    assert "not set" in line_after(text, "wandb_project: null")
+
+
+def test_a_file_of_llama_factory_is_read_with_the_files_it_names(converted, tmp_path):
+    known = {"known": {"file_name": "k.json"}, "other": {"hf_hub_url": "a/b"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(known))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds_z2_offload.json").write_text(json.dumps({"zero_optimization": zero}))
+    _, _, sets = converted("llama_factory.yaml")
+    expected = {
+        "objective": "orpo", "adapter": "lora", "adapter.targets": ["q_proj", "v_proj"],
+        "data.path": [str(tmp_path / "k.json"), "hf://datasets/a/b"], "data.template": "llama3",
+        "sharding": "fsdp", "sharding.reshard_after_forward": False, "optim.offload": "cpu",
+        "precision": "fp16", "train.steps": 200, "schedule.warmup_steps": 20,
+        "logging.wandb": "online", "batch.rows": 16, "objective.beta": 0.1,
+    }  # fmt: skip
+    assert {key: sets.get(key) for key in expected} == expected
+    assert "train.epochs" not in sets
+
+
+def test_a_file_of_torchtune_becomes_what_it_means(converted):
+    _, text, sets = converted("torchtune.yaml")
+    expected = {
+        "adapter": "qlora", "model.init_from": "/m", "tokenizer.path": "/m/tokenizer.model",
+        "data.path": "hf://datasets/yahma/alpaca-cleaned", "data.packing": "best_fit",
+        "adapter.targets": ["q_proj", "v_proj", "o_proj", "down_proj", "gate_proj", "up_proj"],
+        "optim": "adamw", "optim.lr": 3e-4, "optim.weight_decay": 0.01, "batch.rows": 32,
+        "schedule": "cosine", "schedule.warmup_steps": 100, "precision": "bf16",
+        "train.epochs": 1,
+    }  # fmt: skip
+    assert {key: sets.get(key) for key in expected} == expected
+    assert "profile.steps" in line_after(text, "profiler.enabled: false")
+
+
+def test_a_file_of_accelerate_says_how_ranks_start_and_shard(converted):
+    _, _, sets = converted("accelerate.yaml")
+    assert sets == {
+        "sharding": "fsdp", "sharding.reshard_after_forward": False, "precision": "bf16",
+        "activation_checkpoint": "full", "launch.nodes": 2, "launch.nproc_per_node": 8,
+        "launch.rendezvous": "node0:29501",
+    }  # fmt: skip
+
+
+def test_a_file_of_deepspeed_becomes_what_it_means(converted):
+    _, _, sets = converted("deepspeed.json", 4)
+    assert sets == {
+        "sharding": "fsdp", "sharding.reshard_after_forward": False, "optim.offload": "disk",
+        "precision": "bf16", "optim.grad_clip": 0.5, "batch.micro_rows": 4, "batch.rows": 32,
+        "optim": "adamw", "optim.lr": 3e-5, "optim.betas": [0.9, 0.95],
+    }  # fmt: skip
+
+
+def test_training_arguments_become_what_they_mean(converted):
+    _, text, sets = converted("arguments.json", 1)
+    assert sets == {
+        "run.root": "out", "batch.micro_rows": 2, "batch.rows": 8, "optim.lr": 1e-5,
+        "train.steps": 50, "schedule": "linear", "schedule.warmup_steps": 5, "run.seed": 7,
+        "checkpoint.every": 10, "checkpoint.keep": 2, "logging.tensorboard": True,
+    }  # fmt: skip
+    assert "there is no optimizer adafactor" in line_after(text, "optim: adafactor")
+    assert "hf upload" in line_after(text, "push_to_hub: true")
+
+
+def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
+    file = tmp_path / "a.yml"
+    file.write_text("base_model: a/b\nsequence_len: 4\nlearning_rate: -1\n")
+    text = recipe_text(convert(read_foreign_file(file), 1))
+    assert "batch.seq_len=4" in line_after(text, "sequence_len: 4")
+    assert "optim.lr=-1" in line_after(text, "learning_rate: -1")
+    assert yaml.safe_load(text) == {"model": {"init_from": "a/b"}}
+
+
+def test_the_verb_prints_a_recipe_that_can_be_used_at_once(tmp_path, capsys):
+    (tmp_path / "axolotl.yml").write_text(AXOLOTL)
+    assert main(["convert", str(tmp_path / "axolotl.yml"), "world_size=4"]) == 0
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(capsys.readouterr().out)
+    cfg = compose("train", [f"+recipe={recipe}"], inputs=False)
+    assert (cfg.batch.rows, cfg.adapter.rank, cfg.optim.lr) == (32, 32, 2e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "there is no such file or folder"),
+        ("a: [", "cannot be read"),
+        ("[1, 2]", "holds no settings"),
+        ("colour: red", "has none of the settings by which a trainer's file is known"),
+    ],
+)
+def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, capsys, content, reason):
+    file = tmp_path / "a.yml"
+    if content is not None:
+        file.write_text(content)
+    assert main(["convert", f"source={file}"]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_files_that_trl_ships_are_converted_whole():
+    trl = pytest.importorskip("trl")
+    files = sorted((Path(trl.__file__).parent / "accelerate_configs").glob("*.yaml"))
+    assert files
+    for path in files:
+        file = read_foreign_file(path)
+        result = convert(file, 1)
+        assert result.answers.keys() == file.settings.keys()
+        assert result.open == []

@@ -1,6 +1,7 @@
 """The verb `export`: a folder of Hugging Face's, PEFT's or another tool's form, or a GGUF file."""
 
 from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.compressed_export import export_compressed
 from fsdp_trainer.checkpoint.export import export_checkpoint, exportable
 from fsdp_trainer.checkpoint.export_other import WRITERS, export_other
 from fsdp_trainer.checkpoint.gguf_export import export_gguf, require_number_format
@@ -14,6 +15,8 @@ def export(cfg: ExportConfig) -> int:
     if cfg.form == "gguf":
         return export_gguf(cfg)
     require_settings_of_form(cfg)
+    if cfg.form == "compressed":
+        return export_compressed(cfg)
     if cfg.form in WRITERS:
         return export_other(cfg)
     source = exportable(str(cfg.source), cfg.form)
@@ -37,4 +40,7 @@ def require_settings_of_form(cfg: ExportConfig) -> None:
     if cfg.form != "adapter" and cfg.experts != "stacked":
         problem = Problem(f"experts={cfg.experts}", "only counts with  form=adapter")
         raise UserError("a merged model has no adapters", [problem])
+    if cfg.form != "compressed" and cfg.quantization:
+        problem = Problem(f"quantization={cfg.quantization}", "only counts with  form=compressed")
+        raise UserError("nothing is quantised in this form", [problem])
     require_number_format(cfg)

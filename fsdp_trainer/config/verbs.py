@@ -271,8 +271,14 @@ class ExportConfig:
         "merged",
         "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
         " alone, as PEFT stores it; a whole model as `gguf` for llama.cpp, `torchtitan`'s"
-        " checkpoint, or `meta`'s files",
-        choices=("merged", "adapter", "gguf", "torchtitan", "meta"),
+        " checkpoint, `meta`'s files, or `compressed` for vLLM",
+        choices=("merged", "adapter", "gguf", "torchtitan", "meta", "compressed"),
+    )
+    quantization: str | None = key(
+        None,
+        "form=compressed: the numbers of the blocks' matrices: float8 or 8-bit integers, and inputs"
+        " in as many bits, or 4-bit integers",
+        choices=("fp8", "int8", "int4"),
     )
     merge_into: str = key(
         "original",

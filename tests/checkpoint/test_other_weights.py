@@ -22,6 +22,8 @@ from fsdp_trainer.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 META = {
     "model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output",
     "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",

@@ -1,0 +1,127 @@
+"""Export of any weights as compressed-tensors, which vLLM reads: matrices of blocks in few bits.
+
+The package compressed-tensors computes the scales and packs the numbers, round-to-nearest.
+"""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fsdp_trainer.checkpoint.atomic_files import complete_folder, write_json
+from fsdp_trainer.checkpoint.export_other import as_folder
+from fsdp_trainer.checkpoint.formats.huggingface import INDEX
+from fsdp_trainer.config.new_folder import new_folder
+from fsdp_trainer.config.verbs import ExportConfig
+from fsdp_trainer.errors import Problem, RunFailed, UserError
+
+PRESETS = {
+    "fp8": ("FP8_DYNAMIC", "float-quantized"),
+    "int8": ("INT8", "int-quantized"),
+    "int4": ("W4A16", "pack-quantized"),
+}
+"""By value of `quantization`, the package's names of what is quantised and of how it is stored."""
+MATRIX = "_proj.weight"
+"""End of the names of the matrices that are quantised."""
+GROUPS = (128, 64, 32)
+"""Numbers of columns with one scale, for int4; the first that divides all rows is used."""
+
+
+def export_compressed(cfg: ExportConfig) -> int:
+    """Write the folder `out` and return the exit code. Raises UserError and RunFailed."""
+    if importlib.util.find_spec("compressed_tensors") is None:
+        reason = "needs the package of its authors:  pip install 'fsdp_trainer[compressed]'"
+        raise UserError("it cannot be exported", [Problem("form=compressed", reason)])
+    if cfg.quantization is None:
+        problem = Problem("form=compressed", f"needs  quantization={'|'.join(PRESETS)}")
+        raise UserError("it cannot be exported", [problem])
+    source, out = Path(str(cfg.source)).expanduser(), new_folder(str(cfg.out))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with as_folder(source, out, cfg.dtype) as folder, complete_folder(out) as partial:
+            write_compressed(folder, partial, cfg.quantization, cfg.dtype)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FOLDER") from None
+    print(f"exported {source} to {out}")
+    return 0
+
+
+def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> None:
+    """Write a Hugging Face folder with quantised matrices, a file at a time. Raises UserError."""
+    preset, stored_as = PRESETS[kind]
+    files = sorted(folder.glob("*.safetensors"))
+    scheme = scheme_of(preset, folder, files)
+    weight_map: dict[str, str] = {}
+    for file in files:
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in load_file(file).items():
+            whole = tensor.to(getattr(torch, dtype)) if dtype else tensor
+            is_matrix = name.endswith(MATRIX) and tensor.ndim == 2
+            tensors |= compressed(name, whole, scheme, stored_as) if is_matrix else {name: whole}
+        save_file(tensors, out / file.name, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    if len(files) > 1:
+        write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX:
+            shutil.copyfile(file, out / file.name)
+    config = json.loads((folder / "config.json").read_text())
+    about = description(scheme, stored_as)
+    write_json(out / "config.json", config | {"quantization_config": about})
+
+
+def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:
+    """Return the package's scheme for all matrices. Raises UserError for what has none here."""
+    from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+    from safetensors import safe_open
+
+    columns: set[int] = set()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        if any(".experts." in name for name in shapes):
+            reason = "has experts, which are not quantised in this version"
+            raise UserError("it cannot be exported", [Problem(str(folder), reason)])
+        columns |= {shape[1] for name, shape in shapes.items() if name.endswith(MATRIX)}
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    if scheme.weights.group_size:
+        group = next((g for g in GROUPS if not any(width % g for width in columns)), None)
+        if group is None:
+            reason = (
+                f"has matrices of {min(columns)} columns, no multiple of {GROUPS[-1]}: use int8"
+            )
+            raise UserError("it cannot be exported", [Problem("quantization=int4", reason)])
+        weights = scheme.weights.model_copy(update={"group_size": group})
+        scheme = scheme.model_copy(update={"weights": weights})
+    return scheme
+
+
+def compressed(name: str, matrix: Tensor, scheme: Any, stored_as: str) -> dict[str, Tensor]:
+    """Return the tensors that a matrix is stored as, by name."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    groups = matrix.unflatten(1, (-1, scheme.weights.group_size or matrix.shape[1]))
+    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
+    compressor = BaseCompressor.get_value_from_registry(stored_as)
+    parts = compressor.compress({"weight": matrix, "weight_scale": scale.to(matrix.dtype)}, scheme)
+    module = name.removesuffix("weight")
+    return {module + part: tensor.contiguous() for part, tensor in parts.items()}
+
+
+def description(scheme: Any, stored_as: str) -> dict[str, Any]:
+    """Return the quantization_config of config.json."""
+    from compressed_tensors.quantization import QuantizationConfig
+
+    about = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format=stored_as,
+        quantization_status="compressed",
+    )
+    return json.loads(about.model_dump_json(exclude_none=True))

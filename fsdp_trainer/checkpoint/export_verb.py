@@ -12,7 +12,7 @@ from fsdp_trainer.errors import Problem, RunFailed, UserError
 
 def export(cfg: ExportConfig) -> int:
     """Run the verb: `source=` a run, a checkpoint or a PEFT folder, `out=` the folder to write."""
-    if cfg.form == "gguf":
+    if cfg.form in ("gguf", "gguf_adapter"):
         return export_gguf(cfg)
     require_settings_of_form(cfg)
     if cfg.form == "compressed":

@@ -2,8 +2,12 @@
 
 import importlib.util
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from fsdp_trainer.checkpoint.adapters.adapter_export import export_adapter
+from fsdp_trainer.checkpoint.export import exportable
 from fsdp_trainer.checkpoint.export_other import as_folder
+from fsdp_trainer.config.paths import is_adapter
 from fsdp_trainer.config.verbs import GGUF_NUMBERS, ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
 
@@ -22,6 +26,8 @@ def export_gguf(cfg: ExportConfig) -> int:
 
     source, out = Path(str(cfg.source)).expanduser(), Path(str(cfg.out)).expanduser()
     require_new_file(out)
+    if cfg.form == "gguf_adapter":
+        return export_gguf_adapter(cfg, source, out)
     numbers = SAME.get(cfg.dtype or DEFAULT, cfg.dtype or DEFAULT)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -30,6 +36,31 @@ def export_gguf(cfg: ExportConfig) -> int:
     except OSError as error:
         raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
     print(f"exported {source} to {out}")
+    return 0
+
+
+def export_gguf_adapter(cfg: ExportConfig, source: Path, out: Path) -> int:
+    """Write the adapter of a run, a checkpoint or a PEFT folder; return the exit code."""
+    # an optional package
+    from fsdp_trainer.checkpoint.formats.gguf_adapter import write_gguf_adapter
+
+    numbers = SAME.get(cfg.dtype or "f32", cfg.dtype or "f32")
+    if numbers == "q8_0":
+        problem = Problem("dtype=q8_0", "an adapter's matrices are narrow: use f32, f16 or bf16")
+        raise UserError("there is no GGUF of it", [problem])
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if is_adapter(source):
+            write_gguf_adapter(source, out, numbers)
+        else:
+            checkpoint = exportable(str(source), "adapter")
+            with TemporaryDirectory(prefix=".adapter-", dir=out.parent) as aside:
+                folder = Path(aside) / out.stem
+                export_adapter(checkpoint, folder, "float32", "stacked")
+                write_gguf_adapter(folder, out, numbers)
+    except OSError as error:
+        raise RunFailed(f"cannot write the export {out}: {error}. Use  out=FILE.gguf") from None
+    print(f"exported the adapter of {source} to {out}")
     return 0
 
 

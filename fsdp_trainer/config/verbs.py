@@ -271,8 +271,17 @@ class ExportConfig:
         "merged",
         "`merged`: a whole model, with a run's adapter merged into it; `adapter`: the adapter"
         " alone, as PEFT stores it; a whole model as `gguf` for llama.cpp, `torchtitan`'s"
-        " checkpoint, `meta`'s files, or `compressed` for vLLM",
-        choices=("merged", "adapter", "gguf", "torchtitan", "meta", "compressed"),
+        " checkpoint, `meta`'s files, or `compressed` for vLLM; `gguf_adapter`: the adapter alone"
+        " for llama.cpp",
+        choices=(
+            "merged",
+            "adapter",
+            "gguf",
+            "gguf_adapter",
+            "torchtitan",
+            "meta",
+            "compressed",
+        ),
     )
     quantization: str | None = key(
         None,

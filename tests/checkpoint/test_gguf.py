@@ -226,3 +226,62 @@ def test_a_family_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsy
     assert main(["export", f"source={folder}", *words]) == 2
     assert "llama.cpp has no name" in capsys.readouterr().err
     assert not (tmp_path / "a.gguf").exists()
+
+
+def adapter_of(world, folder, run, *words):
+    keys = ["data.path=demo:sums", f"model.init_from={folder}", "train.steps=2", *words]
+    world.train(run, *keys, "batch.seq_len=64", "batch.rows=4", "optim.lr=1e-2", base=[])
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["adapter.scaling=rslora"]])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_adapter_added_to_the_base_models_file_is_the_merged_models_file(
+    world, tmp_path, family, words
+):
+    folder = make_folder(tmp_path / "hf", family)
+    run = adapter_of(world, folder, tmp_path / "run", "adapter=lora", "adapter.rank=4", *words)
+    base = exported(folder, tmp_path / "base.gguf", "dtype=f32")
+    merged = numbers(exported(run, tmp_path / "merged.gguf", "dtype=f32"))
+    out = tmp_path / "adapter.gguf"
+    assert main(["export", f"source={run}", f"out={out}", "form=gguf_adapter"]) == 0
+    adapter = gguf.GGUFReader(out)
+    about, parts = facts(adapter), numbers(adapter)
+    assert (about["general.type"], about["adapter.type"]) == ("adapter", "lora")
+    assert about["general.architecture"] == facts(base)["general.architecture"]
+    scale = about["adapter.lora.alpha"] / 4
+    changed = 0
+    for name, whole in numbers(base).items():
+        a, b = (parts.pop(f"{name}.lora_{part}", None) for part in "ab")
+        expected = whole if a is None else whole + scale * b @ a
+        changed += a is not None and not np.array_equal(expected, whole)
+        assert np.allclose(merged[name], expected, atol=1e-5), name
+    assert changed > 0
+    assert parts == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "dtype", "reason"),
+    [
+        (["adapter=dora"], "f32", "DoRA's magnitudes have no place"),
+        (
+            ["adapter=lora", "adapter.rank_pattern={q_proj: 2}"],
+            "f32",
+            "has one scale for all layers",
+        ),
+        (["adapter=lora"], "q8_0", "use f32, f16 or bf16"),
+        ([], "f32", "has no adapter"),
+    ],
+)
+def test_an_adapter_that_llama_cpp_does_not_load_is_refused(
+    world, tmp_path, capsys, words, dtype, reason
+):
+    folder = make_folder(tmp_path / "hf", "llama")
+    run = adapter_of(world, folder, tmp_path / "run", *words)
+    out = tmp_path / "adapter.gguf"
+    words = f"source={run}", f"out={out}", "form=gguf_adapter", f"dtype={dtype}"
+    assert main(["export", *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert not out.exists()

@@ -473,6 +473,19 @@ def unfrozen(value: Any, file: ForeignFile) -> Answer:
     return impossible("name what is not to be trained:  train.freeze=[…]")
 
 
+def teacher(value: Any, file: ForeignFile) -> Answer:
+    """Return the model that is distilled."""
+    return sets(objective="distil", objective__teacher=str(value))
+
+
+def reshard(value: Any, file: ForeignFile) -> Answer:
+    """Return whether weights are freed after a forward; older files name FSDP1's strategies."""
+    if isinstance(value, bool):
+        return sets(sharding__reshard_after_forward=value)
+    return fsdp_strategy(value, file)
+
+
+KERNELS = "kernels are chosen here;  compile=enabled  fuses the rest"
 PREFETCH = "sharding.prefetch  says how many units are gathered ahead"
 UNITS = "each block is a unit of sharding, as the model says"
 STATE_DICTS = "checkpoints are always distributed; an export is a Hugging Face folder"
@@ -618,6 +631,17 @@ RULES: dict[str, Rule] = {
     "do_train": fixed("the verb  train  trains"),
     "do_eval": fixed("data.validation  decides"),
     "trust_remote_code": option({"model.trust_remote_code": True}),
+    "skip_prepare_dataset": fixed("data is prepared once, whatever reads it"),
+    "tokenizer_use_mistral_common": fixed("the tokenizer's files say it"),
+    "use_kernels": fixed(KERNELS),
+    "experts_implementation": fixed(KERNELS),
+    "fused_attn_kernel": fixed(KERNELS),
+    "teacher_checkpointer.checkpoint_dir": teacher,
+    "teacher_model._component_": fixed("config.json of the teacher says it (objective.teacher)"),
+    "kd_ratio": lambda value, file: sets(objective__share=value),
+    "kd_loss._component_": fixed("in  objective.divergence"),
+    "dataset.train_on_input": loss_on,
+    "fsdp_config.fsdp_reshard_after_forward": reshard,
     "lora_dropout": lacking("there is no dropout; PEFT's default is 0 too"),
     "unfrozen_parameters": unfrozen,
     "overwrite_output_dir": fixed(
@@ -654,7 +678,8 @@ PROFILES = "profiles are asked for by  profile.steps=10..12"
 SECTIONS: dict[str, Rule] = {
     "profiler.": fixed(PROFILES),
     "liger_": fixed("kernels are chosen here; the head never holds all logits (loss.chunk_mib)"),
-    "kernel_config.": fixed("kernels are chosen here;  compile=enabled  fuses the rest"),
+    "kernel_config.": fixed(KERNELS),
+    "tokens.": fixed("the tokenizer's own are used; new ones: tokenizer.add_tokens"),
     "checkpointer.checkpoint_files.": fixed("all files of the folder are read"),
     "gradient_checkpointing_kwargs.": fixed("activation_checkpoint  has its own keys"),
     "monitor_config.": fixed("trackers are switched on by  logging.wandb , tensorboard, mlflow"),

@@ -150,11 +150,27 @@ def numbers_offset(path: Path, info: Any) -> int:
         return info.offset + archive.get_record_offset("data/0")
 
 
-def fake_load(file: Path) -> Any:
-    """Return what torch.save wrote, without the numbers of its tensors; unpickles only tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+class NotLoaded:
+    """Stands for an object of a class that is not unpickled."""
 
-    with FakeTensorMode():
+    def __init__(self, *parts: Any):
+        """parts: what the object is made of, which is ignored."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the object's content."""
+
+
+def fake_load(file: Path, ignored: tuple[str, ...] = ()) -> Any:
+    """Return what torch.save wrote, without the numbers of its tensors; unpickles only tensors.
+
+    ignored: beginnings of the names of classes for whose objects a NotLoaded stands.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+    others = get_unsafe_globals_in_checkpoint(file) if ignored else []
+    stand_ins: list[Any] = [(NotLoaded, name) for name in others if name.startswith(ignored)]
+    with FakeTensorMode(), safe_globals(stand_ins):
         return torch.load(file, weights_only=True, map_location="cpu")
 
 

@@ -7,6 +7,7 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
 from fsdp_trainer.checkpoint.other_tools.gguf_weights import gguf_tensors
 from fsdp_trainer.checkpoint.other_tools.sharded_state import sharded_tensors
 from fsdp_trainer.checkpoint.other_tools.torch_files import meta_tensors, torch_tensors
+from fsdp_trainer.checkpoint.other_tools.zero_partitions import zero_tensors
 from fsdp_trainer.config.other_tools.other_weights import kind_of_weights
 from fsdp_trainer.models.config import ModelConfig
 
@@ -15,6 +16,7 @@ READERS: dict[str, Callable[[Path, ModelConfig], dict[str, ForeignTensor]]] = {
     "meta": meta_tensors,
     "sharded": sharded_tensors,
     "torch": torch_tensors,
+    "zero": zero_tensors,
 }
 """By the kinds of other_weights.py: a function from folder and architecture to the tensors."""
 

@@ -16,6 +16,9 @@ META_FILES, META_PARAMS = "consolidated.*.pth", "params.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 SHARDED_BELOW = "pytorch_model_fsdp_*"
 """The folder in which accelerate puts a distributed checkpoint."""
+ZERO_STATES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
+ZERO_MODEL = "*mp_rank_00_model_states.pt"
+"""Files of DeepSpeed's ZeRO: a part of the weights of each rank, and their shapes."""
 NOT_WEIGHTS = ("optimizer", "scheduler", "rng_state", "random_states", "training_args",
                "recipe_state", "sampler", "adapter", "scaler")  # fmt: skip
 """Beginnings of the names of torch's files that hold other states."""
@@ -34,6 +37,17 @@ def sharded_folder(folder: Path) -> Path | None:
     return below[0] if len(below) == 1 else None
 
 
+def zero_folder(folder: Path) -> Path | None:
+    """Return the ZeRO checkpoint that is `folder`, or the one that its file `latest` names."""
+    if any(folder.glob(ZERO_STATES)) and any(folder.glob(ZERO_MODEL)):
+        return folder
+    try:
+        named = folder / (folder / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return zero_folder(named) if named != folder and named.is_dir() else None
+
+
 def torch_files(folder: Path) -> list[Path]:
     """Return the files of torch.save in a folder that may hold weights."""
     return sorted(
@@ -45,13 +59,15 @@ def torch_files(folder: Path) -> list[Path]:
 
 
 def kind_of_weights(folder: Path) -> str | None:
-    """Return `gguf`, `meta`, `sharded` or `torch` for another tool's weights, None for others."""
+    """Return the kind of another tool's weights, None for others: a key of known_weights.py."""
     if (folder / OWN).is_file():
         return None
     if gguf_files(folder):
         return "gguf"
     if (folder / META_PARAMS).is_file() and any(folder.glob(META_FILES)):
         return "meta"
+    if zero_folder(folder):
+        return "zero"
     if sharded_folder(folder):
         return "sharded"
     return "torch" if torch_files(folder) else None

@@ -1,0 +1,97 @@
+"""Checkpoints of DeepSpeed's ZeRO are the weights that DeepSpeed's own script makes of them.
+
+The folders in `zero_checkpoints` were written by DeepSpeed on two ranks.
+"""
+
+import shutil
+
+import inject
+import pytest
+import torch
+from folders import REPO
+from safetensors.torch import load_file
+
+from fsdp_trainer.checkpoint.load import load_model
+from fsdp_trainer.errors import UserError
+
+WRITTEN = REPO / "tests" / "checkpoint" / "zero_checkpoints"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Return `checkpoint(stage)`: a copy of DeepSpeed's folder, and the weights of its script."""
+
+    def make(stage):
+        folder = tmp_path / f"stage_{stage}"
+        shutil.copytree(WRITTEN / folder.name, folder)
+        return folder, load_file(folder / "expected")
+
+    return make
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("named", ["", "global_step2"])
+def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage, named):
+    folder, expected = checkpoint(stage)
+    with inject.setting("tensor_piece_bytes", 72):
+        read = dict(load_model(folder / named).named_weights())
+    assert read.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(read[name], weight), name
+
+
+def read_on_ranks(folder):
+    """Return the norms of a model's weights that FSDP2 shards over all ranks, by name."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_trainer.checkpoint.load import read_into
+    from fsdp_trainer.models.hf.new_model import meta_decoder
+    from fsdp_trainer.models.hf.read_architecture import read_architecture
+
+    dist.init_process_group("gloo")
+    try:
+        model = meta_decoder(read_architecture(folder))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.to_empty(device="cpu")
+        read_into(model, folder)
+        return {name: p.full_tensor().clone() for name, p in model.named_weights().items()}
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
+    folder, expected = checkpoint(stage)
+    for read in world.call(3, read_on_ranks, folder):
+        for name, weight in expected.items():
+            assert torch.equal(read[name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("lost", "reason"),
+    [
+        ("global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "rank 1 is missing"),
+        ("config.json", "config.json"),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(checkpoint, lost, reason):
+    folder, _ = checkpoint(2)
+    (folder / lost).unlink()
+    with pytest.raises(UserError, match=reason):
+        load_model(folder)
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code of others runs",)
+
+
+def test_other_objects_than_deepspeeds_own_are_refused_and_none_is_made(checkpoint, capsys):
+    folder, _ = checkpoint(1)
+    file = folder / "global_step2" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {}, "more": Evil()}, file)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_model(folder)
+    assert "code of others" not in capsys.readouterr().out

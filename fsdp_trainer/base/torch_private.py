@@ -175,9 +175,9 @@ def fake_load(file: Path, ignored: tuple[str, ...] = ()) -> Any:
 
 
 def file_offset(tensor: Tensor) -> int:
-    """Return the byte of the file at which the storage of a tensor of `fake_load` begins."""
+    """Return the byte of the file at which the numbers of a tensor of `fake_load` begin."""
     storage: Any = tensor.untyped_storage()
-    return storage._checkpoint_offset
+    return storage._checkpoint_offset + int(tensor.storage_offset()) * tensor.element_size()
 
 
 # FSDP2

@@ -25,7 +25,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS, in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import META
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, kind_of_weights
@@ -102,18 +102,12 @@ def weights(
             raise UserError("it cannot be exported", [problem])
         tensor = read_whole(on_disk, 0, on_disk.shape[0])
         if config.family in ROTATES_PAIRS and (".wq." in new or ".wk." in new):
-            tensor = in_pairs(tensor, config.head_dim)
+            tensor = in_pairs(tensor, len(tensor) // config.head_dim).contiguous()
         yield new, tensor.to(dtype) if dtype else tensor
     if "lm_head.weight" not in tensors:
         embedding = tensors["model.embed_tokens.weight"]
         tensor = read_whole(embedding, 0, embedding.shape[0])
         yield "output.weight", tensor.to(dtype) if dtype else tensor
-
-
-def in_pairs(tensor: Tensor, head_rows: int) -> Tensor:
-    """Return rows such that the two halves of each head alternate."""
-    halves = tensor.reshape(-1, 2, head_rows // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 def write_torchtitan(

@@ -186,7 +186,7 @@ def _files_of_folder(path: str) -> list[str]:
 def _files_of_glob(path: str) -> list[str]:
     """Return the data files that match a glob. Raises ValueError if there are none."""
     files = []
-    for match in sorted(set(_matches(path)) - set(_indices(path))):
+    for match in _data_matches(path):
         if not Path(match).is_dir():
             files.append(match)
         elif is_data(Path(match).name):  # a data set in parts: all.parquet/part-0.parquet
@@ -200,11 +200,12 @@ def _files_of_glob(path: str) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _indices(path: str) -> list[str]:
-    """Return the matches of a glob that describe the files beside them."""
+def _data_matches(path: str) -> list[str]:
+    """Return the sorted matches of a path, of a glob without those that describe other files."""
+    matches = sorted(set(_matches(path)))
     if not has_magic(path):
-        return []
-    return [m for m in _matches(path) if m.endswith(".idx") or Path(m).name == "index.json"]
+        return matches
+    return [m for m in matches if not (m.endswith(".idx") or Path(m).name == "index.json")]
 
 
 def check_data_files(files: list[str], path: str) -> list[str]:

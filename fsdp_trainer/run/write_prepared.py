@@ -1,13 +1,10 @@
 """Prepared data as token files of other tools, for `prepare out=`."""
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
+from fsdp_trainer.checkpoint.atomic_files import complete_folder
 from fsdp_trainer.config.data_files import TOKEN_FORMS
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.verbs import PrepareConfig
@@ -52,17 +49,12 @@ def write_prepared(
     out, lines = new_folder(given), []
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-        try:
+        with complete_folder(out) as partial:
             for name, store in parts.items():
-                WRITERS[form](aside, name, tokenizer.vocab_size, tokenizer.eos_id).write(
+                WRITERS[form](partial, name, tokenizer.vocab_size, tokenizer.eos_id).write(
                     _documents(store)
                 )
                 lines.append(f"{len(store):,} documents of {name}, {store.token_count:,} tokens")
-            aside.chmod(0o755)  # mkdtemp's folder is private to its owner
-            os.replace(aside, out)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise RunFailed(f"cannot write {out}: {error}. Use  out=FOLDER") from None
     return [*lines, f"in {out}"]

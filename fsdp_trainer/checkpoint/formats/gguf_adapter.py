@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from fsdp_trainer.checkpoint.formats.gguf_file import (
     ARCHITECTURES,
     NUMBERS,
-    in_pairs,
     require_known,
     rotated_heads,
 )
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.adapters.peft_config import WEIGHTS_FILE

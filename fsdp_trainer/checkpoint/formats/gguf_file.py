@@ -17,6 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS, in_pairs
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -35,8 +36,6 @@ ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
 """By model_type. llama.cpp knows Mistral's models as Llama's."""
-ROTATES_PAIRS = ("llama", "mistral")
-"""Model types whose queries and keys llama.cpp rotates in pairs of neighbouring channels."""
 QWEN2_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -176,12 +175,6 @@ class StoredTensor:
         if self.heads:
             tensor = in_pairs(tensor, self.heads)
         return tensor.contiguous().numpy()
-
-
-def in_pairs(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows such that the two halves of each head alternate."""
-    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def names_of(config: ModelConfig, folder: Path) -> dict[str, StoredTensor]:

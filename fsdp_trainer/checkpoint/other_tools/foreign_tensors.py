@@ -120,6 +120,12 @@ def renamed(
     return named
 
 
+def in_pairs(tensor: Tensor, heads: int) -> Tensor:
+    """Return rows such that the two halves of each head alternate, as HalvedHeads undoes it."""
+    halves = tensor.reshape(heads, 2, -1, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
 def joined(parts: list[TensorOnDisk], dimension: int) -> TensorOnDisk:
     """Return tensors as one that is cut into them along a dimension."""
     shape = list(parts[0].shape)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
     ForeignTensor,
@@ -55,8 +56,7 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
 
 def _on_disk(file: Path, stored: Any) -> TensorOnDisk:
     shape = tuple(int(size) for size in reversed(stored.shape))
-    whole = tuple(slice(0, size) for size in shape)
-    chunks = [Chunk(file, int(stored.data_offset), whole)]
+    chunks = [Chunk(file, int(stored.data_offset), whole_slice(shape))]
     if stored.tensor_type.name in PLAIN:
         return TensorOnDisk(PLAIN[stored.tensor_type.name], shape, chunks)
     return QuantizedRows(torch.float32, shape, chunks, stored)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
@@ -123,14 +124,10 @@ def _on_disk(file: Path, name: str, tensor: Tensor) -> TensorOnDisk:
     if not tensor.is_contiguous():
         reason = f"{name} is a view that is not contiguous. Save it with  .contiguous()"
         raise UserError("cannot read the weights", [Problem(str(file), reason)])
-    offset = file_offset(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+    offset = file_offset(tensor)
     shape = tuple(tensor.shape)
     end = offset + math.prod(shape) * tensor.element_size()
     if end > file.stat().st_size:
         reason = f"ends before {name}: copied or downloaded in part, do it again"
         raise UserError("cannot read the weights", [Problem(str(file), reason)])
-    return TensorOnDisk(tensor.dtype, shape, [Chunk(file, offset, _whole(shape))])
-
-
-def _whole(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in shape)
+    return TensorOnDisk(tensor.dtype, shape, [Chunk(file, offset, whole_slice(shape))])

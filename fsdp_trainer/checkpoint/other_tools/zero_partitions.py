@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, huggingface_names
@@ -94,8 +95,13 @@ def _loaded(file: Path) -> Any:
         raise UserError("cannot read the weights", [Problem(str(file), reason)]) from None
 
 
-def _place(tensor: Tensor) -> int:
-    return file_offset(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+def _consecutive(flats: list[tuple[Path, Tensor]]) -> list[Segment]:
+    """Return flat tensors, each with its file, as the segments of one."""
+    segments, first = [], 0
+    for file, flat in flats:
+        segments.append(Segment(first, flat.numel(), file, file_offset(flat)))
+        first += flat.numel()
+    return segments
 
 
 def _joined(
@@ -104,12 +110,10 @@ def _joined(
     """Return the parameters of stages 1 and 2."""
     tensors: dict[str, TensorOnDisk] = {}
     for number, group in enumerate(shapes):
-        whole, first = [], 0
-        for file, state in parts:
-            flat = state[STAGE_1_2][number]
-            whole.append(Segment(first, flat.numel(), file, _place(flat)))
-            first += flat.numel()
-        paddings = (state.get("param_alignment_paddings") or {number: [0] * len(group)})[number]
+        whole = _consecutive([(file, state[STAGE_1_2][number]) for file, state in parts])
+        paddings = (parts[-1][1].get("param_alignment_paddings") or {number: [0] * len(group)})[
+            number
+        ]
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             count = shape.numel()
@@ -134,13 +138,7 @@ def _divided_each(
     parts: list[tuple[Path, Any]], shapes: dict[str, torch.Size]
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stage 3."""
-    wholes = []
-    for file, state in parts:
-        whole, first = [], 0
-        for flat in state[STAGE_3]:
-            whole.append(Segment(first, flat.numel(), file, _place(flat)))
-            first += flat.numel()
-        wholes.append(whole)
+    wholes = [_consecutive([(file, flat) for flat in state[STAGE_3]]) for file, state in parts]
     tensors: dict[str, TensorOnDisk] = {}
     start = 0
     for name, shape in shapes.items():
@@ -159,6 +157,5 @@ def _divided_each(
 
 
 def _flat(shape: torch.Size, segments: list[Segment]) -> FlatTensor:
-    whole = tuple(slice(0, size) for size in shape)
-    named_in_messages = [Chunk(segments[0].file, segments[0].offset, whole)]
+    named_in_messages = [Chunk(segments[0].file, segments[0].offset, whole_slice(shape))]
     return FlatTensor(torch.float32, tuple(shape), named_in_messages, segments)

@@ -109,11 +109,10 @@ def _joined(
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stages 1 and 2."""
     tensors: dict[str, TensorOnDisk] = {}
+    padded = parts[-1][1].get("param_alignment_paddings")
     for number, group in enumerate(shapes):
         whole = _consecutive([(file, state[STAGE_1_2][number]) for file, state in parts])
-        paddings = (parts[-1][1].get("param_alignment_paddings") or {number: [0] * len(group)})[
-            number
-        ]
+        paddings = padded[number] if padded else [0] * len(group)
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
             count = shape.numel()

@@ -4,10 +4,12 @@ Both hold the whole model in memory once.
 """
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from fsdp_trainer.checkpoint.atomic_files import (
     complete_folder,
@@ -26,9 +29,9 @@ from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS, in_pairs
-from fsdp_trainer.checkpoint.other_tools.tensor_names import META
+from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
 from fsdp_trainer.config.new_folder import new_folder
-from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, kind_of_weights
+from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, METADATA, kind_of_weights
 from fsdp_trainer.config.paths import is_adapter, is_whole_model
 from fsdp_trainer.config.verbs import ExportConfig
 from fsdp_trainer.errors import Problem, RunFailed, UserError
@@ -117,9 +120,25 @@ def write_torchtitan(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.save(tensors, checkpoint_id=out, no_dist=True)
+    add_newer_names(out)
     for pattern in ("config.json", "tokenizer*", "generation_config.json", "*.jinja"):
         for file in folder.glob(pattern):
             shutil.copyfile(file, out / file.name)
+
+
+def add_newer_names(checkpoint: Path) -> None:
+    """Let the names of torchtitan's newer releases stand for the same numbers.
+
+    Each release reads the names that it knows, and the numbers are stored once.
+    """
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for index, place in list((metadata.storage_data or {}).items()):
+        newer = TORCHTITAN.from_huggingface(META.to_huggingface(index.fqn) or "")
+        if newer and newer != index.fqn:
+            metadata.state_dict_metadata[newer] = metadata.state_dict_metadata[index.fqn]
+            metadata.storage_data[replace(index, fqn=newer)] = place
+            metadata.planner_data[newer] = (newer,)
+    (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def write_meta(out: Path, folder: Path, config: ModelConfig, tensors: dict[str, Tensor]) -> None:

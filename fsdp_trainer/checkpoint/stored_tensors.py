@@ -1,14 +1,16 @@
 """Tensors of a checkpoint, to be read by rows, in whatever parts the ranks wrote them."""
 
+from io import BytesIO
 from operator import add
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fsdp_trainer.base.torch_private import numbers_offset
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
 from fsdp_trainer.errors import RunFailed
 
 
@@ -30,6 +32,32 @@ class StoredTensors:
         """Shape of every tensor, by name."""
         return {name: entry.size for name, entry in self.entries.items()}
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors and other values."""
+        return list(self._metadata.state_dict_metadata)
+
+    def number(self, name: str) -> float:
+        """Return a single number, stored as a tensor or by itself. Raises OSError and KeyError."""
+        if name not in self.entries:
+            return float(self.value(name))
+        (chunk,) = self._chunks(name)
+        one = Chunk(chunk.file, chunk.offset, (slice(0, 1),))
+        return float(read_whole(TensorOnDisk(self._dtype(name), (1,), [one]), 0, 1))
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor.
+
+        Raises OSError, KeyError, and UnpicklingError for one of a class that could run code.
+        """
+        info = self._metadata.storage_data[MetadataIndex(name)]
+        with (self.checkpoint / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            return torch.load(BytesIO(file.read(info.length)), weights_only=True)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.entries[name].properties.dtype
+
     def tensor(self, name: str, rows: int | None = None) -> TensorOnDisk:
         """Return a tensor after checking that its first `rows` rows are stored; None: all rows.
 
@@ -38,7 +66,7 @@ class StoredTensors:
         if name not in self.entries:
             raise RunFailed(f"{self.checkpoint} does not hold {name}")
         entry = self.entries[name]
-        tensor = TensorOnDisk(entry.properties.dtype, entry.size, self._chunks(name))
+        tensor = TensorOnDisk(self._dtype(name), entry.size, self._chunks(name))
         row = entry.size[1:].numel()
         rows = entry.size[0] if rows is None else rows
         held = sum(

@@ -14,6 +14,7 @@ from fsdp_trainer.config.data_files import (
     why_url_unusable,
 )
 from fsdp_trainer.config.names import nearest
+from fsdp_trainer.config.other_tools.other_states import place_of_states
 from fsdp_trainer.config.other_tools.other_weights import described_at, is_described
 from fsdp_trainer.config.paths import (
     ADAPTER_CONFIG,
@@ -173,6 +174,7 @@ def _check_training_inputs(cfg: TrainConfig, report: Report) -> None:
         if key not in report.settled:
             _check_paths(key, value_of(cfg, key), report)
     _check_init_from(cfg, report)
+    _check_states(cfg, report)
     _check_second_model(cfg, report)
     if cfg.data.template and cfg.data.template.endswith((".jinja", ".j2")):
         _check_exists("data.template", cfg.data.template, report)
@@ -213,6 +215,24 @@ def _check_init_from(cfg: TrainConfig, report: Report) -> None:
     own_run = path.startswith(f"{cfg.run.root}/")  # runs/NAME looks like a hub id before any run
     if own_run or not is_hub_id(path):
         _check_weights("model.init_from", path, report)
+
+
+def _check_states(cfg: TrainConfig, report: Report) -> None:
+    """Check optim.init_from, unless the run resumes from its own checkpoint."""
+    path = cfg.optim.init_from
+    if not path or (cfg.checkpoint.resume == "auto" and find_checkpoint(run_folder(cfg))):
+        return
+    if find_checkpoint(path):
+        reason = "is of this trainer, whose checkpoints hold all that a run continues from"
+        report.add("optim.init_from", path, f"{reason}.\nUse  checkpoint.resume={path}")
+    elif not Path(path).exists():
+        report.add("optim.init_from", path, _missing(path))
+    elif place_of_states(Path(path)) is None:
+        reason = (
+            "has no optimizer states: neither a distributed checkpoint (.metadata), nor"
+            " optimizer.bin, nor DeepSpeed's files.\nTo begin with the weights alone, drop it"
+        )
+        report.add("optim.init_from", path, reason)
 
 
 def _check_second_model(cfg: TrainConfig, report: Report) -> None:

@@ -879,6 +879,12 @@ class Optim:
         choices=("auto", "fused", "foreach"),
         used_by=("adamw", "muon"),
     )
+    init_from: str | None = key(
+        None,
+        "folder of another tool's checkpoint, whose AdamW states and step the run continues from:"
+        " torchtitan's, FSDP's, accelerate's or DeepSpeed's. Weights: model.init_from",
+        used_by=("adamw",),
+    )
     state_dtype: str | None = key(
         None,
         "number format of the moments; `8bit`: blocks of up to 256 numbers share a scale;"

@@ -2,15 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import slots
+from fsdp_trainer.base.distributed import run_on_rank_0
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
     base_of_new_run,
     base_of_resumed_run,
     base_to_resume,
+)
+from fsdp_trainer.checkpoint.other_tools.optimizer_states import (
+    OtherStates,
+    load_states,
+    read_states,
 )
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.checkpoint.store import CheckpointStore, read_progress
@@ -23,6 +30,7 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.mixture import Mixture, OrderMaker
 from fsdp_trainer.data.stream.row_stream import StreamedData
 from fsdp_trainer.data.tokens.tokenize_workers import cores
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.launch.rollout_link import RolloutLink
 from fsdp_trainer.launch.world import World
 from fsdp_trainer.methods.method import Method, StepParts
@@ -39,13 +47,14 @@ from fsdp_trainer.observe.observer import Observer
 from fsdp_trainer.optim.optimizer_interface import TrainerOptimizer
 from fsdp_trainer.optim.optimizers import build_optimizer
 from fsdp_trainer.optim.outer_step import OuterStep
+from fsdp_trainer.optim.schedules import learning_rate, peak_learning_rate
 from fsdp_trainer.parallel.compile import can_compile, without_compiling
 from fsdp_trainer.parallel.context import context_ranks
 from fsdp_trainer.parallel.convert import precompute_float8_scales, scale_after_each_step
 from fsdp_trainer.parallel.dims import Dims
 from fsdp_trainer.parallel.materialize import allocate
 from fsdp_trainer.parallel.parallelize import Computation, parallelize, reshard
-from fsdp_trainer.run.describe import describe
+from fsdp_trainer.run.describe import describe, lines_on_states
 from fsdp_trainer.run.loop import LoopBuilder, checkpoint_store
 from fsdp_trainer.run.offload_states import offload_states
 from fsdp_trainer.run.resume import check_unchanged, find_start, resume_data
@@ -64,7 +73,7 @@ from fsdp_trainer.training.step import ForwardBackward
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.streamed_source import StreamedRows
 from fsdp_trainer.training.trainer import Trainer
-from fsdp_trainer.training.weights import fill, restore
+from fsdp_trainer.training.weights import fill, restore, stored_config
 
 SOURCES: dict[type, Callable[[Any, Progress, SourceContext], DataSource]] = {
     Mixture: StoredRows.build,
@@ -83,7 +92,8 @@ class Start:
 
     checkpoint: the one to resume from; None: the run starts at the beginning. newest: step of the
     run's own newest checkpoint, -1: none. changes: keys with other values than in the checkpoint,
-    as [then, now]; notes: lines about data that has changed.
+    as [then, now]; notes: lines about data that has changed. states: those of another tool that
+    the optimizer begins with.
     """
 
     checkpoint: Path | None
@@ -91,6 +101,7 @@ class Start:
     newest: int
     changes: dict[str, list[Any]]
     notes: list[str]
+    states: OtherStates | None = None
 
 
 def build(
@@ -217,6 +228,9 @@ def load_weights(
         base = base_of_resumed_run(model, cfg.precision, base, trained.adapters)
     else:
         dtypes = filled or fill(model, trained.source, cfg.precision.param_dtype)
+        if start.states:
+            vocabulary = stored_config(Path(str(trained.source.folder))).vocab_size
+            load_states(model, optimizer, start.states, vocabulary)
         base = base_of_new_run(model, trained.source, cfg.precision, trained.adapters)
         if outer:
             outer.begin()
@@ -332,6 +346,33 @@ def batch_options(
     )
 
 
+def new_start(setup: RunSetup) -> Start:
+    """Return the start of a new run, after the last step of another tool's states if it has some.
+
+    Collective. Raises UserError.
+    """
+    cfg = setup.cfg
+    path = cfg.optim.init_from
+    if path is None:
+        return Start(None, Progress(), -1, {}, [])
+    read = partial(read_states, Path(path), setup.config)
+    states = run_on_rank_0(f"read {path}", read)
+    last = cfg.train.steps
+    if last is not None and last <= states.step:
+        more = f"train.steps={last + states.step}"
+        reason = (
+            f"the states in {path} are of step {states.step:,}, and steps count on from there.\n"
+            f"To train as many more:  {more}"
+        )
+        raise UserError("there is nothing left to train", [Problem(f"train.steps={last}", reason)])
+    progress = Progress(step=states.step, first_step=states.step)
+    rate = None
+    if last is not None:
+        peak = peak_learning_rate(cfg.optim, cfg.batch)
+        rate = learning_rate(cfg.schedule, peak, states.step + 1, last)
+    return Start(None, progress, -1, {}, lines_on_states(states, cfg.optim, rate), states)
+
+
 def find_where_to_start(
     setup: RunSetup,
     store: CheckpointStore,
@@ -344,7 +385,7 @@ def find_where_to_start(
     """
     checkpoint = find_start(setup.cfg.checkpoint.resume, store, setup.observer)
     if checkpoint is None:
-        return Start(None, Progress(), -1, {}, []), order
+        return new_start(setup), order
     changes = check_unchanged(setup, order, checkpoint)
     stored = read_progress(checkpoint)
     validation = held_out.fingerprint if held_out else None

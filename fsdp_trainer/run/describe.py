@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fsdp_trainer.checkpoint.other_tools.optimizer_states import OtherStates
+from fsdp_trainer.config.check import as_text
 from fsdp_trainer.config.context_methods import ContextChoice
 from fsdp_trainer.config.depth import depth_in_words
 from fsdp_trainer.config.layout import Layout
@@ -231,6 +233,29 @@ def number_formats(
     if layers and not compiles:
         lines.append("float8 without  compile=enabled  is slower than bfloat16")
     return [f"       {line}" for line in lines]
+
+
+def lines_on_states(states: OtherStates, optim: Optim, next_rate: float | None) -> list[str]:
+    """Return lines on another tool's states, and on options that they were made with otherwise.
+
+    next_rate: learning rate of the first step; None: not known yet.
+    """
+    options = {name: value for name, value in states.options.items() if name != "lr"}
+    now = {name: getattr(optim, name) for name in options}
+    others = [
+        f"{name} {as_text(_as_list(then))}, here {as_text(now[name])}"
+        for name, then in options.items()
+        if _as_list(then) != now[name]
+    ]
+    lines = [f"optim  AdamW goes on after step {states.step:,} of {states.place}"]
+    last_rate = states.options.get("lr")
+    if last_rate is not None and next_rate is not None:
+        lines.append(f"       learning rate {float(last_rate):.3g} before, {next_rate:.3g} next")
+    return lines + [f"       it was trained with {line}" for line in others]
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def step_arithmetic(layout: Layout, optim: Optim) -> list[str]:

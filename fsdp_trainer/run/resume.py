@@ -48,6 +48,7 @@ FREE = {
     "objective.server",
     "objective.server_folder",
     "optim.implementation",
+    "optim.init_from",
     "optim.offload",
     "optim.offload_path",
     "tokenizer.path",

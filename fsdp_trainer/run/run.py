@@ -411,7 +411,7 @@ def record_start(trainer: Trainer, start: Start, world: World, attempt: int) -> 
         "seconds": round(sum(phases.seconds().values()), 3),
         "about": observer.about,
     }
-    if not progress.step:
+    if progress.at_start:
         observer.event("start", **event)
         return
     observer.event("resume", **event, changes=start.changes, reached=before)

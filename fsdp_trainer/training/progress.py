@@ -27,6 +27,7 @@ class Progress:
     The order of the data is a function of `rows`, or when streaming of `streams`.
 
     step, rows, tokens, supervised_tokens: numbers trained on so far.
+    first_step: the step after which the run begins; not 0 if it continues another tool's.
     pending: work that is due after this step and not done yet, by name: VALIDATE, SAMPLE, EVALUATE.
     A checkpoint has the work that a stop interrupted.
     first_validation, last_validation: loss of the validation before the first step, and of the last
@@ -44,6 +45,7 @@ class Progress:
     """
 
     step: int = 0
+    first_step: int = 0
     rows: int = 0
     tokens: int = 0
     supervised_tokens: int = 0
@@ -91,6 +93,11 @@ class Progress:
             setattr(self, f.name, getattr(other, f.name))
 
     @property
+    def at_start(self) -> bool:
+        """True before the first step of the run."""
+        return self.step == self.first_step
+
+    @property
     def steps_done(self) -> int:
         """Number of steps done, those included that a rewind took back. It never falls."""
         return self.step + self.taken_back
@@ -108,7 +115,7 @@ class Progress:
         The validation before the first step is only kept for comparison: it has no checkpoint.
         """
         finite = loss if math.isfinite(loss) else None
-        if self.step == 0:
+        if self.at_start:
             self.first_validation = finite
             return
         self.last_validation = finite

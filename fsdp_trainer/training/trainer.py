@@ -134,7 +134,7 @@ class Trainer(StepRunner):
         progress = self.progress
         due = [work for work in self.stoppable if work.due(progress)]
         progress.pending = [name for name in progress.pending if name in [w.name for w in due]]
-        if progress.step == 0:
+        if progress.at_start:
             for work in due:
                 work.run(progress)
         if progress.pending:
@@ -195,7 +195,7 @@ class Trainer(StepRunner):
         self.observer.event(event, step=step, reason=reason)
         if self.finished and not self.progress.pending:
             return self.finish()
-        if step:
+        if not self.progress.at_start:
             self.checkpoints.save_final(self.progress)
         return reason, 75
 
@@ -204,6 +204,6 @@ class Trainer(StepRunner):
         phases.enter("log")
         with suppress(Rewind):  # the error ends the run anyway
             self.log.write(self.progress, last=True)
-        if self.progress.step:
+        if not self.progress.at_start:
             self.checkpoints.save_final(self.progress)
         self.signals.leaving = True

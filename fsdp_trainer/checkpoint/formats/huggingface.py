@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -257,7 +257,7 @@ def _read_json(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_tensors(
-    model: Decoder, stored: dict[str, HuggingFaceTensor], vocab_size: int
+    model: Decoder, stored: Mapping[str, HuggingFaceTensor], vocab_size: int
 ) -> list[Problem]:
     """Return a Problem for each missing, unexpected, mis-shaped or unreadable tensor.
 
@@ -341,13 +341,22 @@ def parameters_on_disk(config: ModelConfig, folder: Path) -> dict[str, TensorOnD
     """
     model = meta_decoder(config)
     vocab_size = read_architecture(described_at(folder)).vocab_size
-    stored = _require_fitting(model, folder, vocab_size)
-    if config.by_transformers:
+    return parameters_of(model, _require_fitting(model, folder, vocab_size), vocab_size)
+
+
+def parameters_of(
+    model: Decoder, stored: Mapping[str, HuggingFaceTensor], vocab_size: int
+) -> dict[str, TensorOnDisk]:
+    """Return, by name, every parameter whose tensors are among these, which fit the model.
+
+    model: a meta_decoder. vocab_size: rows of embedding and head among `stored`.
+    """
+    if model.config.by_transformers:
         return weights_in_places(model, stored)
     parts: dict[str, list[TensorOnDisk]] = {}
     whole: dict[str, TensorOnDisk] = {}
     for part in tensor_parts(model, vocab_size):
-        if part.tensor == SCORE and SCORE not in stored:
+        if part.tensor not in stored:
             continue
         if part.is_stack:
             whole[part.parameter] = stored[part.tensor]
@@ -376,7 +385,6 @@ def stacked(name: str, matrices: list[TensorOnDisk]) -> TensorOnDisk:
     return TensorOnDisk(dtype, shape, chunks)
 
 
-@torch.no_grad()
 def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     """Fill parameters, sharded or not. Rows that their source does not have are left unchanged.
 
@@ -384,7 +392,12 @@ def read_parameters(model: Decoder, sources: dict[str, TensorOnDisk]) -> None:
     pipeline only parameters of this rank's stages are read. Raises OSError when a file cannot be
     read.
     """
-    own = model.named_weights()
+    read_tensors(model.named_weights(), sources)
+
+
+@torch.no_grad()
+def read_tensors(own: Mapping[str, Tensor], sources: Mapping[str, TensorOnDisk]) -> None:
+    """Fill tensors, sharded or not, from the sources of the same names, as read_parameters does."""
     names = [name for name in sources if name in own]
     pieces = [piece for name in names for piece in _pieces(own[name], sources[name])]
     pieces.sort(key=lambda piece: (piece.source.chunks[:1], piece.first))

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp_trainer.checkpoint.formats.derived import SomeRows, rows_of
+from fsdp_trainer.checkpoint.formats.derived import JoinedRows, SomeRows, rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import (
     DTYPES,
     HuggingFaceTensor,
@@ -15,7 +17,8 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     as_tensor,
     read_whole,
 )
-from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TensorNames
+from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN, TensorNames
+from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 
 NUMBER_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
@@ -24,10 +27,42 @@ WRAPPERS = re.compile(
 )
 """Parts of names that torch's wrappers add."""
 
-META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.")
+META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.|lm_head\.")
 META_EMBEDDING, EMBEDDING = "tok_embeddings.weight", "model.embed_tokens.weight"
+FUSED = ".wqkv."
+"""Part of torchtitan's names of joined queries, keys and values."""
 ROTATES_PAIRS = ("llama", "mistral")
 """Model types whose queries and keys Meta and llama.cpp rotate in pairs of neighbours."""
+
+
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+"""States that AdamW keeps of a parameter, as torch names them."""
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class StatesByName:
+    """States of AdamW of each parameter, by the tool's name of it: tensors, and the step's number.
+
+    options: those of the first group of parameters, as far as they can be read.
+    """
+
+    by_name: Mapping[str, dict[str, Any]]
+    options: dict[str, Any]
+
+
+def known_options(groups: Any) -> dict[str, Any]:
+    """Return the options in torch's param_groups that are known here."""
+    first = groups[0] if isinstance(groups, list) and groups else {}
+    return {name: first[name] for name in OPTIONS if name in first}
+
+
+def unusable_states(place: Path, reason: str) -> UserError:
+    """Return the error about states that cannot be used."""
+    problem = Problem(
+        str(place), f"{reason}.\nTo begin with the weights alone, drop  optim.init_from"
+    )
+    return UserError("cannot read the optimizer's states", [problem])
 
 
 @dataclass
@@ -93,7 +128,8 @@ def huggingface_names(
             }
             if embedding == META_EMBEDDING:
                 # others are of the optimizer or the loader, or constants
-                return renamed({n: own[n] for n in own if META_WEIGHT.match(n)}, META, config)
+                weights = {n: own[n] for n in own if META_WEIGHT.match(n)}
+                return renamed(unfused(weights, config), (META, TORCHTITAN), config)
             return {name: foreign(t) for name, t in own.items() if _is_of_model(name)}
     return {name: foreign(tensor) for name, tensor in plain.items()}
 
@@ -104,20 +140,43 @@ def _is_of_model(name: str) -> bool:
 
 
 def renamed(
-    tensors: Mapping[str, TensorOnDisk], names: TensorNames, config: ModelConfig
+    tensors: Mapping[str, TensorOnDisk], tables: tuple[TensorNames, ...], config: ModelConfig
 ) -> dict[str, ForeignTensor]:
     """Return tensors by Hugging Face's names, queries and keys in its order.
 
-    A name that is not known is kept.
+    tables: the first that knows a name translates it; one that none knows is kept.
     """
     named = {}
     for name, tensor in tensors.items():
-        new = names.to_huggingface(name) or name
+        translated = filter(None, (names.to_huggingface(name) for names in tables))
+        new = next(translated, name)
         if config.family in ROTATES_PAIRS and re.search(r"\.[qk]_proj\.", new):
             chunks, shape = tensor.chunks, tuple(tensor.shape)
             tensor = HalvedHeads(tensor.dtype, shape, chunks, tensor, config.head_dim)
         named[new] = foreign(tensor)
     return named
+
+
+def unfused(tensors: Mapping[str, TensorOnDisk], config: ModelConfig) -> dict[str, TensorOnDisk]:
+    """Return tensors with torchtitan's joined queries, keys and values as three each.
+
+    Rows of a joined tensor are, for each head of keys: its heads of queries, itself, its values.
+    """
+    heads, keys, rows = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    queries = heads // keys
+    parts = {"wq": (0, queries), "wk": (queries, 1), "wv": (queries + 1, 1)}
+    separate: dict[str, TensorOnDisk] = {}
+    for name, tensor in tensors.items():
+        if FUSED not in name:
+            separate[name] = tensor
+            continue
+        for part, (first, count) in parts.items():
+            starts = [(key * (queries + 2) + first) * rows for key in range(keys)]
+            pieces: list[TensorOnDisk] = [rows_of(tensor, start, count * rows) for start in starts]
+            shape = (keys * count * rows, *tensor.shape[1:])
+            joined_rows = JoinedRows(tensor.dtype, shape, tensor.chunks, pieces)
+            separate[name.replace(FUSED, f".{part}.")] = joined_rows
+    return separate
 
 
 def in_pairs(tensor: Tensor, heads: int) -> Tensor:

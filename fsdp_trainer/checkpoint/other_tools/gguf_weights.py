@@ -51,7 +51,7 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
                 _require_factors(file, stored.data, config)
             else:
                 tensors[stored.name] = _on_disk(file, stored)
-    return renamed(tensors, GGUF, config)
+    return renamed(tensors, (GGUF,), config)
 
 
 def _on_disk(file: Path, stored: Any) -> TensorOnDisk:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 HF_BLOCK = "model.layers"
+QUERY_KEY_VALUE = ("attention.wq", "attention.wk", "attention.wv")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,16 @@ META = TensorNames(
         "feed_forward.w3": "mlp.up_proj",
     },
 )
-"""Names of Meta's Llama, and of torchtitan's models."""
+"""Names of Meta's Llama, and of torchtitan's models up to release 0.2."""
+TORCHTITAN = TensorNames(
+    META.block,
+    {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "lm_head": "lm_head"},
+    {
+        name.replace(".w", ".qkv_linear.w") if name in QUERY_KEY_VALUE else name: theirs
+        for name, theirs in META.inside.items()
+    },
+)
+"""Names of torchtitan's models from release 0.3 on."""
 GGUF = TensorNames(
     "blk",
     {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+    STEP,
     ForeignTensor,
+    StatesByName,
     huggingface_names,
     is_floating,
     joined,
+    known_options,
+    unusable_states,
 )
 from fsdp_trainer.config.other_tools.other_weights import META_FILES, TORCH_INDEX, torch_files
 from fsdp_trainer.errors import Problem, UserError
@@ -81,31 +85,61 @@ def _named_files(folder: Path) -> list[Path]:
 
 def tensors_of(file: Path) -> dict[str, TensorOnDisk]:
     """Return the tensors in a file of torch.save by name. Raises UserError."""
-    try:
-        with file.open("rb") as opened:
-            is_zip = opened.read(len(ZIP)) == ZIP
-        if not is_zip:
-            raise ValueError("its first bytes are others, or torch before 1.6 has written it")
-        loaded = fake_load(file)
-    except pickle.UnpicklingError as error:
-        named = NAMED.search(str(error))
-        what = f" ({named[1]})" if named else ""
-        reason = (
-            f"holds more than tensors{what}, and reading that could run code of others.\nSave the"
-            " model's state_dict() alone"
-        )
-        raise UserError("cannot read the weights", [Problem(str(file), reason)]) from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = f"is no file of torch.save, or not the whole of it: {str(error).splitlines()[0]}"
-        raise UserError("cannot read the weights", [Problem(str(file), reason)]) from None
     tensors = {}
-    for name, tensor in _flat(_weights_of(loaded)).items():
+    for name, tensor in _flat(_weights_of(_opened(file, "the weights"))).items():
         on_disk = _on_disk(file, name, tensor)
         if is_floating(on_disk):
             tensors[name] = on_disk
     if not tensors:
         raise UserError("cannot read the weights", [Problem(str(file), "holds no weights")])
     return tensors
+
+
+def _opened(file: Path, what: str) -> Any:
+    """Return what torch.save wrote, without numbers. what: is read of it. Raises UserError."""
+    try:
+        with file.open("rb") as opened:
+            is_zip = opened.read(len(ZIP)) == ZIP
+        if not is_zip:
+            raise ValueError("its first bytes are others, or torch before 1.6 has written it")
+        return fake_load(file)
+    except pickle.UnpicklingError as error:
+        named = NAMED.search(str(error))
+        more = f" ({named[1]})" if named else ""
+        reason = (
+            f"holds more than tensors{more}, and reading that could run code of others.\nSave a"
+            " state_dict() alone"
+        )
+        raise UserError(f"cannot read {what}", [Problem(str(file), reason)]) from None
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = f"is no file of torch.save, or not the whole of it: {str(error).splitlines()[0]}"
+        raise UserError(f"cannot read {what}", [Problem(str(file), reason)]) from None
+
+
+def torch_states(file: Path) -> StatesByName:
+    """Return the states of AdamW in a file of torch.save. Raises UserError."""
+    loaded = _opened(file, "the optimizer's states")
+    try:
+        loaded = loaded.get("optimizer", loaded)
+        states = {
+            str(name): {key: _state(file, key, value) for key, value in state.items()}
+            for name, state in loaded["state"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise unusable_states(file, f"holds no states of AdamW ({error})") from None
+    return StatesByName(states, known_options(loaded.get("param_groups")))
+
+
+def _state(file: Path, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return single_number(file, value) if key == STEP else _on_disk(file, key, value)
+
+
+def single_number(file: Path, tensor: Tensor) -> float:
+    """Return the only number of a tensor of `fake_load`. Raises OSError."""
+    chunk = Chunk(file, file_offset(tensor), (slice(0, 1),))
+    return float(read_whole(TensorOnDisk(tensor.dtype, (1,), [chunk]), 0, 1))
 
 
 def _weights_of(loaded: Any) -> Any:

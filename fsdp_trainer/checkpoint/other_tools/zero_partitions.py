@@ -6,7 +6,9 @@ stage 3 each parameter is divided by itself, and every rank's part has its share
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,16 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, huggingface_names
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+    MOMENTS,
+    STEP,
+    ForeignTensor,
+    StatesByName,
+    huggingface_names,
+    known_options,
+    unusable_states,
+)
+from fsdp_trainer.checkpoint.other_tools.torch_files import single_number
 from fsdp_trainer.config.other_tools.other_weights import ZERO_MODEL, ZERO_STATES, zero_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -57,10 +68,63 @@ class FlatTensor(TensorOnDisk):
         return flat.view(last - first, *self.shape[1:])
 
 
+@dataclass(frozen=True)
+class Partitions:
+    """The opened files of all ranks in a checkpoint.
+
+    shapes: of each group, the shapes of the parameters by name. ranks: each rank's file, and the
+    optimizer in it.
+    """
+
+    shapes: list[dict[str, torch.Size]]
+    ranks: list[tuple[Path, dict[str, Any]]]
+
+    def tensors(self, flats: Callable[[dict[str, Any]], list[Tensor]]) -> dict[str, TensorOnDisk]:
+        """Return the parameters by name. flats: returns the flat part of each group of a rank."""
+        parts = [(file, flats(state)) for file, state in self.ranks]
+        if STAGE_3 in self.ranks[0][1]:
+            return _divided_each(parts, {n: s for group in self.shapes for n, s in group.items()})
+        return _joined(parts, self.shapes, self.ranks[-1][1].get("param_alignment_paddings"))
+
+
 def zero_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     """Return the weights of a ZeRO checkpoint by Hugging Face's names. Raises UserError."""
     checkpoint = zero_folder(folder)
     assert checkpoint is not None
+
+    def weights(state: dict[str, Any]) -> list[Tensor]:
+        return state[STAGE_3] if STAGE_3 in state else state[STAGE_1_2]
+
+    return huggingface_names(opened(checkpoint).tensors(weights), config)
+
+
+def zero_states(checkpoint: Path) -> StatesByName:
+    """Return the states of AdamW in a ZeRO checkpoint. Raises UserError."""
+    partitions = opened(checkpoint)
+    file, first = partitions.ranks[0]
+    try:
+        own = _own_optimizer(first)
+        step = single_number(file, own["state"][0][STEP])
+        tensors = {moment: partitions.tensors(partial(_moments, moment)) for moment in MOMENTS}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise unusable_states(checkpoint, f"holds no states of AdamW ({error})") from None
+    names = tensors[MOMENTS[0]]
+    states = {name: {m: tensors[m][name] for m in MOMENTS} | {STEP: step} for name in names}
+    return StatesByName(states, known_options(own.get("param_groups")))
+
+
+def _moments(moment: str, state: dict[str, Any]) -> list[Tensor]:
+    groups = _own_optimizer(state)["state"]
+    return [groups[number][moment] for number in sorted(groups)]
+
+
+def _own_optimizer(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state_dict of torch's optimizer within DeepSpeed's."""
+    return state["optimizer_state_dict" if STAGE_3 in state else "base_optimizer_state"]
+
+
+def opened(checkpoint: Path) -> Partitions:
+    """Return the parts of all ranks. Raises UserError."""
     files = {rank_of(file): file for file in checkpoint.glob(ZERO_STATES)}
     about = _loaded(min(checkpoint.glob(ZERO_MODEL)))
     ranks = int(about.get("dp_world_size") or len(files))
@@ -72,12 +136,7 @@ def zero_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
         reason = "has frozen parameters, which are not read. Convert it with its zero_to_fp32.py"
         raise UserError("cannot read the weights", [Problem(str(checkpoint), reason)])
     parts = [(files[rank], _loaded(files[rank])["optimizer_state_dict"]) for rank in range(ranks)]
-    shapes = about["param_shapes"]
-    if STAGE_3 in parts[0][1]:
-        tensors = _divided_each(parts, {name: s for group in shapes for name, s in group.items()})
-    else:
-        tensors = _joined(parts, shapes)
-    return huggingface_names(tensors, config)
+    return Partitions(about["param_shapes"], parts)
 
 
 def rank_of(file: Path) -> int:
@@ -105,13 +164,14 @@ def _consecutive(flats: list[tuple[Path, Tensor]]) -> list[Segment]:
 
 
 def _joined(
-    parts: list[tuple[Path, Any]], shapes: list[dict[str, torch.Size]]
+    parts: list[tuple[Path, list[Tensor]]],
+    shapes: list[dict[str, torch.Size]],
+    padded: list[list[int]] | None,
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stages 1 and 2."""
     tensors: dict[str, TensorOnDisk] = {}
-    padded = parts[-1][1].get("param_alignment_paddings")
     for number, group in enumerate(shapes):
-        whole = _consecutive([(file, state[STAGE_1_2][number]) for file, state in parts])
+        whole = _consecutive([(file, flats[number]) for file, flats in parts])
         paddings = padded[number] if padded else [0] * len(group)
         start = 0
         for (name, shape), padding in zip(group.items(), paddings, strict=True):
@@ -134,10 +194,10 @@ def _cut(whole: list[Segment], start: int, count: int) -> list[Segment]:
 
 
 def _divided_each(
-    parts: list[tuple[Path, Any]], shapes: dict[str, torch.Size]
+    parts: list[tuple[Path, list[Tensor]]], shapes: dict[str, torch.Size]
 ) -> dict[str, TensorOnDisk]:
     """Return the parameters of stage 3."""
-    wholes = [_consecutive([(file, flat) for flat in state[STAGE_3]]) for file, state in parts]
+    wholes = [_consecutive([(file, flat) for flat in flats]) for file, flats in parts]
     tensors: dict[str, TensorOnDisk] = {}
     start = 0
     for name, shape in shapes.items():

@@ -63,6 +63,7 @@ from fsdp_trainer.config.rules.rules_training import (
     rendezvous,
     rewinding,
     run_folder,
+    states_to_begin_with,
     tracking_command,
     width_of_heads,
 )
@@ -106,6 +107,7 @@ RULES: tuple[Rule, ...] = (
     width_of_heads,
     momentum,
     offloading,
+    states_to_begin_with,
     optimizer,
     padding,
     stream_packing,
@@ -147,6 +149,7 @@ PATHS = (
     "tokenizer.path",
     "model.init_from",
     "adapter.init_from",
+    "optim.init_from",
     "objective.reference",
     "objective.teacher",
     "objective.server_folder",

@@ -112,6 +112,21 @@ def optimizer(cfg: TrainConfig, report: Report) -> Violations:
         )
 
 
+def states_to_begin_with(cfg: TrainConfig, report: Report) -> Violations:
+    """Check that the model and the optimizer can begin with another tool's states."""
+    if cfg.optim.init_from is None or cfg.optim.name != "adamw":
+        return
+    if cfg.model.init_from is None:
+        reason = "its states belong to trained weights, and the run would begin with random ones"
+        yield "optim.init_from", f"{reason}.\nAdd  model.init_from={cfg.optim.init_from}"
+    if cfg.adapter.name != "none":
+        reason = f"only the matrices of adapter={cfg.adapter.name} are trained, and it has others"
+        yield "optim.init_from", f"{reason}.\nUse  adapter=none"
+    if cfg.optim.state_dtype == "8bit":
+        reason = "states of other tools are read as they are, not encoded in 8 bits"
+        yield "optim.init_from", f"{reason}.\nUse  optim.state_dtype=float32  or  bfloat16"
+
+
 def offloading(cfg: TrainConfig, report: Report) -> Violations:
     """Check that the optimizer's states can be kept on the host or on a disk."""
     offload = cfg.optim.offload

@@ -38,7 +38,7 @@ class StoppableWork(ABC, Generic[Computed]):
 
     def due(self, progress: Progress) -> bool:
         """Return True if the work is due after the step that `progress` has reached."""
-        return progress.step > 0 and self.timetable.due(self.every, progress)
+        return not progress.at_start and self.timetable.due(self.every, progress)
 
     @torch.no_grad()
     def run(self, progress: Progress) -> None:

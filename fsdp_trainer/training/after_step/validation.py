@@ -45,7 +45,7 @@ class Validation(StoppableWork[ValidationSums]):
     compilations: CompilationLog
 
     def due(self, progress: Progress) -> bool:
-        return super().due(progress) or (progress.step == 0 and self.is_first)
+        return super().due(progress) or (progress.at_start and self.is_first)
 
     def run(self, progress: Progress) -> None:
         super().run(progress)

@@ -14,6 +14,7 @@ from pathlib import Path
 import deepspeed
 import deepspeed.comm.torch
 import torch
+from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -49,12 +50,19 @@ def main(stage):
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     engine.save_checkpoint(str(folder))
+    moments = {}
+    if stage == 3:  # in other stages it finds none; these train alike
+        for name, parameter in model.named_parameters():
+            for moment in ("exp_avg", "exp_avg_sq"):
+                moments[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment)
     if engine.global_rank == 0:
         for script in folder.glob("*.py"):
             script.unlink()
         config.save_pretrained(folder)
         weights = get_fp32_state_dict_from_zero_checkpoint(str(folder))
         save_file({name: t.contiguous() for name, t in weights.items()}, folder / "expected")
+        if moments:
+            save_file({name: t.contiguous() for name, t in moments.items()}, folder / "moments")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from fsdp_trainer.checkpoint.atomic_files import (
 from fsdp_trainer.checkpoint.export import export_checkpoint
 from fsdp_trainer.checkpoint.formats.huggingface import read_headers
 from fsdp_trainer.checkpoint.formats.tensor_files import read_whole
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS, in_pairs
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
 from fsdp_trainer.config.new_folder import new_folder
 from fsdp_trainer.config.other_tools.other_weights import META_PARAMS, METADATA, kind_of_weights
@@ -104,7 +104,7 @@ def weights(
             problem = Problem(f"{folder}: {name}", "has no name in this form")
             raise UserError("it cannot be exported", [problem])
         tensor = read_whole(on_disk, 0, on_disk.shape[0])
-        if config.family in ROTATES_PAIRS and (".wq." in new or ".wk." in new):
+        if config.family in META.pairs and (".wq." in new or ".wk." in new):
             tensor = in_pairs(tensor, len(tensor) // config.head_dim).contiguous()
         yield new, tensor.to(dtype) if dtype else tensor
     if "lm_head.weight" not in tensors:

@@ -2,12 +2,12 @@
 
 import json
 import pickle
-import shutil
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from foreign import make_other, of, require_equal
 from safetensors.torch import load_file
 from stored import assert_byte_equal, stored, tensors
 from torch.distributed.fsdp import fully_shard
@@ -33,27 +33,6 @@ META = {
     "mlp.up_proj": "feed_forward.w3", "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm", "model.layers": "layers",
 }  # fmt: skip
-
-
-def of(folder):
-    """Return transformers' model of a folder."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-
-
-def make_other(tmp_path, family="llama", **options):
-    """Return a Hugging Face folder, and a new one with its files but without weights."""
-    folder = make_folder(tmp_path / "hf", family, **options)
-    other = tmp_path / "other"
-    shutil.copytree(folder, other, ignore=lambda _, names: [n for n in names if "safetens" in n])
-    return folder, other
-
-
-def require_equal(folder, other):
-    """Check that every weight of both folders is the same, to the bit."""
-    expected, read = (dict(load_model(path).named_weights()) for path in (folder, other))
-    assert expected.keys() == read.keys()
-    for name, weight in expected.items():
-        assert torch.equal(weight, read[name]), name
 
 
 def in_pairs(weight, heads):

@@ -9,6 +9,7 @@ import inject
 import pytest
 import torch
 from folders import REPO
+from foreign import read_on_ranks
 from safetensors.torch import load_file
 
 from fsdp_trainer.checkpoint.load import load_model
@@ -38,26 +39,6 @@ def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage, named):
     assert read.keys() == expected.keys()
     for name, weight in expected.items():
         assert torch.equal(read[name], weight), name
-
-
-def read_on_ranks(folder):
-    """Return the norms of a model's weights that FSDP2 shards over all ranks, by name."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
-    from fsdp_trainer.checkpoint.load import read_into
-    from fsdp_trainer.models.hf.new_model import meta_decoder
-    from fsdp_trainer.models.hf.read_architecture import read_architecture
-
-    dist.init_process_group("gloo")
-    try:
-        model = meta_decoder(read_architecture(folder))
-        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
-        model.to_empty(device="cpu")
-        read_into(model, folder)
-        return {name: p.full_tensor().clone() for name, p in model.named_weights().items()}
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

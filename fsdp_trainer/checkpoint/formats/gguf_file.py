@@ -17,7 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ROTATES_PAIRS, in_pairs
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
+from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -197,7 +198,7 @@ def names_of(config: ModelConfig, folder: Path) -> dict[str, StoredTensor]:
 
 def rotated_heads(config: ModelConfig, name: str) -> int:
     """Return the number of heads in a projection whose channels llama.cpp pairs otherwise."""
-    if config.family not in ROTATES_PAIRS:
+    if config.family not in GGUF.pairs:
         return 0
     if ".q_proj." in name:
         return config.num_attention_heads

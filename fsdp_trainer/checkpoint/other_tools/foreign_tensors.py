@@ -3,8 +3,6 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,52 +15,10 @@ from fsdp_trainer.checkpoint.formats.tensor_files import (
     as_tensor,
     read_whole,
 )
-from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN, TensorNames
-from fsdp_trainer.errors import Problem, UserError
+from fsdp_trainer.checkpoint.other_tools.tensor_names import TensorNames
 from fsdp_trainer.models.config import ModelConfig
 
 NUMBER_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
-WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-"""Parts of names that torch's wrappers add."""
-
-META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.|lm_head\.")
-META_EMBEDDING, EMBEDDING = "tok_embeddings.weight", "model.embed_tokens.weight"
-FUSED = ".wqkv."
-"""Part of torchtitan's names of joined queries, keys and values."""
-ROTATES_PAIRS = ("llama", "mistral")
-"""Model types whose queries and keys Meta and llama.cpp rotate in pairs of neighbours."""
-
-
-MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
-"""States that AdamW keeps of a parameter, as torch names them."""
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
-
-
-@dataclass(frozen=True)
-class StatesByName:
-    """States of AdamW of each parameter, by the tool's name of it: tensors, and the step's number.
-
-    options: those of the first group of parameters, as far as they can be read.
-    """
-
-    by_name: Mapping[str, dict[str, Any]]
-    options: dict[str, Any]
-
-
-def known_options(groups: Any) -> dict[str, Any]:
-    """Return the options in torch's param_groups that are known here."""
-    first = groups[0] if isinstance(groups, list) and groups else {}
-    return {name: first[name] for name in OPTIONS if name in first}
-
-
-def unusable_states(place: Path, reason: str) -> UserError:
-    """Return the error about states that cannot be used."""
-    problem = Problem(
-        str(place), f"{reason}.\nTo begin with the weights alone, drop  optim.init_from"
-    )
-    return UserError("cannot read the optimizer's states", [problem])
 
 
 @dataclass
@@ -108,37 +64,6 @@ class HalvedHeads(TensorOnDisk):
         return rows.copy_(halves[first - begin : last - begin])
 
 
-def huggingface_names(
-    tensors: Mapping[str, TensorOnDisk], config: ModelConfig
-) -> dict[str, ForeignTensor]:
-    """Return the model's tensors among others, by Hugging Face's names.
-
-    Names may have a common prefix and those of torch's wrappers; names of Meta's are translated. A
-    name that is not known is kept, so that whoever checks the tensors reports it.
-    """
-    plain = {WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
-    for embedding in (EMBEDDING, META_EMBEDDING):
-        found = [name for name in plain if name == embedding or name.endswith(f".{embedding}")]
-        if found:
-            prefix = min(found, key=len).removesuffix(embedding)
-            own = {
-                name.removeprefix(prefix): tensor
-                for name, tensor in plain.items()
-                if name.startswith(prefix)
-            }
-            if embedding == META_EMBEDDING:
-                # others are of the optimizer or the loader, or constants
-                weights = {n: own[n] for n in own if META_WEIGHT.match(n)}
-                return renamed(unfused(weights, config), (META, TORCHTITAN), config)
-            return {name: foreign(t) for name, t in own.items() if _is_of_model(name)}
-    return {name: foreign(tensor) for name, tensor in plain.items()}
-
-
-def _is_of_model(name: str) -> bool:
-    """Return True for a name below model. or of a head; a checkpoint may hold other states too."""
-    return name.startswith(("model.", "lm_head.", "score."))
-
-
 def renamed(
     tensors: Mapping[str, TensorOnDisk], tables: tuple[TensorNames, ...], config: ModelConfig
 ) -> dict[str, ForeignTensor]:
@@ -148,34 +73,35 @@ def renamed(
     """
     named = {}
     for name, tensor in tensors.items():
-        translated = filter(None, (names.to_huggingface(name) for names in tables))
-        new = next(translated, name)
-        if config.family in ROTATES_PAIRS and re.search(r"\.[qk]_proj\.", new):
+        new, pairs = name, False
+        for table in tables:
+            if known := table.to_huggingface(name):
+                new, pairs = known, config.family in table.pairs
+                break
+        if pairs and re.search(r"\.[qk]_proj\.", new):
             chunks, shape = tensor.chunks, tuple(tensor.shape)
             tensor = HalvedHeads(tensor.dtype, shape, chunks, tensor, config.head_dim)
         named[new] = foreign(tensor)
     return named
 
 
-def unfused(tensors: Mapping[str, TensorOnDisk], config: ModelConfig) -> dict[str, TensorOnDisk]:
-    """Return tensors with torchtitan's joined queries, keys and values as three each.
+def separated(fused: TensorOnDisk, config: ModelConfig) -> dict[str, TensorOnDisk]:
+    """Return queries, keys and values, by q, k and v, of a tensor with the rows of all three.
 
-    Rows of a joined tensor are, for each head of keys: its heads of queries, itself, its values.
+    Its rows are, for each head of keys: the heads of queries that meet it, itself, its values.
     """
-    heads, keys, rows = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    queries = heads // keys
-    parts = {"wq": (0, queries), "wk": (queries, 1), "wv": (queries + 1, 1)}
+    keys, rows = config.num_key_value_heads, config.head_dim
+    queries = config.num_attention_heads // keys
     separate: dict[str, TensorOnDisk] = {}
-    for name, tensor in tensors.items():
-        if FUSED not in name:
-            separate[name] = tensor
-            continue
-        for part, (first, count) in parts.items():
-            starts = [(key * (queries + 2) + first) * rows for key in range(keys)]
-            pieces: list[TensorOnDisk] = [rows_of(tensor, start, count * rows) for start in starts]
-            shape = (keys * count * rows, *tensor.shape[1:])
-            joined_rows = JoinedRows(tensor.dtype, shape, tensor.chunks, pieces)
-            separate[name.replace(FUSED, f".{part}.")] = joined_rows
+    for name, (first, count) in {
+        "q": (0, queries),
+        "k": (queries, 1),
+        "v": (queries + 1, 1),
+    }.items():
+        starts = [(key * (queries + 2) + first) * rows for key in range(keys)]
+        pieces: list[TensorOnDisk] = [rows_of(fused, start, count * rows) for start in starts]
+        shape = (keys * count * rows, *fused.shape[1:])
+        separate[name] = JoinedRows(fused.dtype, shape, fused.chunks, pieces)
     return separate
 
 

@@ -10,10 +10,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
-    ForeignTensor,
-    renamed,
-)
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, renamed
 from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
 from fsdp_trainer.config.other_tools.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.errors import Problem, UserError

@@ -13,16 +13,16 @@ from fsdp_trainer.checkpoint.formats.huggingface import (
     tensor_parts,
 )
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     MOMENTS,
     STEP,
-    ForeignTensor,
     StatesByName,
-    huggingface_names,
     unusable_states,
 )
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
 from fsdp_trainer.checkpoint.other_tools.sharded_state import sharded_states
 from fsdp_trainer.checkpoint.other_tools.torch_files import torch_states
+from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.checkpoint.other_tools.zero_partitions import zero_states
 from fsdp_trainer.checkpoint.state import stored_parameters
 from fsdp_trainer.config.other_tools.other_states import place_of_states

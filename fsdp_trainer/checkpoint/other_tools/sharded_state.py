@@ -7,17 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     MOMENTS,
     OPTIONS,
     STEP,
-    ForeignTensor,
     StatesByName,
-    huggingface_names,
-    is_floating,
     known_options,
     unusable_states,
 )
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, is_floating
+from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.checkpoint.stored_tensors import StoredTensors
 from fsdp_trainer.config.other_tools.other_weights import METADATA, sharded_folder
 from fsdp_trainer.errors import Problem, RunFailed, UserError

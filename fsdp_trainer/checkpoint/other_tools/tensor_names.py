@@ -12,12 +12,14 @@ class TensorNames:
     """How a tool names the tensors of a decoder.
 
     block: what is before the number of a block. outside, inside: its names of the modules outside
-    and inside of blocks, and Hugging Face's.
+    and inside of blocks, and Hugging Face's. pairs: model types whose queries and keys it rotates
+    in pairs of neighbours; in all others, the two halves of a head are rotated together.
     """
 
     block: str
     outside: dict[str, str]
     inside: dict[str, str]
+    pairs: tuple[str, ...] = ("llama", "mistral")
 
     def to_huggingface(self, name: str) -> str | None:
         """Return Hugging Face's name; None for a name that is not known."""
@@ -89,3 +91,26 @@ GGUF = TensorNames(
         "ffn_up": "mlp.up_proj",
     },
 )
+MEGATRON = TensorNames(
+    "decoder.layers",
+    {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "decoder.final_layernorm": "model.norm",
+        "output_layer": "lm_head",
+    },
+    {
+        "input_layernorm": "input_layernorm",
+        "self_attention.q": "self_attn.q_proj",
+        "self_attention.k": "self_attn.k_proj",
+        "self_attention.v": "self_attn.v_proj",
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "self_attention.q_layernorm": "self_attn.q_norm",
+        "self_attention.k_layernorm": "self_attn.k_norm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj",
+        "mlp.linear_fc2": "mlp.down_proj",
+    },
+    pairs=(),
+)
+"""Names of megatron-core's GPT, after what it joins has been separated (megatron_tensors.py)."""

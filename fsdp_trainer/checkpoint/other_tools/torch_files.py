@@ -15,16 +15,14 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     STEP,
-    ForeignTensor,
     StatesByName,
-    huggingface_names,
-    is_floating,
-    joined,
     known_options,
     unusable_states,
 )
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, is_floating, joined
+from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.config.other_tools.other_weights import META_FILES, TORCH_INDEX, torch_files
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig

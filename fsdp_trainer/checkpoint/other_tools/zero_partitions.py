@@ -18,16 +18,16 @@ from torch import Tensor
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     MOMENTS,
     STEP,
-    ForeignTensor,
     StatesByName,
-    huggingface_names,
     known_options,
     unusable_states,
 )
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
 from fsdp_trainer.checkpoint.other_tools.torch_files import single_number
+from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.config.other_tools.other_weights import ZERO_MODEL, ZERO_STATES, zero_folder
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig

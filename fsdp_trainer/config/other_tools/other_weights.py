@@ -16,6 +16,7 @@ META_FILES, META_PARAMS = "consolidated.*.pth", "params.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 SHARDED_BELOW = "pytorch_model_fsdp_*"
 """The folder in which accelerate puts a distributed checkpoint."""
+LATEST_OF_MEGATRON = "latest_checkpointed_iteration.txt"
 ZERO_STATES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
 ZERO_MODEL = "*mp_rank_00_model_states.pt"
 """Files of DeepSpeed's ZeRO: a part of the weights of each rank, and their shapes."""
@@ -30,11 +31,20 @@ LLAMA_2_ROWS, LLAMA_3_WIDTH = 32000, 4096
 
 
 def sharded_folder(folder: Path) -> Path | None:
-    """Return the distributed checkpoint that is `folder`, or accelerate's in it; None if none."""
+    """Return the distributed checkpoint that is `folder`, or accelerate's or Megatron's in it."""
     if (folder / METADATA).is_file():
         return folder
-    below = [each for each in sorted(folder.glob(SHARDED_BELOW)) if (each / METADATA).is_file()]
-    return below[0] if len(below) == 1 else None
+    below = [*sorted(folder.glob(SHARDED_BELOW)), *latest_of_megatron(folder)]
+    found = [each for each in below if (each / METADATA).is_file()]
+    return found[0] if len(found) == 1 else None
+
+
+def latest_of_megatron(folder: Path) -> list[Path]:
+    """Return the folder of the latest iteration that Megatron has saved; empty if none."""
+    try:
+        return [folder / f"iter_{int((folder / LATEST_OF_MEGATRON).read_text()):07}"]
+    except (OSError, ValueError):
+        return []
 
 
 def zero_folder(folder: Path) -> Path | None:

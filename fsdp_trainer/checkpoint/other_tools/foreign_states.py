@@ -1,0 +1,37 @@
+"""States of AdamW as other tools have written them, before they are given to an optimizer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_trainer.errors import Problem, UserError
+
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+"""States that AdamW keeps of a parameter, as torch names them."""
+OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class StatesByName:
+    """States of AdamW of each parameter, by the tool's name of it: tensors, and the step's number.
+
+    options: those of the first group of parameters, as far as they can be read.
+    """
+
+    by_name: Mapping[str, dict[str, Any]]
+    options: dict[str, Any]
+
+
+def known_options(groups: Any) -> dict[str, Any]:
+    """Return the options in torch's param_groups that are known here."""
+    first = groups[0] if isinstance(groups, list) and groups else {}
+    return {name: first[name] for name in OPTIONS if name in first}
+
+
+def unusable_states(place: Path, reason: str) -> UserError:
+    """Return the error about states that cannot be used."""
+    problem = Problem(
+        str(place), f"{reason}.\nTo begin with the weights alone, drop  optim.init_from"
+    )
+    return UserError("cannot read the optimizer's states", [problem])

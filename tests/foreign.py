@@ -1,0 +1,51 @@
+"""Models in folders of other tools, to compare with the same model in a Hugging Face folder."""
+
+import shutil
+
+import torch
+from zoo import make_folder
+
+from fsdp_trainer.checkpoint.load import load_model
+
+
+def of(folder):
+    """Return transformers' model of a folder."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def make_other(tmp_path, family="llama", **options):
+    """Return a Hugging Face folder, and a new one with its files but without weights."""
+    folder = make_folder(tmp_path / "hf", family, **options)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other, ignore=lambda _, names: [n for n in names if "safetens" in n])
+    return folder, other
+
+
+def require_equal(folder, other):
+    """Check that every weight of both folders is the same, to the bit."""
+    expected, read = (dict(load_model(path).named_weights()) for path in (folder, other))
+    assert expected.keys() == read.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weight, read[name]), name
+
+
+def read_on_ranks(folder):
+    """Return the norms of a model's weights that FSDP2 shards over all ranks, by name."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_trainer.checkpoint.load import read_into
+    from fsdp_trainer.models.hf.new_model import meta_decoder
+    from fsdp_trainer.models.hf.read_architecture import read_architecture
+
+    dist.init_process_group("gloo")
+    try:
+        model = meta_decoder(read_architecture(folder))
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        model.to_empty(device="cpu")
+        read_into(model, folder)
+        return {name: p.full_tensor().clone() for name, p in model.named_weights().items()}
+    finally:
+        dist.destroy_process_group()

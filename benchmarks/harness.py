@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -118,23 +119,28 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
 
     Each object is one line of output. The ranks share the cores by OMP_NUM_THREADS.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        module,
-        *args,
-    ]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **threads, **(env or {})}
-    )
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    with TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "--redirects=1",  # to a file for each rank: lines could run together in one pipe
+            f"--log-dir={folder}",
+            "-m",
+            module,
+            *args,
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env={**os.environ, **threads, **(env or {})}
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+        outputs = [file.read_text() for file in sorted(Path(folder).rglob("stdout.log"))]
+    lines = [line for output in outputs for line in output.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 @contextlib.contextmanager

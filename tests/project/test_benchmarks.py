@@ -172,10 +172,11 @@ def rates_of_links():
 @pytest.mark.slow
 def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
     line = """import json, os
-print("as text", json.dumps(2), json.dumps({"a": os.environ["RANK"]}), sep="\\n")"""
+for _ in range(300):
+    print("as text", json.dumps(2), json.dumps({"a": os.environ["RANK"]}), sep="\\n")"""
     (tmp_path / "says.py").write_text(line)
     results = harness.run_ranks("says", 2, env={"PYTHONPATH": str(tmp_path)})
-    assert sorted(each["a"] for each in results) == ["0", "1"]
+    assert sorted(each["a"] for each in results) == ["0"] * 300 + ["1"] * 300
 
 
 def test_one_gpu_shows_nothing_of_layouts_and_says_so(tmp_path, monkeypatch):

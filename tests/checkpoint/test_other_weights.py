@@ -72,6 +72,17 @@ def test_files_of_torch_are_read_piece_by_piece(tmp_path, family, within):
     require_equal(folder, other)
 
 
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss"]
+)
+def test_experts_that_transformers_stacks_in_memory_are_read_from_files_of_torch(tmp_path, family):
+    folder, other = make_other(tmp_path, family)
+    state = of(folder).state_dict()
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in state)
+    torch.save({"model": state}, other / "model.pt")
+    require_equal(folder, other)
+
+
 def test_an_index_names_the_files_of_torch(tmp_path):
     folder, other = make_other(tmp_path)
     state = [*of(folder).state_dict().items()]

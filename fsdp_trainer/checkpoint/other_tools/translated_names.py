@@ -1,8 +1,9 @@
 """Hugging Face's names and order for tensors that other tools have saved under their own."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
     ForeignTensor,
@@ -13,12 +14,15 @@ from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
 from fsdp_trainer.checkpoint.other_tools.megatron_tensors import megatron_tensors
 from fsdp_trainer.checkpoint.other_tools.tensor_names import META, TORCHTITAN
 from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.families import Family
 
 WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
 """Parts of names that torch's wrappers add."""
 META_WEIGHT = re.compile(r"tok_embeddings\.|layers\.|norm\.|output\.|lm_head\.")
+STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)")
+PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 FUSED = ".wqkv."
 """Part of torchtitan's names of joined queries, keys and values."""
 
@@ -48,7 +52,27 @@ def huggingface_names(tensors: Tensors, config: ModelConfig) -> dict[str, Foreig
 def _of_huggingface(own: Tensors, config: ModelConfig) -> dict[str, ForeignTensor]:
     """Return the tensors of the model; a checkpoint may hold other states too."""
     parts = ("model.", "lm_head.", "score.")
-    return {name: foreign(tensor) for name, tensor in own.items() if name.startswith(parts)}
+    weights = {name: tensor for name, tensor in own.items() if name.startswith(parts)}
+    family = config.family_spec
+    if any(STACKED.fullmatch(name) for name in weights) and not family.clamped_experts:
+        weights = dict(_unstacked(weights, family))
+    return {name: foreign(tensor) for name, tensor in weights.items()}
+
+
+def _unstacked(weights: Tensors, family: Family) -> Iterator[tuple[str, TensorOnDisk]]:
+    """Yield weights as a folder has them; in memory, transformers 5 stacks those of all experts."""
+    for name, tensor in weights.items():
+        found = STACKED.fullmatch(name)
+        if not found:
+            yield family.stored_name(name) if ".mlp.gate." in name else name, tensor
+            continue
+        matrices = tensor.as_matrix()
+        projections = PROJECTIONS[found[2]]
+        rows = tensor.shape[1] // len(projections)
+        for number in range(tensor.shape[0] * len(projections)):
+            expert, part = divmod(number, len(projections))
+            stored = family.stored_expert(found[1] + projections[part], expert)
+            yield stored, rows_of(matrices, number * rows, rows)
 
 
 def _of_meta(own: Tensors, config: ModelConfig) -> dict[str, ForeignTensor]:

@@ -30,7 +30,7 @@ def checkpoint(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3, "2_frozen", "3_frozen"])
 @pytest.mark.parametrize("named", ["", "global_step2"])
 def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage, named):
     folder, expected = checkpoint(stage)
@@ -42,7 +42,7 @@ def test_weights_are_those_of_deepspeeds_own_script(checkpoint, stage, named):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3, "3_frozen"])
 def test_each_rank_reads_its_own_rows(world, checkpoint, stage):
     folder, expected = checkpoint(stage)
     for read in world.call(3, read_on_ranks, folder):

@@ -40,7 +40,7 @@ CLASSES = ("deepspeed.",)
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive float32 numbers of a tensor. first: index of the first one in the tensor."""
+    """Consecutive numbers of a tensor. first: index of the first one in the tensor."""
 
     first: int
     count: int
@@ -95,7 +95,24 @@ def zero_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     def weights(state: dict[str, Any]) -> list[Tensor]:
         return state[STAGE_3] if STAGE_3 in state else state[STAGE_1_2]
 
-    return huggingface_names(opened(checkpoint).tensors(weights), config)
+    trained = opened(checkpoint).tensors(weights)
+    return huggingface_names(trained | _frozen(checkpoint), config)
+
+
+def _frozen(checkpoint: Path) -> dict[str, TensorOnDisk]:
+    """Return the parameters that were not trained; in stage 3 each rank's file has a part of each.
+
+    They are in the number format of the forward pass.
+    """
+    files = sorted(checkpoint.glob(ZERO_MODEL), key=rank_of)
+    parts = [(file, _loaded(file)) for file in files]
+    tensors: dict[str, TensorOnDisk] = {}
+    for name, shape in (parts[0][1].get("frozen_param_shapes") or {}).items():
+        fragments = [(file, about["frozen_param_fragments"][name]) for file, about in parts]
+        dtype = fragments[0][1].dtype
+        segments = _cut(_consecutive(fragments), 0, shape.numel(), dtype)
+        tensors[name] = _flat(shape, segments, dtype)
+    return tensors
 
 
 def zero_states(checkpoint: Path) -> StatesByName:
@@ -132,18 +149,14 @@ def opened(checkpoint: Path) -> Partitions:
     if missing:
         reason = f"has the parts of {len(files)} of {ranks} ranks: rank {missing[0]} is missing"
         raise UserError("the weights are not complete", [Problem(str(checkpoint), reason)])
-    if about.get("frozen_param_shapes"):
-        reason = "has frozen parameters, which are not read. Convert it with its zero_to_fp32.py"
-        raise UserError("cannot read the weights", [Problem(str(checkpoint), reason)])
     parts = [(files[rank], _loaded(files[rank])["optimizer_state_dict"]) for rank in range(ranks)]
     return Partitions(about["param_shapes"], parts)
 
 
 def rank_of(file: Path) -> int:
-    """Return the rank that has written a file."""
+    """Return the rank that has written a file; one that is not numbered is of rank 0."""
     found = RANK.search(file.name)
-    assert found is not None
-    return int(found[1])
+    return int(found[1]) if found else 0
 
 
 def _loaded(file: Path) -> Any:
@@ -181,14 +194,16 @@ def _joined(
     return tensors
 
 
-def _cut(whole: list[Segment], start: int, count: int) -> list[Segment]:
+def _cut(
+    whole: list[Segment], start: int, count: int, dtype: torch.dtype = torch.float32
+) -> list[Segment]:
     """Return the segments of the numbers [start, start + count)."""
     cut = []
     for segment in whole:
         low = max(start, segment.first)
         high = min(start + count, segment.first + segment.count)
         if low < high:
-            offset = segment.offset + (low - segment.first) * torch.float32.itemsize
+            offset = segment.offset + (low - segment.first) * dtype.itemsize
             cut.append(Segment(low - start, high - low, segment.file, offset))
     return cut
 
@@ -215,6 +230,8 @@ def _divided_each(
     return tensors
 
 
-def _flat(shape: torch.Size, segments: list[Segment]) -> FlatTensor:
+def _flat(
+    shape: torch.Size, segments: list[Segment], dtype: torch.dtype = torch.float32
+) -> FlatTensor:
     named_in_messages = [Chunk(segments[0].file, segments[0].offset, whole_slice(shape))]
-    return FlatTensor(torch.float32, tuple(shape), named_in_messages, segments)
+    return FlatTensor(dtype, tuple(shape), named_in_messages, segments)

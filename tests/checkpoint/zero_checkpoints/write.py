@@ -1,7 +1,7 @@
 """Writes the folders beside this file with DeepSpeed, on two ranks without a GPU.
 
 DS_BUILD_OPS=0 pip install deepspeed==0.19.8
-for stage in 1 2 3; do
+for stage in 1 2 3 "2 frozen" "3 frozen"; do
   torchrun --nproc_per_node=2 tests/checkpoint/zero_checkpoints/write.py $stage
 done
 """
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 deepspeed.comm.torch.build_shm_op = lambda: None  # it would be compiled for minutes
 
 
-def main(stage):
+def main(stage, frozen=""):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=67, hidden_size=12, intermediate_size=20, num_hidden_layers=2,
@@ -36,8 +36,12 @@ def main(stage):
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim < 2]
+    if frozen:
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    others = [p for p in trained if p.ndim < 2]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=settings)
     ids = torch.arange(20)[None]
@@ -45,13 +49,13 @@ def main(stage):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
-    folder = HERE / f"stage_{stage}"
+    folder = HERE / "_".join(["stage", str(stage), *filter(None, [frozen])])
     if engine.global_rank == 0:
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     engine.save_checkpoint(str(folder))
     moments = {}
-    if stage == 3:  # in other stages it finds none; these train alike
+    if stage == 3 and not frozen:  # in other stages it finds none; these train alike
         for name, parameter in model.named_parameters():
             for moment in ("exp_avg", "exp_avg_sq"):
                 moments[f"{name} {moment}"] = safe_get_full_optimizer_state(parameter, moment)
@@ -67,4 +71,4 @@ def main(stage):
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), *sys.argv[2:])

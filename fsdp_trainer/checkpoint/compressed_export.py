@@ -5,6 +5,7 @@ The package compressed-tensors computes the scales and packs the numbers, round-
 
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ PRESETS = {
     "int4": ("W4A16", "pack-quantized"),
 }
 """By value of `quantization`, the package's names of what is quantised and of how it is stored."""
-MATRIX = "_proj.weight"
-"""End of the names of the matrices that are quantised."""
+MATRIX = re.compile(r"model\.layers\.\d+\.(.*_proj(_with_mqa)?|.*\.experts\.\d+\.w[123])\.weight")
+"""Names of the matrices that are quantised: of blocks, but no router and no gate."""
+STACKED_EXPERTS = re.compile(r"\.experts\.(?!\d)")
+EMBEDDING = "embed_tokens.weight"
 GROUPS = (128, 64, 32)
 """Numbers of columns with one scale, for int4; the first that divides all rows is used."""
 
@@ -57,12 +60,15 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
     files = sorted(folder.glob("*.safetensors"))
     scheme = scheme_of(preset, folder, files)
     weight_map: dict[str, str] = {}
+    unchanged = {"lm_head"}
     for file in files:
         tensors: dict[str, Tensor] = {}
         for name, tensor in load_file(file).items():
             whole = tensor.to(getattr(torch, dtype)) if dtype else tensor
-            is_matrix = name.endswith(MATRIX) and tensor.ndim == 2
+            is_matrix = tensor.ndim == 2 and bool(MATRIX.fullmatch(name))
             tensors |= compressed(name, whole, scheme, stored_as) if is_matrix else {name: whole}
+            if tensor.ndim == 2 and not is_matrix and not name.endswith(EMBEDDING):
+                unchanged.add(name.removesuffix(".weight"))
         save_file(tensors, out / file.name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
@@ -71,7 +77,7 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX:
             shutil.copyfile(file, out / file.name)
     config = json.loads((folder / "config.json").read_text())
-    about = description(scheme, stored_as)
+    about = description(scheme, stored_as, sorted(unchanged))
     write_json(out / "config.json", config | {"quantization_config": about})
 
 
@@ -84,10 +90,10 @@ def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:
     for file in files:
         with safe_open(file, "pt") as opened:
             shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        if any(".experts." in name for name in shapes):
-            reason = "has experts, which are not quantised in this version"
+        if any(STACKED_EXPERTS.search(name) for name in shapes):
+            reason = "has all experts in one tensor, which is not quantised in this version"
             raise UserError("it cannot be exported", [Problem(str(folder), reason)])
-        columns |= {shape[1] for name, shape in shapes.items() if name.endswith(MATRIX)}
+        columns |= {shape[1] for name, shape in shapes.items() if MATRIX.fullmatch(name)}
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if scheme.weights.group_size:
         group = next((g for g in GROUPS if not any(width % g for width in columns)), None)
@@ -114,13 +120,13 @@ def compressed(name: str, matrix: Tensor, scheme: Any, stored_as: str) -> dict[s
     return {module + part: tensor.contiguous() for part, tensor in parts.items()}
 
 
-def description(scheme: Any, stored_as: str) -> dict[str, Any]:
-    """Return the quantization_config of config.json."""
+def description(scheme: Any, stored_as: str, unchanged: list[str]) -> dict[str, Any]:
+    """Return the quantization_config of config.json. unchanged: layers that are not quantised."""
     from compressed_tensors.quantization import QuantizationConfig
 
     about = QuantizationConfig(
         config_groups={"group_0": scheme},
-        ignore=["lm_head"],
+        ignore=unchanged,
         format=stored_as,
         quantization_status="compressed",
     )

@@ -32,10 +32,9 @@ OPTIMIZER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
 def main():
-    release = ".".join(version("torchtitan").split(".")[:2])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model, new_optimizer = NEWEST[release]()
+    model, new_optimizer = MODELS[release()]()
     for _, parameter in sorted(model.named_parameters()):
         torch.nn.init.normal_(parameter, std=0.3)
     for layer in model.layers.values() if hasattr(model.layers, "values") else model.layers:
@@ -45,7 +44,7 @@ def main():
     rows = torch.tensor(json.loads((HERE / "rows.json").read_text()))
     own = rows.chunk(dist.get_world_size())[dist.get_rank()]
     losses = []
-    folder = HERE / f"torchtitan-{release}"
+    folder = HERE / f"torchtitan-{release()}"
     for step in range(1, STEPS + 1):
         logits = model(own[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), own[:, 1:].flatten())
@@ -66,6 +65,11 @@ def main():
         config.save_pretrained(folder)
         (folder / "losses.json").write_text(json.dumps(losses))
     dist.destroy_process_group()
+
+
+def release():
+    """Return the release of torchtitan that is installed, such as 0.3."""
+    return ".".join(version("torchtitan").split(".")[:2])
 
 
 def save(model, optimizer, folder, step):
@@ -130,7 +134,7 @@ def release_0_3():
     return config.build(), lambda parts: default_adamw(**OPTIMIZER).build(model_parts=parts)
 
 
-NEWEST = {"0.2": release_0_2, "0.3": release_0_3}
+MODELS = {"0.2": release_0_2, "0.3": release_0_3}
 """What makes the model and its optimizer, by release of torchtitan."""
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ PRESETS = {
 MATRIX = re.compile(r"model\.layers\.\d+\.(.*_proj(_with_mqa)?|.*\.experts\.\d+\.w[123])\.weight")
 """Names of the matrices that are quantised: of blocks, but no router and no gate."""
 STACKED_EXPERTS = re.compile(r"\.experts\.(?!\d)")
-EMBEDDING = "embed_tokens.weight"
+EMBEDDINGS = {"model.embed_tokens"}
+"""Layers that have a matrix and are no Linear."""
 GROUPS = (128, 64, 32)
 """Numbers of columns with one scale, for int4; the first that divides all rows is used."""
 
@@ -62,13 +63,14 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
     weight_map: dict[str, str] = {}
     unchanged = {"lm_head"}
     for file in files:
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in load_file(file).items():
-            whole = tensor.to(getattr(torch, dtype)) if dtype else tensor
-            is_matrix = tensor.ndim == 2 and bool(MATRIX.fullmatch(name))
-            tensors |= compressed(name, whole, scheme, stored_as) if is_matrix else {name: whole}
-            if tensor.ndim == 2 and not is_matrix and not name.endswith(EMBEDDING):
-                unchanged.add(name.removesuffix(".weight"))
+        whole = load_file(file)
+        if dtype:
+            whole = {name: tensor.to(getattr(torch, dtype)) for name, tensor in whole.items()}
+        quantised = {name for name, tensor in whole.items() if is_quantised(name, tensor)}
+        tensors = {name: tensor for name, tensor in whole.items() if name not in quantised}
+        unchanged |= {layer_of(name) for name, tensor in tensors.items() if tensor.ndim == 2}
+        for name in quantised:
+            tensors |= compressed(name, whole[name], scheme, stored_as)
         save_file(tensors, out / file.name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file.name)
     if len(files) > 1:
@@ -77,8 +79,18 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
         if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name != INDEX:
             shutil.copyfile(file, out / file.name)
     config = json.loads((folder / "config.json").read_text())
-    about = description(scheme, stored_as, sorted(unchanged))
+    about = description(scheme, stored_as, sorted(unchanged - EMBEDDINGS))
     write_json(out / "config.json", config | {"quantization_config": about})
+
+
+def is_quantised(name: str, tensor: Tensor) -> bool:
+    """Return True for a matrix whose numbers get fewer bits."""
+    return tensor.ndim == 2 and bool(MATRIX.fullmatch(name))
+
+
+def layer_of(name: str) -> str:
+    """Return the name of the layer that has a weight."""
+    return name.removesuffix(".weight")
 
 
 def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:

@@ -7,6 +7,16 @@ from zoo import make_folder
 
 from fsdp_trainer.checkpoint.load import load_model
 
+EXPERTS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+AS_LLAMA_CPP = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "qwen2_moe": {**EXPERTS, "norm_topk_prob": False},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "olmoe": {"norm_topk_prob": False},
+}
+"""Keys of models in whose place llama.cpp assumes these values."""
+
 
 def of(folder):
     """Return transformers' model of a folder."""

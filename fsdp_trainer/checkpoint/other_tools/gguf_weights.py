@@ -1,5 +1,6 @@
 """Weights of GGUF files. The package gguf knows the formats of the numbers."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,17 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
+from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, renamed
-from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, foreign, renamed
+from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, GGUF_BY_FAMILY
 from fsdp_trainer.config.other_tools.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
 
+STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
+GATE_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"
+"""A matrix with one row, which llama.cpp keeps as a vector."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -41,18 +46,62 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
 
     Raises UserError.
     """
-    tensors, files = {}, gguf_files(folder)
-    for file in files:
+    tensors: dict[str, TensorOnDisk] = {}
+    experts: dict[str, ForeignTensor] = {}
+    for file in gguf_files(folder):
         for stored in open_gguf(file).tensors:
             if stored.name == ROPE_FACTORS:
                 _require_factors(file, stored.data, config)
+            elif found := STACK.fullmatch(stored.name):
+                experts |= _separate(found, _on_disk(file, stored), config)
             else:
                 tensors[stored.name] = _on_disk(file, stored)
-    return renamed(tensors, (GGUF,), config)
+    family = config.family_spec
+    named = renamed(tensors, (GGUF_BY_FAMILY.get(config.family, GGUF),), config)
+    for name in [name for name in named if ".mlp.gate." in name]:
+        named[family.stored_name(name)] = named.pop(name)
+    if family.norm_offset:
+        for name in [name for name in named if name.endswith("norm.weight")]:
+            named[name] = foreign(_shifted(named[name], -family.norm_offset))
+    return named | experts
+
+
+def _separate(
+    found: re.Match[str], matrix: TensorOnDisk, config: ModelConfig
+) -> dict[str, ForeignTensor]:
+    """Return the matrices of a block's experts, which are one below the other."""
+    stack = f"model.layers.{found[1]}.mlp.experts.{found[2]}_proj"
+    rows = matrix.shape[0] // config.num_experts
+    return {
+        config.family_spec.stored_expert(stack, expert): foreign(
+            rows_of(matrix, expert * rows, rows)
+        )
+        for expert in range(config.num_experts)
+    }
+
+
+@dataclass
+class Shifted(TensorOnDisk):
+    """A tensor to whose numbers `offset` is added."""
+
+    source: TensorOnDisk
+    offset: float
+
+    def read_rows(self, first: int, last: int, buffer: Tensor) -> Tensor:
+        """Read rows `first` to `last` into `buffer`, uint8; return them."""
+        return self.source.read_rows(first, last, buffer).add_(self.offset)
+
+
+def _shifted(source: TensorOnDisk, offset: float) -> Shifted:
+    return Shifted(source.dtype, source.shape, source.chunks, source, offset)
 
 
 def _on_disk(file: Path, stored: Any) -> TensorOnDisk:
     shape = tuple(int(size) for size in reversed(stored.shape))
+    if len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2])
+    elif stored.name.endswith(GATE_OF_ONE_ROW):
+        shape = (1, *shape)
     chunks = [Chunk(file, int(stored.data_offset), whole_slice(shape))]
     if stored.tensor_type.name in PLAIN:
         return TensorOnDisk(PLAIN[stored.tensor_type.name], shape, chunks)

@@ -1,7 +1,7 @@
 """Names of tensors in other tools' files, and Hugging Face's names of the same ones."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HF_BLOCK = "model.layers"
 QUERY_KEY_VALUE = ("attention.wq", "attention.wk", "attention.wv")
@@ -19,7 +19,7 @@ class TensorNames:
     block: str
     outside: dict[str, str]
     inside: dict[str, str]
-    pairs: tuple[str, ...] = ("llama", "mistral")
+    pairs: tuple[str, ...] = ("llama", "mistral", "mixtral")
 
     def to_huggingface(self, name: str) -> str | None:
         """Return Hugging Face's name; None for a name that is not known."""
@@ -89,8 +89,29 @@ GGUF = TensorNames(
         "ffn_gate": "mlp.gate_proj",
         "ffn_down": "mlp.down_proj",
         "ffn_up": "mlp.up_proj",
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
 )
+AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+AROUND = AFTER | {"ffn_norm": "pre_feedforward_layernorm"}
+FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+GGUF_BY_FAMILY = {
+    family: replace(GGUF, inside=GGUF.inside | names)
+    for family, names in {
+        "gemma2": AROUND,
+        "gemma3_text": AROUND,
+        "olmo2": AFTER,
+        "phi3": FUSED,
+    }.items()
+}
+"""Model types of which some of llama.cpp's names are of other modules; GGUF for all others."""
 MEGATRON = TensorNames(
     "decoder.layers",
     {

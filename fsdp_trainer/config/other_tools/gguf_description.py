@@ -1,6 +1,7 @@
 """The architecture that a GGUF file describes, as a config.json."""
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 from fsdp_trainer.errors import Problem, UserError
 
-ARCHITECTURES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""Values of general.architecture that are read, and transformers' names of the classes."""
 ROPE_FACTORS = "rope_freqs.weight"
 """The tensor with the divisors of Llama 3.1's frequencies."""
 LLAMA_3_LENGTH = 8192
+EXPERTS = "blk.0.ffn_gate_exps.weight"
+GEMMA2_27B, GEMMA3_27B = 46, 62
+"""Numbers of blocks by which llama.cpp knows models that scale queries by their width."""
+
+Json = dict[str, Any]
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -53,8 +57,8 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
              if not name.startswith("tokenizer.")}  # fmt: skip
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
     kind = facts.get("general.architecture")
-    if kind not in ARCHITECTURES or "token_embd.weight" not in tensors:
-        reason = f"holds {kind}; read are whole models of  {' '.join(ARCHITECTURES)}"
+    if kind not in DESCRIPTIONS or "token_embd.weight" not in tensors:
+        reason = f"holds {kind}; read are whole models of  {' '.join(DESCRIPTIONS)}"
         raise UserError("cannot read the model", [Problem(str(files[0]), reason)])
     own = {name.removeprefix(f"{kind}."): value for name, value in facts.items()}
     try:
@@ -67,9 +71,7 @@ def described_by_gguf(path: Path) -> dict[str, Any] | None:
 def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[str, Any]:
     """facts: the metadata, without the name of the architecture in front."""
     heads, width = facts["attention.head_count"], facts["embedding_length"]
-    config = {
-        "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM"],
-        "model_type": kind,
+    config: Json = {
         "hidden_size": width,
         "intermediate_size": facts["feed_forward_length"],
         "num_hidden_layers": facts["block_count"],
@@ -83,12 +85,114 @@ def _config(facts: dict[str, Any], tensors: dict[str, Any], kind: str) -> dict[s
         "tie_word_embeddings": "output.weight" not in tensors,
         "hidden_act": "silu",
     }
-    if kind == "llama":
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if scaling := _scaling(facts, tensors):
         config["rope_scaling"] = scaling
-    return config
+    return config | DESCRIPTIONS[kind](config, facts, tensors)
+
+
+# --- what each architecture has besides
+
+
+def _named(architecture: str, model_type: str, **others: Any) -> Json:
+    return {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type, **others}
+
+
+def _plain(architecture: str, model_type: str) -> Callable[[Json, Json, Json], Json]:
+    return lambda config, facts, tensors: _named(architecture, model_type)
+
+
+def _llama(config: Json, facts: Json, tensors: Json) -> Json:
+    if facts.get("expert_count"):
+        experts = _experts(facts, tensors, None)
+        width = experts["moe_intermediate_size"]
+        number = {"num_local_experts": experts["num_experts"], "intermediate_size": width}
+        return _named(
+            "Mixtral", "mixtral", **number, num_experts_per_tok=facts["expert_used_count"]
+        )
+    return _named(
+        "Llama",
+        "llama",
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+    )
+
+
+def _experts(facts: Json, tensors: Json, normalized: bool | None) -> Json:
+    """normalized: whether llama.cpp divides the weights of a token's experts by their sum."""
+    if EXPERTS not in tensors:
+        raise KeyError(EXPERTS)
+    return {
+        "num_experts": facts["expert_count"],
+        "num_experts_per_tok": facts["expert_used_count"],
+        "moe_intermediate_size": int(tensors[EXPERTS].shape[1]),
+        "norm_topk_prob": normalized,
+    }
+
+
+def _qwen2_moe(config: Json, facts: Json, tensors: Json) -> Json:
+    shared = int(tensors["blk.0.ffn_gate_shexp.weight"].shape[1])
+    own = {"shared_expert_intermediate_size": shared, "decoder_sparse_step": 1}
+    return _named("Qwen2Moe", "qwen2_moe", **_experts(facts, tensors, False), **own)
+
+
+def _qwen3_moe(config: Json, facts: Json, tensors: Json) -> Json:
+    experts = _experts(facts, tensors, True)
+    return _named("Qwen3Moe", "qwen3_moe", **experts, decoder_sparse_step=1, mlp_only_layers=[])
+
+
+def _olmoe(config: Json, facts: Json, tensors: Json) -> Json:
+    experts = _experts(facts, tensors, False)
+    experts["intermediate_size"] = experts.pop("moe_intermediate_size")
+    return _named("Olmoe", "olmoe", **experts)
+
+
+def _gemma(config: Json, facts: Json, blocks_of_27b: int) -> Json:
+    width = config["head_dim"]
+    if config["num_hidden_layers"] == blocks_of_27b:
+        width = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width,
+        "sliding_window": facts["attention.sliding_window"],
+        "attn_logit_softcapping": facts.get("attn_logit_softcapping"),
+        "final_logit_softcapping": facts.get("final_logit_softcapping"),
+    }
+
+
+def _gemma2(config: Json, facts: Json, tensors: Json) -> Json:
+    return _named("Gemma2", "gemma2", **_gemma(config, facts, GEMMA2_27B))
+
+
+def _gemma3(config: Json, facts: Json, tensors: Json) -> Json:
+    own = _gemma(config, facts, GEMMA3_27B)
+    theta = facts.get("rope.freq_base", 1_000_000.0)
+    return _named("Gemma3", "gemma3_text", **own, rope_theta=theta, rope_local_base_freq=10_000.0)
+
+
+def _phi3(config: Json, facts: Json, tensors: Json) -> Json:
+    return _named(
+        "Phi3",
+        "phi3",
+        sliding_window=facts.get("attention.sliding_window") or None,
+        partial_rotary_factor=facts["rope.dimension_count"] / config["head_dim"],
+        original_max_position_embeddings=config["max_position_embeddings"],
+        pad_token_id=None,
+    )
+
+
+DESCRIPTIONS: dict[str, Callable[[Json, Json, Json], Json]] = {
+    "llama": _llama,
+    "qwen2": _plain("Qwen2", "qwen2"),
+    "qwen2moe": _qwen2_moe,
+    "qwen3": _plain("Qwen3", "qwen3"),
+    "qwen3moe": _qwen3_moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "olmo2": _plain("Olmo2", "olmo2"),
+    "olmoe": _olmoe,
+    "phi3": _phi3,
+}
+"""By general.architecture: a function from the configuration so far, facts and tensors to more."""
 
 
 def _scaling(facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any] | None:

@@ -1,0 +1,124 @@
+"""Model types that llama.cpp knows: what their GGUF files say, and what it assumes of them.
+
+What llama.cpp assumes is not in a file: a model that differs in it would compute something else.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import gguf
+from gguf import GGUFWriter
+
+from fsdp_trainer.config.other_tools.gguf_description import GEMMA2_27B, GEMMA3_27B
+from fsdp_trainer.models.config import EXPERTS, ModelConfig
+from fsdp_trainer.models.families import SLIDING, layer_pattern
+
+
+def nothing(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add nothing."""
+
+
+def no_difference(config: ModelConfig) -> Iterator[str]:
+    """Yield no difference."""
+    yield from ()
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A type of models in llama.cpp.
+
+    architecture: the package's name of it. add: adds facts besides those that all files have.
+    differences: yields the keys, with values, in which a model differs from what llama.cpp assumes.
+    space: True if a tokenizer of SentencePiece's puts a space in front of a text.
+    """
+
+    architecture: gguf.MODEL_ARCH
+    add: Callable[[GGUFWriter, ModelConfig], None] = nothing
+    differences: Callable[[ModelConfig], Iterator[str]] = no_difference
+    space: bool = True
+
+
+# --- Gemma
+
+
+def add_gemma(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add limits of logits and the window."""
+    if config.attn_logit_softcapping:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+
+
+def gemma_differences(blocks_of_27b: int) -> Callable[[ModelConfig], Iterator[str]]:
+    """Return what yields the differences of a Gemma. blocks_of_27b: see GEMMA2_27B."""
+
+    def differences(config: ModelConfig) -> Iterator[str]:
+        width = config.head_dim
+        if config.num_hidden_layers == blocks_of_27b:
+            width = config.hidden_size // config.num_attention_heads
+        if config.query_pre_attn_scalar not in (None, width):
+            yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
+        pattern = layer_pattern(config.num_hidden_layers, config.family_spec.window_pattern)
+        if config.layer_types and tuple(config.layer_types) != tuple(pattern):
+            yield f"layer_types={[kind == SLIDING for kind in config.layer_types]}"
+        if config.rope_local_theta not in (None, 10_000.0):
+            yield f"rope_local_base_freq={config.rope_local_theta}"
+
+    return differences
+
+
+# --- Phi
+
+
+def add_phi3(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add the window and the length of the training, both of which llama.cpp requires."""
+    writer.add_sliding_window(config.sliding_window or 0)
+    writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+
+
+# --- experts
+
+
+def add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
+    """Add the number of experts, and their widths."""
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.moe_intermediate_size:
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.shared_size:
+        writer.add_expert_shared_feed_forward_length(config.shared_size)
+
+
+def expert_differences(normalized: bool) -> Callable[[ModelConfig], Iterator[str]]:
+    """Return what yields the differences of a model with experts in each block.
+
+    normalized: True if llama.cpp divides the weights of a token's experts by their sum.
+    """
+
+    def differences(config: ModelConfig) -> Iterator[str]:
+        if config.normalizes_experts != normalized:
+            yield f"norm_topk_prob={str(config.normalizes_experts).lower()}"
+        if set(config.feed_forwards) != {EXPERTS}:
+            yield "dense feed-forwards in some blocks"
+
+    return differences
+
+
+ARCH = gguf.MODEL_ARCH
+MODELS = {
+    "llama": GgufModel(ARCH.LLAMA),
+    "mistral": GgufModel(ARCH.LLAMA),
+    "mixtral": GgufModel(ARCH.LLAMA, add_experts, expert_differences(True)),
+    "qwen2": GgufModel(ARCH.QWEN2),
+    "qwen2_moe": GgufModel(ARCH.QWEN2MOE, add_experts, expert_differences(False)),
+    "qwen3": GgufModel(ARCH.QWEN3),
+    "qwen3_moe": GgufModel(ARCH.QWEN3MOE, add_experts, expert_differences(True)),
+    "gemma2": GgufModel(ARCH.GEMMA2, add_gemma, gemma_differences(GEMMA2_27B), space=False),
+    "gemma3_text": GgufModel(ARCH.GEMMA3, add_gemma, gemma_differences(GEMMA3_27B), space=False),
+    "olmo2": GgufModel(ARCH.OLMO2),
+    "olmoe": GgufModel(ARCH.OLMOE, add_experts, expert_differences(False)),
+    "phi3": GgufModel(ARCH.PHI3, add_phi3),
+}
+"""By model_type. llama.cpp knows Mistral's models as Llama's."""

@@ -323,6 +323,30 @@ def test_experts_in_blocks_of_few_bits_are_decoded_as_their_authors_decode_them(
         assert torch.equal(read, torch.from_numpy(decoded.copy()))
 
 
+def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(world, tmp_path):
+    """Releases of llama.cpp's converter differ in it."""
+    gguf = pytest.importorskip("gguf")
+    folder = make_folder(tmp_path / "hf", "qwen2_moe", **AS_LLAMA_CPP["qwen2_moe"])
+    file = export_gguf(world, folder, tmp_path / "vector.gguf", "f32")
+    reader, other = gguf.GGUFReader(file), tmp_path / "matrix.gguf"
+    writer = gguf.GGUFWriter(other, "qwen2moe")
+    for name, field in reader.fields.items():
+        if name.startswith("qwen2moe."):
+            writer.add_key_value(name, field.contents(), field.types[-1])
+    gates = 0
+    for tensor in reader.tensors:
+        is_gate = tensor.name.endswith("ffn_gate_inp_shexp.weight")
+        gates += is_gate and tensor.data.ndim == 1
+        writer.add_tensor(tensor.name, tensor.data[None] if is_gate else tensor.data)
+    assert gates == 3
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    require_equal(folder, file)
+    require_equal(folder, other)
+
+
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [

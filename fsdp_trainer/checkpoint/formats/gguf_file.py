@@ -37,6 +37,8 @@ QWEN2_REGEX = (
 )
 REGEXES = {QWEN2_REGEX: "qwen2", QWEN2_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
+SENTENCEPIECE = "llama"
+"""llama.cpp's name of a tokenizer of SentencePiece's."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = (
     gguf.TokenType.NORMAL,
     gguf.TokenType.CONTROL,
@@ -331,7 +333,7 @@ def sentencepiece_vocabulary(folder: Path, size: int) -> Vocabulary:
     rows = list(vocab.all_tokens())[:size]
     rows += [(f"[PAD{i}]".encode(), -10000.0, UNUSED) for i in range(len(rows), size)]
     tokens, scores, types = zip(*rows, strict=True)
-    return Vocabulary("llama", "default", [*tokens], [*map(int, types)], [*scores])
+    return Vocabulary(SENTENCEPIECE, "default", [*tokens], [*map(int, types)], [*scores])
 
 
 def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path, space: bool) -> None:
@@ -340,7 +342,7 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path, spa
     writer.add_tokenizer_pre(vocabulary.cut)
     writer.add_token_list(vocabulary.tokens)
     writer.add_token_types(vocabulary.types)
-    if not space:
+    if vocabulary.kind == SENTENCEPIECE and not space:
         writer.add_add_space_prefix(False)
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)

@@ -49,6 +49,8 @@ def add_gemma(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+    if config.rope_local_theta:
+        writer.add_rope_freq_base_swa(config.rope_local_theta)
 
 
 def gemma_differences(blocks_of_27b: int) -> Callable[[ModelConfig], Iterator[str]]:
@@ -75,7 +77,8 @@ def gemma_differences(blocks_of_27b: int) -> Callable[[ModelConfig], Iterator[st
 def add_phi3(writer: GGUFWriter, config: ModelConfig) -> None:
     """Add the window and the length of the training, both of which llama.cpp requires."""
     writer.add_sliding_window(config.sliding_window or 0)
-    writer.add_rope_scaling_orig_ctx_len(config.max_position_embeddings)
+    original = config.source.get("original_max_position_embeddings")
+    writer.add_rope_scaling_orig_ctx_len(original or config.max_position_embeddings)
 
 
 # --- experts

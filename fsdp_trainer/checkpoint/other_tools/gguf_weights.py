@@ -20,7 +20,7 @@ from fsdp_trainer.models.config import ModelConfig
 
 STACK = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 GATE_OF_ONE_ROW = "ffn_gate_inp_shexp.weight"
-"""A matrix with one row, which llama.cpp keeps as a vector."""
+"""A matrix with one row, which releases of llama.cpp keep as a vector or as it is."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -100,7 +100,7 @@ def _on_disk(file: Path, stored: Any) -> TensorOnDisk:
     shape = tuple(int(size) for size in reversed(stored.shape))
     if len(shape) == 3:
         shape = (shape[0] * shape[1], shape[2])
-    elif stored.name.endswith(GATE_OF_ONE_ROW):
+    elif stored.name.endswith(GATE_OF_ONE_ROW) and len(shape) == 1:
         shape = (1, *shape)
     chunks = [Chunk(file, int(stored.data_offset), whole_slice(shape))]
     if stored.tensor_type.name in PLAIN:

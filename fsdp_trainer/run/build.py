@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_trainer.base import slots
-from fsdp_trainer.base.distributed import run_on_rank_0
+from fsdp_trainer.base.distributed import run_on_all_ranks
 from fsdp_trainer.checkpoint.frozen_weights import (
     Base,
     base_of_new_run,
@@ -355,8 +354,13 @@ def new_start(setup: RunSetup) -> Start:
     path = cfg.optim.init_from
     if path is None:
         return Start(None, Progress(), -1, {}, [])
-    read = partial(read_states, Path(path), setup.config)
-    states = run_on_rank_0(f"read {path}", read)
+    found: list[OtherStates] = []
+
+    def read() -> None:
+        found.append(read_states(Path(path), setup.config))
+
+    run_on_all_ranks(f"read {path}", read)
+    (states,) = found
     last = cfg.train.steps
     if last is not None and last <= states.step:
         more = f"train.steps={last + states.step}"

@@ -219,7 +219,7 @@ def test_states_that_do_not_fit_are_refused_with_the_reason(go_on, tmp_path, cha
     named = {name: moments(parameter.data) for name, parameter in model.named_parameters()}
     change(named)
     write_states(tmp_path / "states", named)
-    run = go_on(weights, tmp_path / "states", code=2)
+    run = go_on(weights, tmp_path / "states", ranks=2, code=2)
     assert reason in " ".join(run.err.split())
     assert not (run.folder / "checkpoints").exists()
 

@@ -1,0 +1,78 @@
+"""Exports are read by the tools they are for, where these are installed.
+
+pip install torchtitan triton        # 0.2 or 0.3
+pip install llama-models fairscale   # Meta's own code
+"""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from folders import REPO
+from foreign import of
+from zoo import make_folder
+
+pytestmark = pytest.mark.slow
+
+WRITTEN = REPO / "tests" / "checkpoint" / "titan_checkpoints"
+IDS = torch.arange(40)[None]
+LLAMA_3_1 = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+
+
+def model_of_torchtitan():
+    """Return torchtitan's own model, of the sizes of the fixtures."""
+    spec = importlib.util.spec_from_file_location("titan_write", WRITTEN / "write.py")
+    write = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(write)
+    model, _ = write.MODELS[write.release()]()
+    return model
+
+
+def test_torchtitans_model_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path):
+    pytest.importorskip("torchtitan", reason="needs torchtitan")
+    folder, out = tmp_path / "hf", tmp_path / "titan"
+    world.command("export", f"source={WRITTEN / 'torchtitan-0.2'}", f"out={folder}")
+    world.command("export", f"source={folder}", f"out={out}", "form=torchtitan")
+    model = model_of_torchtitan()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=out)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        assert torch.allclose(model(IDS), of(folder)(IDS).logits, atol=1e-5)
+
+
+def logits_of_meta(folder):
+    """Return the logits that Meta's own code computes of its files."""
+    import fairscale.nn.model_parallel.initialize as model_parallel
+    from llama_models.llama3.args import ModelArgs
+    from llama_models.llama3.model import Transformer
+
+    dist.init_process_group("gloo")
+    try:
+        model_parallel.initialize_model_parallel(1)
+        params = json.loads((folder / "params.json").read_text())
+        model = Transformer(ModelArgs(**params, max_batch_size=1, max_seq_len=64))
+        model.load_state_dict(torch.load(folder / "consolidated.00.pth", weights_only=True))
+        with torch.no_grad():
+            return model(IDS, 0).clone()
+    finally:
+        model_parallel.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [{}, LLAMA_3_1], ids=["llama", "llama-3.1"])
+def test_metas_code_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path, options):
+    pytest.importorskip("llama_models", reason="needs llama-models and fairscale")
+    folder, out = make_folder(tmp_path / "hf", "llama", **options), tmp_path / "meta"
+    world.command("export", f"source={folder}", f"out={out}", "form=meta")
+    (logits,) = world.call(1, logits_of_meta, out)
+    assert torch.allclose(logits, of(folder)(IDS).logits, atol=2e-5)

@@ -37,8 +37,10 @@ QWEN2_REGEX = (
 )
 REGEXES = {QWEN2_REGEX: "qwen2", QWEN2_REGEX.replace(r"|\p{N}|", r"|\p{N}{1,3}|"): "llama-bpe"}
 """llama.cpp's names of how a text is cut before its pieces are encoded, by the expression."""
-SENTENCEPIECE = "llama"
-"""llama.cpp's name of a tokenizer of SentencePiece's."""
+SENTENCEPIECE, BYTE_LEVEL = "llama", "gpt2"
+"""llama.cpp's names of tokenizers."""
+NEVER_MERGED = "ÿ þ"
+"""Bytes that no text has: llama.cpp refuses a byte-level tokenizer without a pair to merge."""
 NORMAL, CONTROL, USER_DEFINED, UNUSED = (
     gguf.TokenType.NORMAL,
     gguf.TokenType.CONTROL,
@@ -310,7 +312,7 @@ def vocabulary_of(folder: Path, size: int) -> Vocabulary:
         texts[added["id"]] = added["content"]
         types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     tokens = [texts.get(i, f"[PAD{i}]").encode() for i in range(size)]
-    return Vocabulary("gpt2", cut, tokens, [int(types.get(i, UNUSED)) for i in range(size)])
+    return Vocabulary(BYTE_LEVEL, cut, tokens, [int(types.get(i, UNUSED)) for i in range(size)])
 
 
 def name_of_cut(stored: dict[str, Any]) -> str | None:
@@ -346,6 +348,8 @@ def add_vocabulary(writer: GGUFWriter, vocabulary: Vocabulary, folder: Path, spa
         writer.add_add_space_prefix(False)
     if vocabulary.scores is not None:
         writer.add_token_scores(vocabulary.scores)
-    merges = vocabulary.kind == "gpt2"
-    special = gguf.SpecialVocab(folder, load_merges=merges, n_vocab=len(vocabulary.tokens))
+    is_bytewise = vocabulary.kind == BYTE_LEVEL
+    special = gguf.SpecialVocab(folder, load_merges=is_bytewise, n_vocab=len(vocabulary.tokens))
+    if is_bytewise and not special.merges:
+        special.merges = [NEVER_MERGED]
     special.add_to_gguf(writer, quiet=True)

@@ -13,7 +13,7 @@ AS_LLAMA_CPP = {
     "gemma3": {"query_pre_attn_scalar": 16},
     "qwen2_moe": {**EXPERTS, "norm_topk_prob": False},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
-    "olmoe": {"norm_topk_prob": False},
+    "olmoe": {"norm_topk_prob": False, "num_key_value_heads": 4},
 }
 """Keys of models in whose place llama.cpp assumes these values."""
 

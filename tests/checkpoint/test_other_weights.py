@@ -351,6 +351,7 @@ def test_a_gate_of_one_row_is_read_as_a_vector_and_as_a_matrix(world, tmp_path):
     ("family", "options", "reason"),
     [
         ("gemma2", {}, "query_pre_attn_scalar=24"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=false"),
         ("qwen2_moe", {"decoder_sparse_step": 2}, "dense feed-forwards in some blocks"),
         ("deepseek_v3", {}, "is not written as GGUF in this version"),

@@ -2,6 +2,7 @@
 
 pip install torchtitan triton        # 0.2 or 0.3
 pip install llama-models fairscale   # Meta's own code
+pip install llama-cpp-python         # llama.cpp
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from folders import REPO
-from foreign import of
+from foreign import AS_LLAMA_CPP, of
 from zoo import make_folder
 
 pytestmark = pytest.mark.slow
@@ -76,3 +77,59 @@ def test_metas_code_computes_the_logits_of_the_folder_that_was_exported(world, t
     world.command("export", f"source={folder}", f"out={out}", "form=meta")
     (logits,) = world.call(1, logits_of_meta, out)
     assert torch.allclose(logits, of(folder)(IDS).logits, atol=2e-5)
+
+
+LIKE_LLAMA_CPP = AS_LLAMA_CPP | {"phi3": {"sliding_window": None}}
+"""llama.cpp ignores the window of Phi."""
+
+
+def logits_of_llama_cpp(file, **options):
+    """Return the logits that llama.cpp computes, with states in float32."""
+    import llama_cpp
+
+    model = llama_cpp.Llama(
+        str(file), n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0,
+        **options,
+    )  # fmt: skip
+    model.eval(IDS[0].tolist())
+    return torch.tensor(model.scores[: IDS.shape[1]].copy())
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3",
+     "olmo2", "olmoe", "phi3"],
+)  # fmt: skip
+def test_llama_cpp_computes_the_logits_of_the_folder_that_was_exported(world, tmp_path, family):
+    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    folder = make_folder(tmp_path / "hf", family, **LIKE_LLAMA_CPP.get(family, {}))
+    file = tmp_path / "a.gguf"
+    world.command("export", f"source={folder}", f"out={file}", "form=gguf", "dtype=f32")
+    with torch.no_grad():
+        expected = of(folder).float()(IDS).logits[0]
+    # it has a table of float16 for Gemma's activation
+    limit = 5e-3 if family.startswith("gemma") else 1e-5
+    error = (logits_of_llama_cpp(file) - expected).abs().max()
+    assert error < limit * expected.abs().max()
+
+
+def test_llama_cpp_adds_an_exported_adapter_as_peft_does(world, tmp_path):
+    pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
+    peft = pytest.importorskip("peft")
+    folder = make_folder(tmp_path / "hf", "llama")
+    options = peft.LoraConfig(r=4, lora_alpha=12, target_modules="all-linear")
+    model = peft.get_peft_model(of(folder).float(), options)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.peft_config["default"].base_model_name_or_path = str(folder)
+    model.save_pretrained(tmp_path / "adapter")
+    base, adapter = tmp_path / "base.gguf", tmp_path / "adapter.gguf"
+    world.command("export", f"source={folder}", f"out={base}", "form=gguf", "dtype=f32")
+    words = f"source={tmp_path / 'adapter'}", f"out={adapter}", "form=gguf_adapter"
+    world.command("export", *words)
+    with torch.no_grad():
+        expected = model(IDS).logits[0]
+    ours = logits_of_llama_cpp(base, lora_path=str(adapter))
+    assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert (logits_of_llama_cpp(base) - expected).abs().max() > 0.1 * expected.abs().max()

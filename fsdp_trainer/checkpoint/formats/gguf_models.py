@@ -109,6 +109,13 @@ def expert_differences(normalized: bool) -> Callable[[ModelConfig], Iterator[str
     return differences
 
 
+def olmoe_differences(config: ModelConfig) -> Iterator[str]:
+    """Yield the differences of an OLMoE, whose heads all have keys of their own."""
+    yield from expert_differences(False)(config)
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield f"num_key_value_heads={config.num_key_value_heads}"
+
+
 ARCH = gguf.MODEL_ARCH
 MODELS = {
     "llama": GgufModel(ARCH.LLAMA),
@@ -121,7 +128,7 @@ MODELS = {
     "gemma2": GgufModel(ARCH.GEMMA2, add_gemma, gemma_differences(GEMMA2_27B), space=False),
     "gemma3_text": GgufModel(ARCH.GEMMA3, add_gemma, gemma_differences(GEMMA3_27B), space=False),
     "olmo2": GgufModel(ARCH.OLMO2),
-    "olmoe": GgufModel(ARCH.OLMOE, add_experts, expert_differences(False)),
+    "olmoe": GgufModel(ARCH.OLMOE, add_experts, olmoe_differences),
     "phi3": GgufModel(ARCH.PHI3, add_phi3),
 }
 """By model_type. llama.cpp knows Mistral's models as Llama's."""

@@ -293,6 +293,50 @@ def test_tokenized_rows_of_datasets_are_documents_and_their_masks_are_kept(tmp_p
     assert [store.read(i)[1].tolist() for i in (0, 1)] == [[0, 1, 1], [0, 0, 1, 1]]
 
 
+ONES = [[1] * len(document) for document in DOCUMENTS]
+
+
+@pytest.mark.parametrize("number_type", ["int32", "int64"])
+@pytest.mark.parametrize(
+    ("others", "copied"),
+    [
+        ({}, []),
+        ({"attention_mask": ONES, "labels": DOCUMENTS, "token_type_ids": ONES}, []),
+        ({"attention_mask": [ONES[0], [0, *ONES[1][1:]], *ONES[2:]]}, [1]),
+        ({"labels": [[-100, -100, *DOCUMENTS[0][2:]], *DOCUMENTS[1:]]}, [0]),
+        ({"note": ["a"] * len(DOCUMENTS)}, range(len(DOCUMENTS))),
+    ],
+)
+def test_rows_of_datasets_whose_tokens_are_all_learnt_stay_in_their_file(
+    tmp_path, others, copied, number_type
+):
+    datasets = pytest.importorskip("datasets")
+    kind = datasets.Sequence(datasets.Value(number_type))
+    rows = {"input_ids": DOCUMENTS, **others}
+    table = datasets.Dataset.from_dict(rows).cast_column("input_ids", kind)
+    table.save_to_disk(str(tmp_path / "saved"))
+    as_json = tmp_path / "rows.jsonl"
+    lines = [dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True)]
+    as_json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (mapped,) = prepared(tmp_path, tmp_path / "saved").train
+    (plain,) = prepared(tmp_path, as_json, format="tokens").train
+    assert mapped.fingerprint == plain.fingerprint
+    assert documents(mapped) == documents(plain)
+    for sample in range(len(DOCUMENTS)):
+        assert np.array_equal(mapped.read(sample)[1], plain.read(sample)[1])
+    assert len(mapped.tokens) == sum(len(documents(plain)[i]) for i in copied)
+
+
+def test_documents_of_every_batch_and_shard_of_a_saved_data_set_are_found(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [[i % 250, *range(1 + i % 7)] for i in range(2500)]
+    table = datasets.Dataset.from_dict({"input_ids": rows})
+    table.save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    (store,) = prepared(tmp_path, tmp_path / "saved").train
+    assert documents(store) == rows
+    assert len(store.tokens) == 0
+
+
 def as_written(form, documents):
     """Return documents as a file of this form holds them, llm.c's with the end token in front."""
     if form != "llmc":

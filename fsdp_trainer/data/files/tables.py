@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
+from fsdp_trainer.data.token_files.arrow_tokens import mapped_place, rows_of
+
 Record = tuple[int, dict[str, Any], str | None]
 """(number, columns, error) of a row; the number, from 1, is the line in CSV, else the row."""
 
@@ -74,11 +76,11 @@ def read_arrow(
 
     number = 0
     try:
-        for batch in (
+        for batch, place in (
             _parquet(file, start, stop) if suffix == ".parquet" else _arrow(file, start, stop)
         ):
             for first in range(0, batch.num_rows, BATCH):
-                for columns in batch.slice(first, BATCH).to_pylist():
+                for columns in rows_of(batch.slice(first, BATCH), place):
                     number += 1
                     # every struct of a column has the keys of all structs: keys that a row does not
                     # have are null
@@ -114,24 +116,31 @@ def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
         return []
 
 
-def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
+Place = tuple[int, int] | None
+"""Address and size of a mapped file."""
+
+
+def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple[Any, Place]]:
     from pyarrow import parquet
 
     # without pre_buffer and with a buffer, column chunks are read piecewise, not a whole row group
     # at once
     with parquet.ParquetFile(file, buffer_size=1 << 20, pre_buffer=False) as opened:
-        yield from opened.iter_batches(BATCH, row_groups=range(opened.num_row_groups)[start:stop])
+        groups = range(opened.num_row_groups)[start:stop]
+        yield from ((batch, None) for batch in opened.iter_batches(BATCH, row_groups=groups))
 
 
-def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[Any]:
+def _arrow(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple[Any, Place]]:
     import pyarrow
 
     with _opened(file) as source:
+        place = mapped_place(source)
         if _is_arrow_file(source):
             reader = pyarrow.ipc.open_file(source)
-            yield from (reader.get_batch(i) for i in range(reader.num_record_batches)[start:stop])
+            numbers = range(reader.num_record_batches)[start:stop]
+            yield from ((reader.get_batch(i), place) for i in numbers)
         else:
-            yield from pyarrow.ipc.open_stream(source)
+            yield from ((batch, place) for batch in pyarrow.ipc.open_stream(source))
 
 
 def _opened(file: str | BinaryIO) -> Any:

@@ -271,7 +271,7 @@ def _or_tokens(format: str, fields: dict[str, str], columns: dict[str, Any], fil
         raise _unusable(
             f"data.format={format}", f"{file} holds tokens, no {format}.\nUse  data.format=tokens"
         )
-    if fields:
+    if any(meaning != column for meaning, column in fields.items()):
         shown = ", ".join(f"{meaning}: {column}" for meaning, column in fields.items())
         raise _unusable(f"data.fields={{{shown}}}", f"{file} holds tokens and has no columns")
     return "tokens"

@@ -114,6 +114,12 @@ def versions(*packages: str) -> dict[str, str]:
     return installed
 
 
+def torchrun(ranks: int) -> list[str]:
+    """Return the command that starts ranks on this machine; what they run is appended."""
+    module = ["-m", "torch.distributed.run", "--standalone"]
+    return [sys.executable, *module, f"--nproc-per-node={ranks}"]
+
+
 def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = None) -> list[dict]:
     """Run `python -m module` under torchrun; return the JSON objects that its ranks print.
 
@@ -122,11 +128,7 @@ def run_ranks(module: str, ranks: int, *args: str, env: dict[str, str] | None = 
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
     with TemporaryDirectory() as folder:
         command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
+            *torchrun(ranks),
             "--redirects=1",  # to a file for each rank: lines could run together in one pipe
             f"--log-dir={folder}",
             "-m",

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import arguments, finish
+from benchmarks.harness import arguments, finish, torchrun
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.resolve import resolve_model
 from fsdp_trainer.plan.memory import Moment, memory
@@ -155,16 +155,7 @@ def measured(folder: Path, ranks: int, overrides: list[str], device: str) -> flo
         f"launch.device={device}",
         f"train.steps={STEPS}",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "fsdp_trainer",
-        "train",
-    ]
+    command = [*torchrun(ranks), "-m", "fsdp_trainer", "train"]
     done = subprocess.run(
         [*command, *overrides, *run],
         capture_output=True,

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fsdp_trainer
-from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, spread
+from benchmarks.harness import arguments, finish, in_turn, inverse, ratio, spread, torchrun
 from fsdp_trainer.data.tokens.tokenizer import load_tokenizer
 
 RANKS = (1, 2)
@@ -165,14 +165,9 @@ def theirs(place: Path, ranks: int, losses: list[float]) -> float:
     """Return the seconds of the transformers script."""
     shutil.rmtree(place / "theirs", ignore_errors=True)
     (place / "theirs").mkdir()
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        if ranks > 1
-        else []
-    )
+    launch = torchrun(ranks) if ranks > 1 else [sys.executable]
     out = place / "theirs" / "metrics.jsonl"
     command = [
-        sys.executable,
         *launch,
         str(place / "script.py"),
         str(place / "hf"),

@@ -68,7 +68,8 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
             whole = {name: tensor.to(getattr(torch, dtype)) for name, tensor in whole.items()}
         quantised = {name for name, tensor in whole.items() if is_quantised(name, tensor)}
         tensors = {name: tensor for name, tensor in whole.items() if name not in quantised}
-        unchanged |= {layer_of(name) for name, tensor in tensors.items() if tensor.ndim == 2}
+        matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
+        unchanged |= {name.removesuffix(".weight") for name in matrices}
         for name in quantised:
             tensors |= compressed(name, whole[name], scheme, stored_as)
         save_file(tensors, out / file.name, {"format": "pt"})
@@ -86,11 +87,6 @@ def write_compressed(folder: Path, out: Path, kind: str, dtype: str | None) -> N
 def is_quantised(name: str, tensor: Tensor) -> bool:
     """Return True for a matrix whose numbers get fewer bits."""
     return tensor.ndim == 2 and bool(MATRIX.fullmatch(name))
-
-
-def layer_of(name: str) -> str:
-    """Return the name of the layer that has a weight."""
-    return name.removesuffix(".weight")
 
 
 def scheme_of(preset: str, folder: Path, files: list[Path]) -> Any:

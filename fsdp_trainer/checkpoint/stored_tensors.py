@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fsdp_trainer.base.torch_private import numbers_offset
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
 from fsdp_trainer.errors import RunFailed
 
 
@@ -42,8 +42,7 @@ class StoredTensors:
         if name not in self.entries:
             return float(self.value(name))
         (chunk,) = self._chunks(name)
-        one = Chunk(chunk.file, chunk.offset, (slice(0, 1),))
-        return float(read_whole(TensorOnDisk(self._dtype(name), (1,), [one]), 0, 1))
+        return read_number(chunk.file, chunk.offset, self._dtype(name))
 
     def value(self, name: str) -> Any:
         """Return a value that is no tensor.

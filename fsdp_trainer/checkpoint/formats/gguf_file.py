@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from fsdp_trainer.checkpoint.formats.gguf_models import MODELS
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import in_pairs
-from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF
+from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, is_norm
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.hf.read_architecture import read_architecture
@@ -232,11 +232,6 @@ def names_of(config: ModelConfig, folder: Path) -> dict[str, Source]:
             offset = config.family_spec.norm_offset if is_norm(name) else 0.0
             tensors[new] = StoredTensor(file, name, shape, rotated_heads(config, name), offset)
     return tensors
-
-
-def is_norm(name: str) -> bool:
-    """Return True for the weight of a norm."""
-    return name.endswith("norm.weight")
 
 
 def expert_places(config: ModelConfig) -> dict[str, tuple[str, int]]:

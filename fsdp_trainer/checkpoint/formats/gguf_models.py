@@ -5,11 +5,16 @@ What llama.cpp assumes is not in a file: a model that differs in it would comput
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import gguf
 from gguf import GGUFWriter
 
-from fsdp_trainer.config.other_tools.gguf_description import GEMMA2_27B, GEMMA3_27B
+from fsdp_trainer.config.other_tools.gguf_description import (
+    GEMMA2_27B,
+    GEMMA3_27B,
+    gemma_query_scalar,
+)
 from fsdp_trainer.models.config import EXPERTS, ModelConfig
 from fsdp_trainer.models.families import SLIDING, layer_pattern
 
@@ -53,22 +58,16 @@ def add_gemma(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_rope_freq_base_swa(config.rope_local_theta)
 
 
-def gemma_differences(blocks_of_27b: int) -> Callable[[ModelConfig], Iterator[str]]:
-    """Return what yields the differences of a Gemma. blocks_of_27b: see GEMMA2_27B."""
-
-    def differences(config: ModelConfig) -> Iterator[str]:
-        width = config.head_dim
-        if config.num_hidden_layers == blocks_of_27b:
-            width = config.hidden_size // config.num_attention_heads
-        if config.query_pre_attn_scalar not in (None, width):
-            yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
-        pattern = layer_pattern(config.num_hidden_layers, config.family_spec.window_pattern)
-        if config.layer_types and tuple(config.layer_types) != tuple(pattern):
-            yield f"layer_types={[kind == SLIDING for kind in config.layer_types]}"
-        if config.rope_local_theta not in (None, 10_000.0):
-            yield f"rope_local_base_freq={config.rope_local_theta}"
-
-    return differences
+def gemma_differences(blocks_of_27b: int, config: ModelConfig) -> Iterator[str]:
+    """Yield the differences of a Gemma. blocks_of_27b: see GEMMA2_27B."""
+    width = gemma_query_scalar(vars(config), blocks_of_27b)
+    if config.query_pre_attn_scalar not in (None, width):
+        yield f"query_pre_attn_scalar={config.query_pre_attn_scalar}"
+    pattern = layer_pattern(config.num_hidden_layers, config.family_spec.window_pattern)
+    if config.layer_types and tuple(config.layer_types) != tuple(pattern):
+        yield f"layer_types={[kind == SLIDING for kind in config.layer_types]}"
+    if config.rope_local_theta not in (None, 10_000.0):
+        yield f"rope_local_base_freq={config.rope_local_theta}"
 
 
 # --- Phi
@@ -94,24 +93,20 @@ def add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_expert_shared_feed_forward_length(config.shared_size)
 
 
-def expert_differences(normalized: bool) -> Callable[[ModelConfig], Iterator[str]]:
-    """Return what yields the differences of a model with experts in each block.
+def expert_differences(normalized: bool, config: ModelConfig) -> Iterator[str]:
+    """Yield the differences of a model with experts in each block.
 
     normalized: True if llama.cpp divides the weights of a token's experts by their sum.
     """
-
-    def differences(config: ModelConfig) -> Iterator[str]:
-        if config.normalizes_experts != normalized:
-            yield f"norm_topk_prob={str(config.normalizes_experts).lower()}"
-        if set(config.feed_forwards) != {EXPERTS}:
-            yield "dense feed-forwards in some blocks"
-
-    return differences
+    if config.normalizes_experts != normalized:
+        yield f"norm_topk_prob={str(config.normalizes_experts).lower()}"
+    if set(config.feed_forwards) != {EXPERTS}:
+        yield "dense feed-forwards in some blocks"
 
 
 def olmoe_differences(config: ModelConfig) -> Iterator[str]:
     """Yield the differences of an OLMoE, whose heads all have keys of their own."""
-    yield from expert_differences(False)(config)
+    yield from expert_differences(False, config)
     if config.num_key_value_heads != config.num_attention_heads:
         yield f"num_key_value_heads={config.num_key_value_heads}"
 
@@ -120,13 +115,17 @@ ARCH = gguf.MODEL_ARCH
 MODELS = {
     "llama": GgufModel(ARCH.LLAMA),
     "mistral": GgufModel(ARCH.LLAMA),
-    "mixtral": GgufModel(ARCH.LLAMA, add_experts, expert_differences(True)),
+    "mixtral": GgufModel(ARCH.LLAMA, add_experts, partial(expert_differences, True)),
     "qwen2": GgufModel(ARCH.QWEN2),
-    "qwen2_moe": GgufModel(ARCH.QWEN2MOE, add_experts, expert_differences(False)),
+    "qwen2_moe": GgufModel(ARCH.QWEN2MOE, add_experts, partial(expert_differences, False)),
     "qwen3": GgufModel(ARCH.QWEN3),
-    "qwen3_moe": GgufModel(ARCH.QWEN3MOE, add_experts, expert_differences(True)),
-    "gemma2": GgufModel(ARCH.GEMMA2, add_gemma, gemma_differences(GEMMA2_27B), space=False),
-    "gemma3_text": GgufModel(ARCH.GEMMA3, add_gemma, gemma_differences(GEMMA3_27B), space=False),
+    "qwen3_moe": GgufModel(ARCH.QWEN3MOE, add_experts, partial(expert_differences, True)),
+    "gemma2": GgufModel(
+        ARCH.GEMMA2, add_gemma, partial(gemma_differences, GEMMA2_27B), space=False
+    ),
+    "gemma3_text": GgufModel(
+        ARCH.GEMMA3, add_gemma, partial(gemma_differences, GEMMA3_27B), space=False
+    ),
     "olmo2": GgufModel(ARCH.OLMO2),
     "olmoe": GgufModel(ARCH.OLMOE, add_experts, olmoe_differences),
     "phi3": GgufModel(ARCH.PHI3, add_phi3),

@@ -190,6 +190,13 @@ def read_whole(tensor: TensorOnDisk, first: int, last: int) -> Tensor:
     return tensor.read_rows(first, last, buffer)
 
 
+def read_number(file: Path, offset: int, dtype: torch.dtype) -> float:
+    """Return the number at byte `offset` of a file. Raises OSError."""
+    number = torch.empty(1, dtype=dtype)
+    read(file, offset, number)
+    return number.item()
+
+
 def in_threads(
     work: Callable[[T, Tensor], R], jobs: Iterable[T], buffer_bytes: int, pinned: bool = False
 ) -> list[R]:

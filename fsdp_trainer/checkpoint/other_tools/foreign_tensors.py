@@ -1,7 +1,7 @@
 """Tensors of another tool's files, under the names and in the order of Hugging Face's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -103,6 +103,12 @@ def separated(fused: TensorOnDisk, config: ModelConfig) -> dict[str, TensorOnDis
         shape = (keys * count * rows, *fused.shape[1:])
         separate[name] = JoinedRows(fused.dtype, shape, fused.chunks, pieces)
     return separate
+
+
+def equal_parts(matrix: TensorOnDisk, names: Sequence[str]) -> dict[str, TensorOnDisk]:
+    """Return matrices of one height by name, of which `matrix` has the rows one after another."""
+    rows = matrix.shape[0] // len(names)
+    return {name: rows_of(matrix, i * rows, rows) for i, name in enumerate(names)}
 
 
 def in_pairs(tensor: Tensor, heads: int) -> Tensor:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
-from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor
-from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor, foreign, renamed
-from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, GGUF_BY_FAMILY
+from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
+    ForeignTensor,
+    equal_parts,
+    foreign,
+    renamed,
+)
+from fsdp_trainer.checkpoint.other_tools.tensor_names import GGUF, GGUF_BY_FAMILY, is_norm
 from fsdp_trainer.config.other_tools.gguf_description import ROPE_FACTORS, gguf_files, open_gguf
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -47,37 +51,25 @@ def gguf_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     Raises UserError.
     """
     tensors: dict[str, TensorOnDisk] = {}
-    experts: dict[str, ForeignTensor] = {}
+    experts: dict[str, TensorOnDisk] = {}
+    family = config.family_spec
     for file in gguf_files(folder):
         for stored in open_gguf(file).tensors:
             if stored.name == ROPE_FACTORS:
                 _require_factors(file, stored.data, config)
             elif found := STACK.fullmatch(stored.name):
-                experts |= _separate(found, _on_disk(file, stored), config)
+                stack = f"model.layers.{found[1]}.mlp.experts.{found[2]}_proj"
+                names = [family.stored_expert(stack, i) for i in range(config.num_experts)]
+                experts |= equal_parts(_on_disk(file, stored), names)
             else:
                 tensors[stored.name] = _on_disk(file, stored)
-    family = config.family_spec
-    named = renamed(tensors, (GGUF_BY_FAMILY.get(config.family, GGUF),), config)
-    for name in [name for name in named if ".mlp.gate." in name]:
-        named[family.stored_name(name)] = named.pop(name)
-    if family.norm_offset:
-        for name in [name for name in named if name.endswith("norm.weight")]:
-            named[name] = foreign(_shifted(named[name], -family.norm_offset))
-    return named | experts
-
-
-def _separate(
-    found: re.Match[str], matrix: TensorOnDisk, config: ModelConfig
-) -> dict[str, ForeignTensor]:
-    """Return the matrices of a block's experts, which are one below the other."""
-    stack = f"model.layers.{found[1]}.mlp.experts.{found[2]}_proj"
-    rows = matrix.shape[0] // config.num_experts
-    return {
-        config.family_spec.stored_expert(stack, expert): foreign(
-            rows_of(matrix, expert * rows, rows)
-        )
-        for expert in range(config.num_experts)
-    }
+    named: dict[str, ForeignTensor] = {}
+    names_of_family = GGUF_BY_FAMILY.get(config.family, GGUF)
+    for name, tensor in renamed(tensors, (names_of_family,), config).items():
+        if is_norm(name) and family.norm_offset:
+            tensor = foreign(_shifted(tensor, -family.norm_offset))
+        named[family.stored_name(name) if ".mlp.gate." in name else name] = tensor
+    return named | {name: foreign(tensor) for name, tensor in experts.items()}
 
 
 @dataclass

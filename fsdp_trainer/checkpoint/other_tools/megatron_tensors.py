@@ -11,6 +11,7 @@ from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
     ForeignTensor,
+    equal_parts,
     renamed,
     separated,
 )
@@ -76,9 +77,5 @@ def _parts(name: str, tensor: TensorOnDisk, config: ModelConfig) -> dict[str, Te
         parts = separated(tensor, config)
         return {name.replace("linear_qkv", part): rows for part, rows in parts.items()}
     if GATE_AND_UP in name:
-        half = tensor.shape[0] // 2
-        return {
-            name.replace("linear_fc1", "gate"): rows_of(tensor, 0, half),
-            name.replace("linear_fc1", "up"): rows_of(tensor, half, half),
-        }
+        return equal_parts(tensor, [name.replace("linear_fc1", part) for part in ("gate", "up")])
     return {name: tensor}

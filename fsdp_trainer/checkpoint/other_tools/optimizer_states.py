@@ -24,7 +24,12 @@ from fsdp_trainer.checkpoint.other_tools.sharded_state import sharded_states
 from fsdp_trainer.checkpoint.other_tools.torch_files import torch_states
 from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.checkpoint.other_tools.zero_partitions import zero_states
-from fsdp_trainer.checkpoint.state import stored_parameters
+from fsdp_trainer.checkpoint.state import (
+    OPTIMIZER,
+    optimizer_state,
+    prepare_optimizer,
+    stored_parameters,
+)
 from fsdp_trainer.config.other_tools.other_states import place_of_states
 from fsdp_trainer.errors import Problem, UserError
 from fsdp_trainer.models.config import ModelConfig
@@ -87,32 +92,25 @@ def load_states(
 
     vocab_size: rows of their embedding. Raises UserError if they do not fit the parameters.
     """
-    names = set(stored_parameters(model.whole))
-    sources = _by_parameter(model.config, names, states, vocab_size)
-    optimizer.begin_load()
-    own = stored_parameters(model)
-    for parameter in own.values():
-        state = optimizer.empty_state(parameter)
-        state[STEP].fill_(states.step)
-        optimizer.state[parameter].update(state)
-
-    def read() -> None:
-        for moment, of_parameters in sources.items():
-            into = {name: optimizer.state[parameter][moment] for name, parameter in own.items()}
-            read_tensors(into, of_parameters)
-
-    run_on_all_ranks("read the optimizer's states", read)
+    sources = _by_state(model, states, vocab_size)
+    steps = [f"{OPTIMIZER}{name}/{STEP}" for name in stored_parameters(model)]
+    prepare_optimizer(model, optimizer, [*sources, *steps], str(states.place))
+    own = optimizer_state(model, optimizer)
+    for name in steps:
+        own[name].fill_(states.step)
+    run_on_all_ranks("read the optimizer's states", lambda: read_tensors(own, sources))
 
 
-def _by_parameter(
-    config: ModelConfig, names: set[str], states: OtherStates, vocab_size: int
-) -> dict[str, dict[str, TensorOnDisk]]:
-    """Return each moment of the named parameters. Raises UserError if one is missing or misfits."""
-    model = meta_decoder(config)
+def _by_state(trained: Decoder, states: OtherStates, vocab_size: int) -> dict[str, TensorOnDisk]:
+    """Return the moments of all trained parameters, by their names in our own checkpoints.
+
+    Raises UserError if one is missing or misfits.
+    """
+    model, names = meta_decoder(trained.config), stored_parameters(trained.whole)
     parts = tensor_parts(model, vocab_size)
     needed = dict.fromkeys(part.tensor for part in parts if part.parameter in names)
     problems: list[Problem] = []
-    sources = {}
+    sources: dict[str, TensorOnDisk] = {}
     for moment, tensors in states.moments.items():
         own = {name: tensors[name] for name in needed if name in tensors}
         missing = [name for name in needed if name not in own]
@@ -120,7 +118,8 @@ def _by_parameter(
         misfits = [p for p in check_tensors(model, own, vocab_size) if p.what in own]
         problems += [Problem(f"{p.what} {moment}", p.reason) for p in misfits]
         if not problems:
-            sources[moment] = parameters_of(model, own, vocab_size)
+            for name, tensor in parameters_of(model, own, vocab_size).items():
+                sources[f"{OPTIMIZER}{name}/{moment}"] = tensor
     if problems:
         more = len(problems) - MAX_SHOWN
         shown = problems[:MAX_SHOWN] + [Problem("…", f"and {more} more")] * (more > 0)

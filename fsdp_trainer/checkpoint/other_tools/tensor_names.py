@@ -33,6 +33,11 @@ class TensorNames:
         return _translated(name, HF_BLOCK, self.block, outside, inside)
 
 
+def is_norm(name: str) -> bool:
+    """Return True for Hugging Face's name of the weight of a norm."""
+    return name.endswith("norm.weight")
+
+
 def _translated(
     name: str, block: str, new_block: str, outside: dict[str, str], inside: dict[str, str]
 ) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_whole
+from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, read_number
 from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     STEP,
     StatesByName,
@@ -131,13 +131,9 @@ def torch_states(file: Path) -> StatesByName:
 def _state(file: Path, key: str, value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return single_number(file, value) if key == STEP else _on_disk(file, key, value)
-
-
-def single_number(file: Path, tensor: Tensor) -> float:
-    """Return the only number of a tensor of `fake_load`. Raises OSError."""
-    chunk = Chunk(file, file_offset(tensor), (slice(0, 1),))
-    return float(read_whole(TensorOnDisk(tensor.dtype, (1,), [chunk]), 0, 1))
+    if key == STEP:
+        return read_number(file, file_offset(value), value.dtype)
+    return _on_disk(file, key, value)
 
 
 def _weights_of(loaded: Any) -> Any:

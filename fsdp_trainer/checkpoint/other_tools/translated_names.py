@@ -3,10 +3,10 @@
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from fsdp_trainer.checkpoint.formats.derived import rows_of
 from fsdp_trainer.checkpoint.formats.tensor_files import TensorOnDisk
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import (
     ForeignTensor,
+    equal_parts,
     foreign,
     renamed,
     separated,
@@ -66,13 +66,12 @@ def _unstacked(weights: Tensors, family: Family) -> Iterator[tuple[str, TensorOn
         if not found:
             yield family.stored_name(name) if ".mlp.gate." in name else name, tensor
             continue
-        matrices = tensor.as_matrix()
-        projections = PROJECTIONS[found[2]]
-        rows = tensor.shape[1] // len(projections)
-        for number in range(tensor.shape[0] * len(projections)):
-            expert, part = divmod(number, len(projections))
-            stored = family.stored_expert(found[1] + projections[part], expert)
-            yield stored, rows_of(matrices, number * rows, rows)
+        names = [
+            family.stored_expert(found[1] + projection, expert)
+            for expert in range(tensor.shape[0])
+            for projection in PROJECTIONS[found[2]]
+        ]
+        yield from equal_parts(tensor.as_matrix(), names).items()
 
 
 def _of_meta(own: Tensors, config: ModelConfig) -> dict[str, ForeignTensor]:

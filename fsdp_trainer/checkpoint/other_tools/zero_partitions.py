@@ -17,7 +17,13 @@ from torch import Tensor
 
 from fsdp_trainer.base.distributed import whole_slice
 from fsdp_trainer.base.torch_private import fake_load, file_offset
-from fsdp_trainer.checkpoint.formats.tensor_files import Chunk, TensorOnDisk, as_tensor, read
+from fsdp_trainer.checkpoint.formats.tensor_files import (
+    Chunk,
+    TensorOnDisk,
+    as_tensor,
+    read,
+    read_number,
+)
 from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     MOMENTS,
     STEP,
@@ -26,7 +32,6 @@ from fsdp_trainer.checkpoint.other_tools.foreign_states import (
     unusable_states,
 )
 from fsdp_trainer.checkpoint.other_tools.foreign_tensors import ForeignTensor
-from fsdp_trainer.checkpoint.other_tools.torch_files import single_number
 from fsdp_trainer.checkpoint.other_tools.translated_names import huggingface_names
 from fsdp_trainer.config.other_tools.other_weights import ZERO_MODEL, ZERO_STATES, zero_folder
 from fsdp_trainer.errors import Problem, UserError
@@ -72,11 +77,12 @@ class FlatTensor(TensorOnDisk):
 class Partitions:
     """The opened files of all ranks in a checkpoint.
 
-    shapes: of each group, the shapes of the parameters by name. ranks: each rank's file, and the
-    optimizer in it.
+    shapes: of each group, the shapes of the parameters by name. frozen: those of the parameters
+    that were not trained. ranks: each rank's file, and the optimizer in it.
     """
 
     shapes: list[dict[str, torch.Size]]
+    frozen: dict[str, torch.Size]
     ranks: list[tuple[Path, dict[str, Any]]]
 
     def tensors(self, flats: Callable[[dict[str, Any]], list[Tensor]]) -> dict[str, TensorOnDisk]:
@@ -95,20 +101,23 @@ def zero_tensors(folder: Path, config: ModelConfig) -> dict[str, ForeignTensor]:
     def weights(state: dict[str, Any]) -> list[Tensor]:
         return state[STAGE_3] if STAGE_3 in state else state[STAGE_1_2]
 
-    trained = opened(checkpoint).tensors(weights)
-    return huggingface_names(trained | _frozen(checkpoint), config)
+    partitions = opened(checkpoint)
+    tensors = partitions.tensors(weights)
+    if partitions.frozen:
+        tensors |= _frozen(checkpoint, partitions.frozen)
+    return huggingface_names(tensors, config)
 
 
-def _frozen(checkpoint: Path) -> dict[str, TensorOnDisk]:
+def _frozen(checkpoint: Path, shapes: dict[str, torch.Size]) -> dict[str, TensorOnDisk]:
     """Return the parameters that were not trained; in stage 3 each rank's file has a part of each.
 
     They are in the number format of the forward pass.
     """
     files = sorted(checkpoint.glob(ZERO_MODEL), key=rank_of)
-    parts = [(file, _loaded(file)) for file in files]
+    parts = [(file, _loaded(file)["frozen_param_fragments"]) for file in files]
     tensors: dict[str, TensorOnDisk] = {}
-    for name, shape in (parts[0][1].get("frozen_param_shapes") or {}).items():
-        fragments = [(file, about["frozen_param_fragments"][name]) for file, about in parts]
+    for name, shape in shapes.items():
+        fragments = [(file, own[name]) for file, own in parts]
         dtype = fragments[0][1].dtype
         segments = _cut(_consecutive(fragments), 0, shape.numel(), dtype)
         tensors[name] = _flat(shape, segments, dtype)
@@ -121,12 +130,13 @@ def zero_states(checkpoint: Path) -> StatesByName:
     file, first = partitions.ranks[0]
     try:
         own = _own_optimizer(first)
-        step = single_number(file, own["state"][0][STEP])
+        step = own["state"][0][STEP]
+        count = read_number(file, file_offset(step), step.dtype)
         tensors = {moment: partitions.tensors(partial(_moments, moment)) for moment in MOMENTS}
     except (KeyError, TypeError, AttributeError) as error:
         raise unusable_states(checkpoint, f"holds no states of AdamW ({error})") from None
     names = tensors[MOMENTS[0]]
-    states = {name: {m: tensors[m][name] for m in MOMENTS} | {STEP: step} for name in names}
+    states = {name: {m: tensors[m][name] for m in MOMENTS} | {STEP: count} for name in names}
     return StatesByName(states, known_options(own.get("param_groups")))
 
 
@@ -150,7 +160,7 @@ def opened(checkpoint: Path) -> Partitions:
         reason = f"has the parts of {len(files)} of {ranks} ranks: rank {missing[0]} is missing"
         raise UserError("the weights are not complete", [Problem(str(checkpoint), reason)])
     parts = [(files[rank], _loaded(files[rank])["optimizer_state_dict"]) for rank in range(ranks)]
-    return Partitions(about["param_shapes"], parts)
+    return Partitions(about["param_shapes"], about.get("frozen_param_shapes") or {}, parts)
 
 
 def rank_of(file: Path) -> int:

@@ -146,13 +146,17 @@ def _olmoe(config: Json, facts: Json, tensors: Json) -> Json:
     return _named("Olmoe", "olmoe", **experts)
 
 
-def _gemma(config: Json, facts: Json, blocks_of_27b: int) -> Json:
-    width = config["head_dim"]
+def gemma_query_scalar(config: Json, blocks_of_27b: int) -> int:
+    """Return the width by whose root llama.cpp divides a Gemma's queries. config: config.json's."""
     if config["num_hidden_layers"] == blocks_of_27b:
-        width = config["hidden_size"] // config["num_attention_heads"]
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
+
+
+def _gemma(config: Json, facts: Json, blocks_of_27b: int) -> Json:
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": width,
+        "query_pre_attn_scalar": gemma_query_scalar(config, blocks_of_27b),
         "sliding_window": facts["attention.sliding_window"],
         "attn_logit_softcapping": facts.get("attn_logit_softcapping"),
         "final_logit_softcapping": facts.get("final_logit_softcapping"),

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from fsdp_trainer.data.token_files.arrow_tokens import mapped_place, rows_of
+from fsdp_trainer.data.token_files.arrow_tokens import Place, mapped_place, rows_of
 
 Record = tuple[int, dict[str, Any], str | None]
 """(number, columns, error) of a row; the number, from 1, is the line in CSV, else the row."""
@@ -114,10 +114,6 @@ def records_of_parts(file: str | BinaryIO, suffix: str) -> list[int]:
             return [reader.get_batch(i).num_rows for i in range(reader.num_record_batches)]
     except (pyarrow.ArrowException, OSError):
         return []
-
-
-Place = tuple[int, int] | None
-"""Address and size of a mapped file."""
 
 
 def _parquet(file: str | BinaryIO, start: int, stop: int | None) -> Iterator[tuple[Any, Place]]:

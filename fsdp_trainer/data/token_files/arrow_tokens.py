@@ -17,7 +17,11 @@ KNOWN = {TOKENS, LABELS, *MASKS, *IGNORED}
 """Columns of a file of tokens; one with others is read as any table."""
 
 
-def mapped_place(source: Any) -> tuple[int, int] | None:
+Place = tuple[int, int] | None
+"""Address and size of a mapped file; None for what is not mapped."""
+
+
+def mapped_place(source: Any) -> Place:
     """Return address and size of a file that pyarrow has mapped; None for any other source."""
     import pyarrow
 
@@ -29,7 +33,7 @@ def mapped_place(source: Any) -> tuple[int, int] | None:
     return place
 
 
-def rows_of(batch: Any, place: tuple[int, int] | None) -> Iterator[dict[str, Any]]:
+def rows_of(batch: Any, place: Place) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch; tokens that are all learnt as MappedTokens.
 
     place: of the file that holds the batch, see mapped_place.

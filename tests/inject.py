@@ -106,7 +106,7 @@ POINTS = {
     "job_fits": "fsdp_trainer.apps.sweep.sweep:does_not_fit",
     "check_job": "fsdp_trainer.apps.sweep.sweep:Jobs._check",
     "allocator_copy": "fsdp_trainer.plan.memory:RankUnits.gloo_copy",
-    "make_plan": "fsdp_trainer.run.out_of_memory:make_plan",
+    "make_plan": "fsdp_trainer.plan.plan:make_plan",
     "sweep_extra": "fsdp_trainer.config.composing.sweep_overrides:find_spec",
     # the watchdog
     "rank_slots": "fsdp_trainer.base.slots:read_slots",

@@ -21,9 +21,6 @@ from fsdp_trainer.launch.world import World
 from fsdp_trainer.observe.records import Records
 from fsdp_trainer.parallel.memory_check import device_bytes, gib
 from fsdp_trainer.parallel.parallelize import fsdp_modules
-from fsdp_trainer.plan.changes import Candidate
-from fsdp_trainer.plan.plan import make_plan
-from fsdp_trainer.plan.suggest import suggest
 from fsdp_trainer.training.stopping.stop import StopSignals
 from fsdp_trainer.training.trainer import Trainer
 
@@ -171,6 +168,11 @@ def storage_bytes(value: object, device: torch.device, counted: set[int]) -> int
 
 def plan(trainer: Trainer, world: World, total: int) -> Planned:
     """Return the plan of this run on a device of `total` bytes, and overrides that need less."""
+    # imported here because a run that fits has no use for it: Hydra and the planner, 0.6 s
+    from fsdp_trainer.plan.changes import Candidate
+    from fsdp_trainer.plan.plan import make_plan
+    from fsdp_trainer.plan.suggest import suggest
+
     cfg, config = trainer.cfg, trainer.model.config
     cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name(world.device) if cuda else "cpu"

@@ -73,6 +73,7 @@ def test_rank_0_hears_of_a_rank_that_runs_out_before_there_is_a_model():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_rank_0_says_it_of_another_rank(tmp_path, inputs):
     env = {
         **os.environ,

@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 TESTS := -n $(JOBS) --dist worksteal --durations=40 --durations-min=1 --junitxml=build/tests.xml
 BENCHMARKS := train_step implementations images adapters experts loss_memory attention optimizers hf_io startup checkpoint_stall scaling layouts muon generate preferences rollouts tool_rollouts
 
-.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-grids test-faults fuzz soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
+.PHONY: help setup quickstart quickstart-rl pull-the-plug test test-fast test-further test-faults fuzz soak same lint docs bench bench-gpu first-gpu cuda-shapes clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -27,11 +27,11 @@ quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
 	$(BIN)/python tests/faults/pull_the_plug.py
 
-test: $(VENV)/.for-developers  ## every test, with some cases of large grids; none of test-faults
+test: $(VENV)/.for-developers  ## every promise where it costs little: 12 minutes on two quiet cores
 	$(BIN)/python -m pytest -q $(TESTS) -m "not faults and not further"
 
-test-grids: $(VENV)/.for-developers  ## the other cases of large grids, which CI runs too
-	$(BIN)/python -m pytest -q $(TESTS) --junitxml=build/grids.xml -m "further and not faults"
+test-further: $(VENV)/.for-developers  ## the same promises on more layouts, models and machines, which CI runs too
+	$(BIN)/python -m pytest -q $(TESTS) --junitxml=build/further.xml -m "further and not faults"
 
 test-fast: $(VENV)/.for-developers  ## the quick half
 	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not faults and not further"

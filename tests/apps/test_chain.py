@@ -148,6 +148,7 @@ def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
     chain, ranks, done, tmp_path, monkeypatch, capsys
 ):
@@ -169,6 +170,7 @@ def test_stopped_in_any_stage_the_same_command_ends_with_the_same_card(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refused(
     chain, done, tmp_path, capsys
 ):
@@ -196,6 +198,7 @@ def test_finished_stages_are_not_done_again_and_other_settings_of_one_are_refuse
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_tasks_in_files_are_evaluated_for_the_model_of_each_stage(chain, done, tmp_path):
     pytest.importorskip("lm_eval")
     items, task = tmp_path / "items.jsonl", tmp_path / "animals.yaml"
@@ -207,6 +210,7 @@ def test_tasks_in_files_are_evaluated_for_the_model_of_each_stage(chain, done, t
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_smaller_demo_answers_what_no_conversation_asked(chain, tmp_path):
     write_demo(tmp_path / "c" / "data", ANIMALS[:6], fraction=0.2)
     smaller = {

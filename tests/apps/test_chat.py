@@ -342,6 +342,7 @@ def test_the_page_streams_stops_and_answers_again(server):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ctrl_c_ends_the_server_and_its_streams(folder):
     command = [sys.executable, "-m", "fsdp_trainer", "chat", f"source={folder}", "port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -364,6 +365,7 @@ def stop_while_it_streams(process):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_image_of_a_request_is_answered_as_by_generate_and_its_page_takes_images(tmp_path):
     folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
     [name] = write_pictures(tmp_path, 1)

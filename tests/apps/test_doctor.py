@@ -169,6 +169,7 @@ def test_text_is_for_people_and_says_at_the_end_what_was_found(world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_whoever_has_seen_enough_sees_no_traceback_of_other_ranks(tmp_path):
     words = [
         sys.executable,
@@ -254,6 +255,7 @@ def test_a_slow_device_a_slow_link_and_a_slow_disk_are_named(doctor):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doctor, train):
     parted = {"sharding.tensor": 4, "model.num_key_value_heads": 4}
     words = [f"{key}={value}" for key, value in parted.items()]

@@ -193,6 +193,7 @@ def test_without_submitit_the_line_to_type_is_told(capsys, enter):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_sweep_that_was_killed_finds_its_job_again_which_is_queued_again_when_its_time_is_up(
     cluster, inputs, tmp_path
 ):

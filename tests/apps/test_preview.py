@@ -344,6 +344,7 @@ def test_json_stays_alone_on_stdout_beside_a_page(preview, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_reader_that_has_seen_enough_is_no_failure(tmp_path):
     command = (
         f"{sys.executable} -m fsdp_trainer preview data.path=demo:backwards "

@@ -632,6 +632,7 @@ def test_the_page_in_a_browser(sweep, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_page_of_rollouts_in_a_browser(tmp_path):
     call = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
     samples = [
@@ -673,6 +674,7 @@ def test_the_load_of_every_expert_is_a_picture(tmp_path, load, cells):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_lines_of_sources_and_of_both_answers_have_a_legend(tmp_path):
     figures = {"loss_by_source": {"maths": 2.0, "code": 1.0}, **DPO}
     report(write_method_run(tmp_path / "run", "dpo", **figures), out=tmp_path / "page.html")

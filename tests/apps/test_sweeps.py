@@ -174,6 +174,7 @@ def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_sweep_that_is_wrong_itself_is_refused(tmp_path, capsys):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/bare.yaml").write_text("hydra: {sweeper: {params: {optim.lr: '1,2'}}}\n")
@@ -420,6 +421,7 @@ def test_jobs_with_equal_overrides_are_one(sweep):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_recipe_that_has_changed_is_not_taken_for_finished(sweep, tmp_path):
     recipe = tmp_path / "own/recipe/mine.yaml"
     recipe.parent.mkdir(parents=True)
@@ -620,6 +622,7 @@ def test_what_is_refused_or_failed_has_no_result_for_optuna(sweep):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_does_not_fit_is_not_started(sweep, enter):
     lines = sweep(
         "batch.micro_rows=1,1024", "hydra.launcher.memory_gib=8", "precision=fp32", code=0
@@ -707,6 +710,7 @@ def jobs_below(pid: int) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, train, tmp_path):
     command = [
         "optim.lr=3e-3,abc,1e-3",
@@ -742,6 +746,7 @@ def test_one_bad_value_and_one_killed_job_and_the_same_command_finishes(start, t
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_path):
     process = start("optim.lr=1e-3,2e-3,3e-3", "train.steps=100000", "hydra.launcher.jobs=2")
     wait_until(lambda: len(list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl"))) == 2, process)
@@ -756,6 +761,7 @@ def test_sigterm_stops_the_running_jobs_in_order_and_starts_no_other(start, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_do_not_outlive_a_sweep_that_was_killed(start, tmp_path):
     process = start("optim.lr=1e-3", "train.steps=100000")
     wait_until(lambda: list((tmp_path / "runs/s/jobs").glob("*/metrics.jsonl")), process)

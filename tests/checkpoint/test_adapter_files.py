@@ -150,7 +150,7 @@ def adapter_config(folder):
     ],
     ids=lambda value: " ".join(value).replace("adapter", "") if isinstance(value, list) else None,
 )
-@pytest.mark.grid(5)
+@pytest.mark.grid(2)
 def test_peft_loads_our_adapter_and_gives_our_logits(train, tmp_path, family, options, how):
     base = make_folder(tmp_path / "base", family, **options)
     merge = ["checkpoint.merge=true", f"model.init_from={base}"]
@@ -279,6 +279,7 @@ def test_a_run_goes_on_from_a_peft_folder(train, world, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["phi3", "olmoe"])
+@pytest.mark.grid(1)
 def test_our_adapter_comes_back_as_it_was(train, world, tmp_path, family):
     base = make_folder(tmp_path / "base", family)
     kind = ["adapter=lora", "adapter.also=[norms]"]
@@ -315,6 +316,7 @@ def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("origin", ["peft", "run"])
+@pytest.mark.grid(1)
 def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(train, tmp_path, origin):
     base = make_folder(tmp_path / "base")
     source = tmp_path / "adapter"
@@ -532,6 +534,7 @@ def hashed_numbers():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_share_the_digests_of_an_adapters_base(train, tmp_path):
     base = make_folder(tmp_path / "base")
     run = train("run", *RUN, "adapter=lora", f"model.init_from={base}", base=HF).folder
@@ -606,6 +609,7 @@ def test_memory_of_merging_does_not_grow_with_the_model(tmp_path, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_adapter_beside_4_bit_weights_is_merged_in_both_ways(train, world, tmp_path, chats):
     base = make_folder(tmp_path / "base")
     run = train("run", *RUN, "adapter=qlora", f"model.init_from={base}", base=HF).folder

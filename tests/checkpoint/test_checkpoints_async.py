@@ -46,6 +46,7 @@ SLOW_DISK = inject.when_writing(wait_for_two_steps)
     ],
     ids=lambda value: "" if isinstance(value, int) else value[0],
 )
+@pytest.mark.grid(1)
 def test_steps_taken_while_a_checkpoint_is_written_change_neither_it_nor_the_losses(
     train, ranks, how
 ):

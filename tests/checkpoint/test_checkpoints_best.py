@@ -65,6 +65,7 @@ def assert_best_is_kept(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+@pytest.mark.grid(1)
 def test_the_best_checkpoint_stays_beside_the_newest_and_is_what_is_exported(train, mode):
     how = [*HOW, "checkpoint.best=true", f"checkpoint={mode}", "checkpoint.export_hf=true"]
     train("run", *how, "train.steps=8", ranks=2, seam=TURNS_BAD)

@@ -243,6 +243,7 @@ def adapter_of(world, folder, run, *words):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["adapter.scaling=rslora"]])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.grid(2)
 def test_an_adapter_added_to_the_base_models_file_is_the_merged_models_file(
     world, tmp_path, family, words
 ):
@@ -281,6 +282,7 @@ def test_an_adapter_added_to_the_base_models_file_is_the_merged_models_file(
         ([], "f32", "has no adapter"),
     ],
 )
+@pytest.mark.grid(2)
 def test_an_adapter_that_llama_cpp_does_not_load_is_refused(
     world, tmp_path, capsys, words, dtype, reason
 ):

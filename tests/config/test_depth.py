@@ -72,6 +72,7 @@ def test_what_contradicts_it_is_refused(word, reason):
     assert reason in refused(word)
 
 
+@pytest.mark.further
 def test_a_plan_with_a_typed_learning_rate_has_layouts(capsys):
     words = ["model.depth=12", "optim=lion", "optim.lr=1e-4", "data=pretrain", "plan.gpu=h100"]
     assert main(["plan", *words, "plan.world_size=8", "plan.search=true"]) == 0

@@ -90,6 +90,7 @@ def test_training_starts_from_a_hub_models_weights(hub, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_hub_models_adapter_names_it_and_finds_it_again(hub, tmp_path, capsys):
     shared = [
         "data.path=demo:backwards",

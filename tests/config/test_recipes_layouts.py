@@ -33,6 +33,7 @@ def test_a_recipe_leaves_a_tenth_of_the_memory_of_its_hardware(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["chain_sft", "llama8b_lora", "llama8b_sft"])
+@pytest.mark.further
 def test_the_recorded_layouts_are_those_that_a_search_finds(name):
     layout = fastest(name)
     assert seconds(name, recorded()[name]) == pytest.approx(layout.plan.seconds, rel=0.005), (

@@ -59,7 +59,7 @@ def text(tmp_path):
         for name in RECIPES
     ],
 )
-@pytest.mark.grid(8)
+@pytest.mark.grid(3)
 def test_every_recipe_trains_and_ends_with_a_checkpoint(world, inputs, text, tmp_path, recipe):
     cfg = recipe_as_it_is(recipe)
     answers = cfg.objective.method.samples
@@ -125,6 +125,7 @@ def smaller_mesh(recipe) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_each_stage_of_the_chain_starts_from_the_weights_of_the_one_before(
     world, text, chats, tmp_path
 ):

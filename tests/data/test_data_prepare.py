@@ -203,6 +203,7 @@ def test_processes_that_tokenize_end_with_the_one_that_started_them(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_shards_of_several_machines_are_put_together_by_the_last(
     tmp_path, data, many_parts, capsys
 ):
@@ -519,5 +520,6 @@ def test_ranks_wait_for_as_long_as_there_are_signs_of_life(train, tmp_path, data
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_that_hear_nothing_give_up(train, tmp_path, data):
     assert "launch.data_timeout" in waits(train, tmp_path, data, beats=False, code=1).ranks[1].err

@@ -226,6 +226,7 @@ def test_a_run_goes_on_bitwise_and_on_another_number_of_ranks_all_but_so(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_row_that_cannot_be_read_ends_all_ranks_with_its_file_and_line(train, files, tmp_path):
     broken = write_chats(tmp_path / "broken.jsonl", 1200)
     lines = broken.read_text().splitlines()
@@ -480,6 +481,7 @@ def spike(real, self, step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [6, SPIKED])
+@pytest.mark.further
 def test_a_rewind_takes_the_streams_back_and_where_it_cannot_they_go_on(train, every):
     how = [*SPIKY, *STREAMED, f"train.steps={SPIKED + 6}"]
     plain = train("plain", *how)

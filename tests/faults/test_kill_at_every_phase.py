@@ -45,6 +45,7 @@ def undisturbed(bench, inputs, tmp_path_factory):
         for case in CASES
     ],
 )
+@pytest.mark.grid(1)
 def test_a_kill_costs_no_bit(bench, inputs, undisturbed, tmp_path, phase, do, mode):
     rank = 0 if phase in OF_RANK_0 else 1
     words = [*HOW, *(f"{k}={v}" for k, v in inputs.items()), f"checkpoint={mode}"]

@@ -56,6 +56,7 @@ def evaluated(capsys, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["fsdp", "tensor"])
+@pytest.mark.grid(1)
 def test_a_task_has_the_same_number_in_training_and_after_it(world, tmp_path, capsys, task, layout):
     keys = [*GRPO, *layout, f"data.cache={tmp_path}", "checkpoint.export_hf=true"]
     keys += [f"evaluation.tasks=[{task}]", "train.evaluate_every=2"]

@@ -129,6 +129,7 @@ def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, fol
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "falcon_h1"])
+@pytest.mark.further
 def test_models_of_transformers_classes_get_its_metrics(world, tmp_path, tasks, kind):
     folder = make_other_folder(tmp_path / kind, kind)
     theirs = with_transformers(folder, tasks)
@@ -222,7 +223,13 @@ def test_what_cannot_be_evaluated_is_refused_by_name(world, folder, tmp_path):
 
     assert "tasks=[arc_easy]" in refused()
     assert "there is no such file" in refused(f"tasks=[{tmp_path}/none.yaml]")
-    assert "no such task" in refused("tasks=[no_task_of_this_name]", "launch.device=cpu")
+
+
+@pytest.mark.further
+def test_a_task_that_lm_eval_does_not_know_is_refused_by_name(world, folder):
+    """lm_eval looks for it in all of its files, which takes ten seconds."""
+    words = [f"source={folder}", "tasks=[no_task_of_this_name]", "launch.device=cpu"]
+    assert "no such task" in world.command("evaluate", *words, code=2)[0].err
 
 
 AT_STEPS = ["evaluation.limit=5", "train.steps=4", "train.evaluate_every=2", "checkpoint.every=2"]
@@ -233,6 +240,7 @@ def evaluations(run):
     return [(event["step"], without_errors(event["tasks"])) for event in run.event("tasks")]
 
 
+@pytest.mark.further
 def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
     train, world, tasks
 ):

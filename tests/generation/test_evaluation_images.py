@@ -97,6 +97,7 @@ def best_choice(theirs, folder, model, question, image):
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 @torch.no_grad()
+@pytest.mark.further
 def test_choices_about_images_are_those_of_transformers_on_any_ranks(
     world, tmp_path, pictures, kind
 ):
@@ -116,6 +117,7 @@ def test_choices_about_images_are_those_of_transformers_on_any_ranks(
 
 
 @pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.grid(1)
 def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures, chat):
     model = make_image_folder(tmp_path / "llava", "llava")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
@@ -150,6 +152,7 @@ def test_a_task_with_images_that_do_not_fit_is_refused(world, tmp_path, pictures
         assert "choice, item 0" in refused.err, number
 
 
+@pytest.mark.further
 def test_a_training_evaluates_tasks_about_images_like_the_verb(world, train, tmp_path, pictures):
     """Three items are divided unequally between two ranks."""
     model = make_image_folder(tmp_path / "qwen3_vl", "qwen3_vl")

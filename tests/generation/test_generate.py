@@ -403,6 +403,7 @@ ASKED = [
     ],
     ids=str,
 )
+@pytest.mark.grid(2)
 def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(
     train, compiled, ranks, how
 ):

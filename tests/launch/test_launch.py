@@ -148,6 +148,7 @@ def test_after_a_killed_rank_the_launcher_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_path):
     process = start(
         SELF,
@@ -202,6 +203,7 @@ def test_launch_env_says_neither_what_code_runs_nor_which_rank_it_is(capsys, nam
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rank_that_hangs_ends_the_run_after_launch_timeout(start, tmp_path):
     no_grace = seamed(
         tmp_path / "seam", "from fsdp_trainer.launch import start\nstart.GRACE_SECONDS = 2.0"
@@ -345,6 +347,7 @@ def test_replicas_that_do_not_divide_the_world_are_refused(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_torchrun_restarts_a_world_whose_rank_was_killed_and_it_finishes(done, tmp_path):
     """The run stays in one folder, with one voice, and without files of Hydra."""
     how = ["train.steps=4", "checkpoint.every=2"]

@@ -244,6 +244,7 @@ def processes_of(run: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_two_hosts_train_as_one_world_stop_in_order_go_on_and_end_with_their_starter(
     start, tmp_path
 ):
@@ -308,6 +309,7 @@ def without_training(start, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_second_signal_ends_all_hosts_at_once(without_training, tmp_path):
     without_training.send_signal(signal.SIGINT)
     heard = 0
@@ -322,6 +324,7 @@ def test_a_second_signal_ends_all_hosts_at_once(without_training, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_host_that_loses_its_power_ends_the_run_and_is_named(cluster, without_training, tmp_path):
     if cluster.network is None:
         pytest.skip("no network namespaces here")

@@ -301,6 +301,7 @@ def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_two_nodes_train_as_one_world_and_stop_as_one(inputs, tmp_path):
     words = [
         *SMALL,

@@ -373,6 +373,7 @@ def test_a_world_that_is_stopped_as_a_whole_is_suspended(tmp_path, rank_process)
 
 
 @pytest.mark.parametrize("full", ["open_slot", "touch", "start_watchdog"])
+@pytest.mark.grid(1)
 def test_a_run_without_memory_for_a_watchdog_trains_without_one(train, full, world):
     run = train("run", "train.steps=1", "launch.watchdog=true", seam=partial(no_room, full))
     assert len(run.metrics) == 1
@@ -498,6 +499,7 @@ def ranks_that(fault, folder):
 @pytest.mark.parametrize(
     ("fault", "what"), [("stopped", "stopped by a signal"), ("waits", "outside any collective")]
 )
+@pytest.mark.grid(1)
 def test_a_rank_that_does_not_go_on_is_ended_and_named_with_its_stacks(tmp_path, fault, what):
     codes, said, events, run = ranks_that(fault, tmp_path)
     assert codes == [-signal.SIGKILL, -signal.SIGKILL]

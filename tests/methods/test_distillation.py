@@ -434,7 +434,7 @@ def test_a_student_learns_alike_on_any_ranks_and_goes_on_with_the_same_teacher_a
         world.train(
             tmp_path / f"{ranks}-{len(more)}", *keys, "batch.micro_rows=1", *more, ranks=ranks
         )
-        for ranks, more in ((2, []), (4, ["sharding.tensor=2"]))
+        for ranks, more in ((2, []), (2, ["sharding.tensor=2"]))
     ]
     for run in others:
         for name in ("loss", "kl", "teacher_loss", "objective"):
@@ -453,6 +453,7 @@ def test_a_student_learns_alike_on_any_ranks_and_goes_on_with_the_same_teacher_a
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_stored_lists_stand_in_for_the_teacher_in_any_order_and_on_any_ranks(
     world, keys, trained, tmp_path
 ):
@@ -563,6 +564,7 @@ def test_a_teacher_that_does_not_fit_is_refused_with_what_differs(world, keys, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.grid(1)
 def test_every_gradient_is_that_of_whole_logits_on_any_ranks(world, ranks):
     expected = [by_autograd(*case) for case in CASES[ranks]]
     for results in world.call(ranks, distilled, CASES[ranks]):
@@ -618,6 +620,7 @@ def held(cfg, config, teacher_config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [{"num_hidden_layers": 6, "hidden_size": 512, "head_dim": 64}, {}])
+@pytest.mark.further
 def test_the_plan_of_a_teacher_is_what_a_rank_holds(world, tmp_path, size):
     teacher = replace(PLANNED, **size)
     (tmp_path / "config.json").write_text(json.dumps(teacher.to_hf("float32")))

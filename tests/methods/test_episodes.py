@@ -160,6 +160,7 @@ def test_every_gradient_is_that_of_the_models_own_tokens_in_float64(weighting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", [WHOLE, TURNS], ids=["whole", "turns"])
+@pytest.mark.further
 def test_any_ranks_play_the_same_rollouts_and_learn_the_same(world, tmp_path, reward):
     words = [*GRPO, own(tmp_path, ECHO % reward), f"data.cache={tmp_path / 'c'}"]
     layouts = [(1, []), (2, []), (2, ["sharding.tensor=2"]), (2, ["sharding.context=2"])]
@@ -217,6 +218,7 @@ def rollout(address, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["objective.ahead=1", "launch.rollout_ranks=1"]])
+@pytest.mark.grid(1)
 def test_a_run_learns_from_programs_that_ask_the_model(world, tmp_path, more):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)
@@ -347,6 +349,7 @@ def test_a_plan_counts_every_turn():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_quickstart_of_tools_trains_twice_and_asks_the_exported_model(
     world, tmp_path, monkeypatch, capsys
 ):

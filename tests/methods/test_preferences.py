@@ -272,6 +272,7 @@ def test_a_new_run_reads_its_first_weights_once(train, keys, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_another_run_can_be_the_reference_and_may_not_change(world, keys, tmp_path):
     ours = [*keys, *WHOLE, f"data.cache={tmp_path / 'cache'}"]
     first = [*keys, "objective=simpo", "schedule=constant", "checkpoint.keep=9"]

@@ -51,6 +51,7 @@ ENDINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.further
 def test_a_run_that_ended_between_updates_from_the_same_answers_goes_on_with_the_rest_of_them(
     world, tmp_path, ranks
 ):
@@ -78,6 +79,7 @@ def test_answers_left_over_are_made_again_where_other_ones_are_wanted(world, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_bad_gradient_is_skipped_and_a_spike_taken_back_amid_answers_made_together(
     world, tmp_path
 ):

@@ -26,6 +26,7 @@ COLUMNS = ("reward", "loss", "grad_norm", "staleness", "sampler_difference")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["adapter=lora"], ["optim.offload=cpu"]])
+@pytest.mark.grid(1)
 def test_without_steps_ahead_the_run_is_that_of_one_rank_to_the_last_bit(world, tmp_path, more):
     keys = [*GRPO, *more, f"data.cache={tmp_path}"]
     alone = world.train(tmp_path / "alone", *keys)
@@ -51,6 +52,7 @@ def test_rollouts_ahead_are_those_of_the_training_ranks(world, tmp_path):
     [(3, [ONE]), (4, ["sharding.tensor=2", "launch.rollout_ranks=2"])],
     ids=["fsdp", "tensor"],
 )
+@pytest.mark.grid(1)
 def test_weights_of_any_layout_reach_the_rollout_ranks(world, tmp_path, ranks, layout):
     keys = [*GRPO, "objective.ahead=1", f"data.cache={tmp_path}"]
     alone = world.train(tmp_path / "alone", *keys)
@@ -114,7 +116,7 @@ def test_an_error_of_the_rollout_ranks_ends_the_run_with_its_reason(world, tmp_p
     keys = [*SMALL, *place, *GRPO, ONE, f"objective.environment={file}:Fails"]
     failed = world.command("train", *keys, ranks=2, code=1)
     assert "rollouts failed, the first with\n  reset: ValueError: no such task" in failed[0].err
-    file.write_text(FAILS.replace("class Fails", "class Other"))
+    file.write_text(FAILS.replace("class Fails", "class Another"))
     refused = world.command("train", *keys, "run.name=other", ranks=2, code=2)
     assert "Fails" in refused[0].err
 
@@ -161,6 +163,7 @@ def test_a_stop_before_the_rollout_ranks_are_ready_ends_all_of_them(world, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rollout_rank_that_is_killed_ends_the_run_which_goes_on_later(world, tmp_path):
     keys = [*GRPO, "objective.ahead=1", ONE, f"data.cache={tmp_path}", "checkpoint.every=1"]
     whole = world.train(tmp_path / "whole", *keys, ranks=2)

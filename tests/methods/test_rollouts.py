@@ -352,6 +352,7 @@ def model(world, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
     world, model, tmp_path
 ):
@@ -391,6 +392,7 @@ def test_a_second_model_is_what_the_divergence_is_from_and_stays_what_it_was(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_reference_of_random_weights_is_divided_over_matrices_and_rows(world, tmp_path):
     keys = [*GRPO, "objective.kl=0.1", f"data.cache={tmp_path / 'c'}", "train.steps=2"]
     alone = world.train(tmp_path / "alone", *keys)
@@ -440,6 +442,7 @@ def test_keys_of_answers_count_only_with_what_they_are_for(capsys, typed, named)
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(
     world, tmp_path, monkeypatch, capsys
 ):

@@ -34,6 +34,7 @@ def said(run):
         (["objective.ahead=2", "objective.updates=2"], [0, 1, 2, 3, 2, 3]),
     ],
 )
+@pytest.mark.grid(1)
 def test_rollouts_are_of_the_weights_of_so_many_steps_before(world, tmp_path, keys, staleness):
     keys = [*GRPO, f"data.cache={tmp_path}", *keys]
     run = world.train(tmp_path / "run", *keys, ranks=2)
@@ -46,6 +47,7 @@ def test_rollouts_are_of_the_weights_of_so_many_steps_before(world, tmp_path, ke
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("keys", [["objective.ahead=1"], PARTS])
+@pytest.mark.grid(1)
 def test_a_run_that_was_stopped_with_open_rollouts_goes_on_exactly(world, tmp_path, ranks, keys):
     keys = [*GRPO, f"data.cache={tmp_path}", *keys]
     whole = world.train(tmp_path / "whole", *keys, ranks=ranks)
@@ -63,6 +65,7 @@ def test_a_run_that_was_stopped_with_open_rollouts_goes_on_exactly(world, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_newer_weights_go_on_with_rollouts_on_any_ranks(world, tmp_path):
     keys = [*GRPO, f"data.cache={tmp_path}", *PARTS]
     whole = world.train(tmp_path / "whole", *keys)
@@ -100,6 +103,7 @@ TURNS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["", "tensor"])
+@pytest.mark.further
 def test_environments_of_open_rollouts_are_where_they_were_after_a_stop(world, tmp_path, layout):
     file = tmp_path / "counts.py"
     file.write_text(STATEFUL)

@@ -109,6 +109,7 @@ def test_a_server_reads_whole_weights_again_and_may_be_behind(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_server_that_is_lost_for_a_moment_costs_nothing_and_for_good_a_restart(
     world, served, words, adapted, tmp_path
 ):
@@ -165,6 +166,7 @@ class Echo:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["", "tensor"])
+@pytest.mark.grid(1)
 def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_does_not(
     world, model, tmp_path, layout
 ):

@@ -138,6 +138,7 @@ KINDS = {
         ),
     ],
 )
+@pytest.mark.grid(2)
 def test_losses_and_gradients_are_those_of_peft(train_adapters, shown, tmp_path, kind, ranks):
     folder = make_folder(tmp_path / "hf")
     how, options = KINDS[kind]
@@ -269,7 +270,7 @@ def merged(name, given, base, scale, fused):
         ("olmo2", "lora", 1),
     ],
 )
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 def test_every_family_learns_as_through_merged_weights(
     train_adapters, shown, tmp_path, family, kind, ranks
 ):
@@ -298,6 +299,7 @@ def test_every_family_learns_as_through_merged_weights(
     ],
     ids=str,
 )
+@pytest.mark.grid(2)
 def test_what_is_trained_in_full_besides_and_what_is_frozen(
     train_adapters, shown, tmp_path, how, options
 ):
@@ -343,6 +345,7 @@ WAYS = [
     WAYS,
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
+@pytest.mark.grid(2)
 def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
     common = ["adapter=lora"] * (common != DORA) + common
     common += [f"model.init_from={folder}"]
@@ -355,6 +358,7 @@ def test_however_it_is_sharded_and_computed(train_adapters, folder, references, 
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_compiled_blocks_have_the_same_gradients(train_adapters, tmp_path, compiled):
     how = [*compiled, "activation_checkpoint=budget"]
     common = [
@@ -374,6 +378,7 @@ def every_linear(_real, module, *_recipe_and_shares):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "recipe"), [("lora", "tensorwise"), ("dora", "rowwise")])
+@pytest.mark.further
 def test_adapters_beside_float8_products(train_adapters, tmp_path, kind, recipe):
     pytest.importorskip("torchao")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}

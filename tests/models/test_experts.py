@@ -431,6 +431,7 @@ def test_a_bias_is_refused_where_routers_have_none(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_balancing_is_the_same_compiled(train, compiled):
     how = [*SMALL, "loss.load_balancing=0.1", "train.steps=3", "batch.micro_rows=2"]
     how += ["model.num_hidden_layers=1"]

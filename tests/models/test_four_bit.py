@@ -138,7 +138,7 @@ slow = pytest.mark.slow
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 def test_training_is_bitwise_that_on_the_decoded_weights(
     train, compiled, tmp_path, ranks, family, dtype, how
 ):
@@ -221,6 +221,7 @@ def test_a_rank_holds_and_gathers_codes_in_place_of_numbers(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_encoding_needs_a_few_pieces_beside_what_it_gives(tmp_path):
     rows, columns = 2048, 2048
     file = tmp_path / "numbers"
@@ -266,6 +267,7 @@ def test_a_run_does_not_go_on_from_a_base_that_has_changed(train, folder):
 
 
 @slow
+@pytest.mark.further
 def test_random_weights_of_4_bits_are_drawn_again(train):
     how = [*COMMON, "adapter=qlora", "checkpoint.every=2", "precision.param_dtype=bfloat16"]
     expected = train("whole", *how, ranks=2)
@@ -275,6 +277,7 @@ def test_random_weights_of_4_bits_are_drawn_again(train):
 
 
 @slow
+@pytest.mark.further
 def test_a_checkpoint_can_be_the_base(train, tmp_path):
     in_full = [option for option in COMMON if not option.startswith("adapter.")]
     first = train("first", *in_full, ranks=2)

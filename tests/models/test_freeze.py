@@ -102,7 +102,7 @@ def alone(world, inputs, tmp_path_factory):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 def test_a_frozen_run_is_the_same_however_it_is_sharded(train, alone, ranks, how):
     common = ["schedule=constant", "train.steps=4", "batch.rows=7"]
     expected = alone(*common, *(part for part in how if part.startswith(("train.", "model."))))
@@ -113,6 +113,7 @@ def test_a_frozen_run_is_the_same_however_it_is_sharded(train, alone, ranks, how
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_compiled_blocks_know_what_is_frozen(train, compiled):
     common = ["schedule=constant", "train.steps=3", SOME]
     expected = train("plain", *common)
@@ -167,6 +168,7 @@ def test_a_frozen_weight_is_no_part_of_a_checkpoint_and_is_exported_as_it_was(tr
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(train, base):
     common = [*begin_from(base), SOME, "checkpoint.every=2", "schedule=constant"]
     how = {"ranks": 2, "base": BF16}
@@ -179,6 +181,7 @@ def test_a_frozen_run_that_goes_on_ends_bitwise_where_one_without_a_stop_does(tr
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
     common = [SOME, "checkpoint.every=2", "sharding=ddp"]
     expected = train("whole", *common, "train.steps=4", "checkpoint.export_hf=true", ranks=2)

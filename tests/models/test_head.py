@@ -241,6 +241,7 @@ def test_no_tensor_grows_with_tokens_times_vocabulary():
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.further
 def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_another_number_of_tokens(
     dtype,
 ):
@@ -258,6 +259,7 @@ def test_compiled_chunks_are_the_textbooks_and_are_not_compiled_again_for_anothe
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler")
+@pytest.mark.further
 def test_a_compiled_chunk_has_no_second_copy_of_its_logits():
     torch._dynamo.reset()
     head, hidden, targets, weights = make(dtype=torch.bfloat16)
@@ -304,6 +306,7 @@ def gathers_told():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.grid(1)
 def test_sharded_and_in_many_chunks_it_gives_the_same_and_is_gathered_as_often_as_in_one(
     train, tied
 ):

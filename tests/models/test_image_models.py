@@ -25,7 +25,7 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.records.messages import read_turns
 
-STEPS = 10
+STEPS = 5
 SEQ_LEN = 160
 OPTIMIZER = ["optim.lr=1e-3", "optim.eps=1e-5", "optim.weight_decay=0.1", "optim.grad_clip=null"]
 SGD = ["optim=sgd", "optim.lr=1", "optim.momentum=0", "optim.weight_decay=0", "train.steps=1"]
@@ -152,8 +152,8 @@ def overrides(folder, file, samples, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.grid(2)
-def test_ten_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind):
+@pytest.mark.further
+def test_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind):
     """Rows are packed. On 4 ranks some have no image."""
     file, chats = data
     samples = samples_of(folders[kind], file, chats)
@@ -169,6 +169,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers(train, folders, data, 
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.grid(2)
 def test_each_gradient_is_that_of_transformers(train, folders, data, kind):
     file, chats = data
     samples = samples_of(folders[kind], file, chats)
@@ -188,6 +189,7 @@ def test_each_gradient_is_that_of_transformers(train, folders, data, kind):
     assert changed > 10, "tower and projector are trained"
 
 
+@pytest.mark.further
 def test_a_step_without_any_image_changes_nothing_of_the_tower(train, folders, tmp_path, data):
     """All ranks go through the tower, in the first step one with images and one without."""
     _, chats = data
@@ -218,6 +220,7 @@ def run_of(train, name, folder, file, *more, ranks=1, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+@pytest.mark.grid(1)
 def test_a_run_is_verified_with_an_image_and_its_loss_is_that_of_transformers(
     train, folders, data, kind
 ):
@@ -237,6 +240,7 @@ def test_a_run_is_verified_with_an_image_and_its_loss_is_that_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+@pytest.mark.grid(1)
 def test_packed_rows_are_unpacked_ones(train, folders, data, kind):
     file, chats = data
     samples = samples_of(folders[kind], file, chats)
@@ -252,6 +256,7 @@ def test_packed_rows_are_unpacked_ones(train, folders, data, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(train, folders, data):
     """Stops in the middle of an epoch; then worker processes load the images."""
     rows = ["batch.rows=2", "data.packing=none", "checkpoint.every=1"]
@@ -277,6 +282,7 @@ def changed_parts(folder, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
+@pytest.mark.grid(1)
 def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
     more = [f"train.freeze=[{part}]", "batch.rows=2", "train.steps=2"]
     run = run_of(train, part, folders["qwen3_vl"], data[0], *more, ranks=2)
@@ -285,6 +291,7 @@ def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "targets"), [("llava", "all"), ("qwen3_vl", "[all,vision]")])
+@pytest.mark.grid(1)
 def test_adapters_are_on_the_language_model_and_on_the_tower_if_asked(
     train, folders, data, kind, targets
 ):
@@ -343,6 +350,7 @@ def answer_log_probability(model, processor, prompt, answer, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_step_of_preferences_about_images_is_that_of_transformers(train, folders, data, tmp_path):
     write_pictures(tmp_path / "pictures", 3)
     prompts = [[{"role": "user", "content": [image(f"{i}.png"), text("which?")]}] for i in range(3)]
@@ -383,6 +391,7 @@ def test_a_step_of_preferences_about_images_is_that_of_transformers(train, folde
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.grid(1)
 def test_answers_about_images_are_those_of_transformers(
     train, folders, data, tmp_path, kind, capsys
 ):
@@ -428,23 +437,39 @@ WAYS = (
 )
 
 
+ALIKE = ["batch.rows=4", "data.packing=none", "train.steps=2"]
+
+
 @pytest.mark.slow
-def test_ways_to_compute_change_nothing(train, folders, data):
-    plain = ["batch.rows=4", "data.packing=none", "train.steps=2"]
-    folder = folders["qwen3_vl"]
-    expected = run_of(train, "plain", folder, data[0], *plain, ranks=2).column("loss")
-    for number, way in enumerate(WAYS):
-        run = run_of(train, f"way{number}", folder, data[0], *plain, *way.split(), ranks=2)
-        assert run.column("loss") == pytest.approx(expected, abs=1e-5), way
-    for kind in CONFIGS:  # also of a tower whose blocks are computed again
-        mode = "activation_checkpoint=" + ("selective" if kind == "gemma3" else "full")
-        runs = [
-            run_of(train, f"{kind}{len(own)}", folders[kind], data[0], *plain, *own)
-            for own in ([], [mode])
-        ]
-        assert runs[0].column("loss") == runs[1].column("loss"), kind
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.grid(1)
+def test_ways_to_compute_change_nothing(train, folders, data, way):
+    runs = [
+        run_of(train, f"run{len(own)}", folders["qwen3_vl"], data[0], *ALIKE, *own, ranks=2)
+        for own in ([], way.split())
+    ]
+    assert runs[1].column("loss") == pytest.approx(runs[0].column("loss"), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.grid(1)
+def test_blocks_of_language_model_and_tower_that_are_computed_again_change_no_bit(
+    train, folders, data, kind
+):
+    mode = "activation_checkpoint=" + ("selective" if kind == "gemma3" else "full")
+    runs = [
+        run_of(train, f"run{len(own)}", folders[kind], data[0], *ALIKE, *own)
+        for own in ([], [mode])
+    ]
+    assert runs[0].column("loss") == runs[1].column("loss")
+
+
+@pytest.mark.slow
+@pytest.mark.further
+def test_images_are_learned_in_sixteen_bits(train, folders, data):
     half = [word for word in SETTINGS if not word.startswith("precision=")]
-    own = [f"model.init_from={folders['llava']}", f"data.path={data[0]}", *half, *plain]
+    own = [f"model.init_from={folders['llava']}", f"data.path={data[0]}", *half, *ALIKE]
     assert all(5 < loss < 7 for loss in train("half", *own, ranks=2, base=[]).column("loss"))
 
 
@@ -466,6 +491,7 @@ def test_what_reads_only_text_refuses_images(train, folders, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_quickstart_asks_about_held_out_pictures_before_and_after(tmp_path, capsys):
     words = ["quickstart", "task=shapes", f"root={tmp_path}"]
     assert main([*words, "steps=3", "questions=4"]) == 0

@@ -65,7 +65,7 @@ def load(folder):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", MIXING, "mamba"])
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run, kind):
     steady = ["schedule=constant", "train.steps=4"]
     whole = weights(run("whole", kind, *steady))
@@ -92,21 +92,22 @@ WAYS = (
 
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])
-@pytest.mark.grid(1)
-def test_ways_to_compute_change_nothing(run, kind):
-    plain = run("plain", kind)
-    for number, own in enumerate(WAYS):
-        other = run(f"other{number}", kind, *own)
-        assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-5), own
-        assert plain.column("grad_norm") == pytest.approx(other.column("grad_norm"), rel=1e-3), own
+@pytest.mark.parametrize("own", WAYS, ids=" ".join)
+@pytest.mark.grid(2)
+def test_ways_to_compute_change_nothing(run, kind, own):
+    plain, other = run("plain", kind), run("other", kind, *own)
+    assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-5)
+    assert plain.column("grad_norm") == pytest.approx(other.column("grad_norm"), rel=1e-3)
 
 
+@pytest.mark.further
 def test_compiled_blocks_compute_the_same(run, compiled):
     plain = run("plain", "granite")
     other = run("other", "granite", *compiled, seam=inject.no_kernels())
     assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-4)
 
 
+@pytest.mark.further
 def test_sixteen_bits_train(run):
     assert run("half", "granite", "precision.param_dtype=bfloat16").column("loss")[
         0
@@ -115,7 +116,7 @@ def test_sixteen_bits_train(run):
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "phi"])
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
     from peft import PeftModel
 
@@ -142,6 +143,7 @@ def test_a_base_in_four_bits_is_trained_through_an_adapter(run):
 
 
 @pytest.mark.parametrize("kind", ["granitemoe", "glm4_moe", MIXING])
+@pytest.mark.grid(1)
 def test_experts_are_kept_evenly_loaded_on_any_ranks(run, kind):
     own = ["loss.load_balancing=0.1", "loss.router_z_loss=0.01", "optim.lr=1e-2", "train.steps=4"]
     one, two = run("one", kind, *own, ranks=1), run("two", kind, *own)
@@ -159,6 +161,7 @@ def test_frozen_parts_stay(run, folders):
 
 
 @pytest.mark.parametrize("optim", ["muon", "adamw_8bit", "lion"])
+@pytest.mark.grid(1)
 def test_every_optimizer_updates_its_weights(run, folders, optim):
     trained = run("optim", "granitemoe", f"optim={optim}")
     before = load_file(folders("granitemoe") / "model.safetensors")
@@ -172,6 +175,7 @@ def test_every_optimizer_updates_its_weights(run, folders, optim):
     "kind, method",
     [("gpt2", "dpo"), ("gpt2", "orpo"), ("gpt2", "reward"), (MIXING, "dpo"), (MIXING, "reward")],
 )
+@pytest.mark.grid(2)
 def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     trained = run(
@@ -186,6 +190,7 @@ def test_unpaired_answers_are_learned(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["granite", "phi"])
+@pytest.mark.grid(1)
 def test_a_teacher_is_learned_from(run, folders, kind):
     own = ["objective=distil", f"objective.teacher={folders(kind)}", "objective.share=1"]
     trained = run("distil", kind, *own)
@@ -194,6 +199,7 @@ def test_a_teacher_is_learned_from(run, folders, kind):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])
+@pytest.mark.grid(1)
 def test_answers_are_generated_and_rewarded(run, tmp_path, kind):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
@@ -240,6 +246,7 @@ def test_a_checkpoint_is_verified_against_its_export(run, capsys):
     assert "logits equal" in capsys.readouterr().out
 
 
+@pytest.mark.further
 def test_a_plan_counts_the_model_of_transformers(folders, tmp_path, capsys):
     own = ["plan.gpu=h100", "plan.world_size=2", "plan.format=json", "data.path=demo:backwards"]
     assert main(["plan", f"model.init_from={folders('granitemoe')}", *own]) == 0

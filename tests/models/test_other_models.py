@@ -98,7 +98,7 @@ def worlds_of(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.grid(6)
+@pytest.mark.grid(1)
 def test_ten_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_own(
     train, tmp_path, documents, kind
 ):
@@ -118,7 +118,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.grid(10)
+@pytest.mark.grid(4)
 def test_each_gradient_is_that_of_transformers(train, tmp_path, documents, kind):
     file, texts = documents
     folder = make_other_folder(tmp_path / kind, kind)
@@ -138,7 +138,7 @@ def test_each_gradient_is_that_of_transformers(train, tmp_path, documents, kind)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES_OF_ZOO)
-@pytest.mark.grid(5)
+@pytest.mark.grid(2)
 def test_both_implementations_of_a_family_agree(train, tmp_path, documents, family):
     file, _ = documents
     # transformers gives the embedding of a padding token no gradient

@@ -25,6 +25,7 @@ def folder(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.grid(1)
 def test_padding_changes_no_loss_and_no_export(train, tied):
     how = [
         f"model.tie_word_embeddings={tied}",

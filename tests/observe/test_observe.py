@@ -195,6 +195,7 @@ def test_a_progress_line_fits_the_terminal():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_terminal_shows_validations_checkpoints_and_the_end_on_lines_of_their_own(
     tmp_path,
 ):
@@ -372,6 +373,7 @@ def profiled(world, inputs, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_and_operators(
     profiled, train
 ):
@@ -520,6 +522,7 @@ def test_on_a_gpu_messages_that_run_beside_a_kernel_are_hidden_and_those_alone_a
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_profile_that_a_run_cuts_short_is_written_and_the_rest_by_the_next(train):
     train("run", "train.steps=2", "profile.steps=2-4")
     run = train("run", "train.steps=5", "profile.steps=2-4")
@@ -561,6 +564,7 @@ def test_trackers_get_the_metrics_of_a_method_and_of_ones_own_in_groups(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_offline_wandb_run_goes_on_in_the_same_one(train):
     pytest.importorskip("wandb")
     first = train("run", "train.steps=2", "logging.wandb=offline", ranks=2, timeout=200)

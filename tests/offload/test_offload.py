@@ -48,7 +48,7 @@ def assert_same(one, other):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), RUNS.values(), ids=RUNS.keys())
-@pytest.mark.grid(4)
+@pytest.mark.grid(1)
 def test_every_place_of_states_gives_the_same_bits(train, ranks, words):
     words = ["train.steps=2", "data.validation=0.2", "train.validate_every=1", *words]
     device = train("device", *words, ranks=ranks)
@@ -103,6 +103,7 @@ def test_random_rounding_of_large_parameters_is_that_of_their_numbers_places(tra
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.grid(1)
 def test_a_run_goes_on_with_its_states_in_another_place(train, mode):
     words = ["schedule=constant", f"checkpoint.mode={mode}"]
     whole = train("whole", *words, "train.steps=8", ranks=2)
@@ -112,6 +113,7 @@ def test_a_run_goes_on_with_its_states_in_another_place(train, mode):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rewind_leaves_the_checkpoints_alone_that_link_the_states(train):
     words = [*SPIKY, "train.on_spike=rewind", "train.steps=22"]
     device = train("device", *words, ranks=2, seam=inject.garbage())

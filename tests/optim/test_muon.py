@@ -176,6 +176,7 @@ def moved_both_ways(layout):
 @pytest.mark.parametrize(
     "layout", ["two", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])]
 )
+@pytest.mark.grid(3)
 def test_every_layout_moves_matrices_and_stacks_of_them_as_one_process_does(world, layout):
     ranks = torch.Size(LAYOUTS[layout][0]).numel()
     for muon, normuon in world.call(ranks, moved_both_ways, layout):
@@ -236,6 +237,7 @@ def test_a_training_does_not_depend_on_the_ranks(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_goes_on_with_its_momentum_on_any_number_of_ranks(train):
     muon = ["optim=normuon", *MUON[1:]]  # whose state is Muon's and more
     options = [*muon, "batch.rows=4", "batch.micro_rows=1"]

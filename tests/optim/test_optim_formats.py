@@ -126,6 +126,7 @@ def of_one_process():
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.grid(1)
 def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, of_one_process, ranks):
     assert_equal_states(world.call(ranks, sharded_steps)[0], of_one_process)
 
@@ -195,6 +196,7 @@ def unsharded():
 @pytest.mark.parametrize(
     "layout", ["columns", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])]
 )
+@pytest.mark.grid(2)
 def test_the_same_gradients_give_the_same_bits_where_columns_are_sharded(world, unsharded, layout):
     together = world.call(math.prod(LAYOUTS[layout][0]), steps_of_layout, layout)[0]
     assert_equal_states(together, unsharded)
@@ -389,6 +391,7 @@ def test_eight_bit_moments_are_torchaos():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [[*EIGHT_BIT, *PURE], ["optim=adamw_bf16"], FOREACH], ids=str)
+@pytest.mark.grid(1)
 def test_a_run_goes_on_bitwise_in_every_format(train, how):
     common = [*how, "schedule=constant", "batch.micro_rows=3"]
     train("run", *common, "train.steps=2", ranks=2)
@@ -404,6 +407,7 @@ def test_a_run_goes_on_bitwise_in_every_format(train, how):
 @pytest.mark.parametrize(
     ("how", "before", "after"), [(EIGHT_BIT, 2, 1), (EIGHT_BIT, 1, 4), (PURE, 1, 4)], ids=str
 )
+@pytest.mark.grid(1)
 def test_a_run_goes_on_on_another_world_in_every_format(train, how, before, after):
     """If weights are bfloat16, moments are too."""
     common = [*how, "schedule=constant", "batch.micro_rows=1"]
@@ -425,6 +429,7 @@ def test_a_checkpoint_in_the_background_holds_eight_bit_moments_too(train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [FOREACH, pytest.param(EIGHT_BIT, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.grid(1)
 def test_a_bad_gradient_on_one_rank_skips_the_step_everywhere_in_every_format(train, how):
     common = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=9", "batch.micro_rows=1"]
     run = train("run", *common, *how, ranks=2, seam=inject.bad_gradient())
@@ -474,6 +479,7 @@ def test_formats_that_do_not_go_together_are_refused_with_what_would(train, how,
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_rounding_to_nearest_stalls_where_stochastic_rounding_goes_on(train):
     how = [
         "train.steps=30",

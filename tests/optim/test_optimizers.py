@@ -161,6 +161,7 @@ def test_bytes_of_state_are_what_the_plan_counts(name, form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "sgd", "lamb", "lars"])
+@pytest.mark.grid(1)
 def test_a_run_goes_on_on_any_number_of_ranks(train, name):
     rate = 0.3 if name == "lars" else 1e-3
     options = [f"optim={name}", f"optim.lr={rate}", "batch.micro_rows=2", "checkpoint.every=1"]

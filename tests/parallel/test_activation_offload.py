@@ -177,6 +177,7 @@ def test_small_tensors_stay():
     [WAYS[1], WAYS[3]],
     ids=lambda way: way.mode,
 )
+@pytest.mark.further
 def test_compiled_blocks_offload_too(small, enter, way):
     enter(inject.no_kernels())
     torch._dynamo.reset()
@@ -204,6 +205,7 @@ def small_tensors_too():
     ],
     ids=lambda how: how[0],
 )
+@pytest.mark.grid(1)
 def test_a_sharded_training_is_the_same_with_activations_in_host_memory(train, how):
     words = [
         "train.steps=3",
@@ -266,6 +268,7 @@ def test_crossing_to_the_host_takes_time_where_nothing_hides_it():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_on_a_cpu_nothing_is_saved():
     words = ["model=smollm2_135m", "launch.device=cpu", "plan.world_size=2"]
     offload = "activation_checkpoint.offload=true"

@@ -57,6 +57,7 @@ def test_all_blocks_share_a_graph_that_is_never_compiled_again(train, compiled, 
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_was_compiled_outlives_the_run(train, tmp_path):
     how = ["compile=enabled", "batch.rows=4", "batch.micro_rows=2", "schedule=constant"]
     run = train("run", *how, "train.steps=1", seam=unoptimized)
@@ -71,6 +72,7 @@ def test_what_was_compiled_outlives_the_run(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_blocks_that_are_compiled_again_are_told(train, compiled):
     run = train(
         "run",
@@ -139,6 +141,7 @@ def broken_compiler():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_the_compiler_throws_is_told_in_short(train, tmp_path):
     broken = tmp_path / "g++"
     broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho broken >&2\nexit 1\n')
@@ -176,6 +179,7 @@ def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_re
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_kernels_can_be_tuned(train, compiled):
     how = ["train.steps=2", "batch.micro_rows=2", "model.attention=mask"]
     run = train(

@@ -171,7 +171,7 @@ QUICK = ("two",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.grid(7)
+@pytest.mark.grid(3)
 def test_ranks_that_split_rows_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)

@@ -179,7 +179,7 @@ QUICK = ("two",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.grid(6)
+@pytest.mark.grid(3)
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
@@ -208,6 +208,7 @@ def imported(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tmp_path):
     how = [
         *SMALL,
@@ -243,6 +244,7 @@ def test_a_checkpoint_of_any_expert_degree_goes_on_in_any_other(world, train, tm
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_adapter_of_experts_in_4_bits_goes_on_with_any_expert_degree(train):
     how = [*SMALL, "adapter=qlora", "adapter.targets=[all,experts]", "adapter.rank=4"]
     how += ["schedule=constant", "optim.eps=1e-3", "optim.lr=1e-2", "batch.rows=4"]

@@ -44,6 +44,7 @@ def exact(world, inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.grid(1)
 def test_the_loss_is_near_that_of_bfloat16(train, exact, recipe):
     run = train("run", *WIDE, f"precision.float8={recipe}", STEPS, seam=EMULATED)
     assert run.column("loss") == pytest.approx(exact.column("loss"), rel=0.03)
@@ -69,6 +70,7 @@ def test_the_loss_is_near_that_of_bfloat16(train, exact, recipe):
     ],
     ids=" ".join,
 )
+@pytest.mark.grid(1)
 def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
     common = [*FLOAT8, *how, "batch.micro_rows=3", "checkpoint.every=2"]
     ranks = 4 if "sharding=hsdp" in how else 2

@@ -33,6 +33,7 @@ def all_words(combinations):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_combinations_of_a_seed_give_the_numbers_of_one_rank(world, tmp_path):
     lines = []
     fuzz = Fuzz(world, tmp_path / "fuzz")

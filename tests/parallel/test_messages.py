@@ -104,7 +104,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.grid(2)
+@pytest.mark.further
 def test_a_second_copy_changes_no_bit(train, tmp_path, words):
     """Neither do validations between the steps, which leave a copy behind."""
     common = ["train.steps=3", "data.validation=0.2", "train.validate_every=1", *words]
@@ -118,6 +118,7 @@ def test_a_second_copy_changes_no_bit(train, tmp_path, words):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_second_copy_in_a_pipeline_of_two_stages_changes_no_bit(train):
     words = ["sharding.pipeline=2", "batch.micro_rows=1", "batch.rows=16", "train.steps=2"]
     plain = train("plain", *words, "sharding.reshard_after_forward=true", ranks=8)
@@ -166,7 +167,7 @@ LAYOUTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "words"), LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 def test_training_with_messages_in_eight_bits_learns_like_exact_training(train, ranks, words):
     exact = train("exact", "train.steps=10", *words, ranks=ranks)
     eight_bits = ["sharding.quantize=both", "sharding.error_feedback=true"]

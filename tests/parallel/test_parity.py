@@ -68,6 +68,7 @@ def test_any_number_of_ranks(same, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "micro_rows"), [(2, 2), (4, 1)])
+@pytest.mark.grid(1)
 def test_with_accumulation_and_rows_that_do_not_divide(same, ranks, micro_rows):
     same(ranks, f"batch.micro_rows={micro_rows}", common=("batch.rows=7",))
 
@@ -126,7 +127,7 @@ WAYS = [
 @pytest.mark.parametrize(
     ("ranks", "how"), WAYS, ids=lambda value: " ".join(value) if isinstance(value, list) else None
 )
-@pytest.mark.grid(5)
+@pytest.mark.grid(3)
 def test_every_way_of_sharding_and_recomputing(same, ranks, how):
     same(ranks, "batch.micro_rows=1", *how, common=("batch.rows=7",))
 
@@ -252,6 +253,7 @@ def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
+@pytest.mark.further
 def test_compiled_as_eager(same, compiled, ranks, how):
     same(ranks, *compiled, *how, steps=3, seam=inject.no_kernels())
 

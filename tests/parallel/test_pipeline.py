@@ -188,7 +188,7 @@ QUICK = ("1f1b",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES]
 )
-@pytest.mark.grid(6)
+@pytest.mark.grid(3)
 def test_stages_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     rows = rows_of_step(ranks, settings)
@@ -259,6 +259,7 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_checkpoint_of_any_layout_goes_on_in_any_other(world, train, tmp_path):
     expected = train("whole", *BESIDE, "train.steps=5", ranks=2)
     for steps, (ranks, overrides) in LAYOUTS.items():

@@ -219,7 +219,7 @@ QUICK = ("tensor",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.grid(6)
+@pytest.mark.grid(3)
 def test_every_layout_computes_what_one_process_does(world, case):
     compare(world, *CASES[case])
 

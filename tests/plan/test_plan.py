@@ -110,7 +110,7 @@ def counting():
     ],
     ids=lambda given: given[0] if isinstance(given, list) else None,
 )
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, ranks, words):
     words = ["precision.param_dtype=bfloat16", "model.vocab_multiple=4", "train.steps=2", *words]
     train("run", *words, ranks=ranks, seam=counting, env={"SENT": str(tmp_path / "sent")})
@@ -154,6 +154,7 @@ def test_a_tensor_group_splits_states_and_activations():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ulysses", "gathered", "ring"])
+@pytest.mark.grid(1)
 def test_the_bytes_that_ranks_exchange_which_split_rows_are_those_of_a_real_run(
     train, tmp_path, method
 ):
@@ -270,6 +271,7 @@ def test_an_efficiency_that_nobody_reaches_is_told(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_formats_of_moments_are_suggested_before_those_that_change_what_is_computed():
     cfg = compose("plan", ["+recipe=llama70b_sft", "plan.gpu=h100"], inputs=False)
     words = [s.override for s in suggest(Candidate(cfg, architecture(cfg)[0], 16, target(cfg, 16)))]
@@ -354,6 +356,7 @@ COMPARED = "plan.gpu=[h100,a100_40gb,l40s]"
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_several_gpus_are_compared_in_one_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     words = ["plan", *DOES_NOT_FIT[:3]]
@@ -395,6 +398,7 @@ def test_several_gpus_without_brackets_are_told_how_a_list_is_written(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_plan_for_people_fits_a_narrow_terminal(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", *DOES_NOT_FIT]) == 3
@@ -518,6 +522,7 @@ def test_published_runs_are_as_fast_as_planned_and_fit(name):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_plan_reaches_its_goals_over_published_runs():
     """Every second one: `python -m benchmarks.plan_published --check` takes all."""
     runs = published_runs()[::2]

@@ -1,5 +1,6 @@
 """The plan of a mixture whose experts ranks divide, beside what ranks really send and hold."""
 
+import functools
 import json
 
 import inject
@@ -52,46 +53,52 @@ QWEN = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=64", "batch.seq_len=
 
 @pytest.fixture(scope="module")
 def measured(world):
-    """Each layout with its configuration, its model, and what rank 0 of four sent and held."""
-    layouts = (*LAYOUTS, CONTEXT, QLORA)
-    cfgs = [compose("plan", [*MIXTURE, *layout], inputs=False) for layout in layouts]
-    cases = [(cfg, architecture(cfg)[0]) for cfg in cfgs]
-    steps = world.call(4, steps_of_experts, cases)[0]
-    return [(layout, *case, one) for layout, case, one in zip(layouts, cases, steps, strict=True)]
+    """Return a function that returns of a layout its configuration, its model, and what rank 0 of
+    four sent and held."""
+
+    @functools.cache
+    def of_layout(layout):
+        cfg = compose("plan", [*MIXTURE, *layout], inputs=False)
+        case = cfg, architecture(cfg)[0]
+        [step] = world.call(4, steps_of_experts, [case])[0]
+        return *case, step
+
+    return of_layout
 
 
 @pytest.mark.slow
-def test_ranks_send_the_bytes_that_the_plan_counts(measured):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+@pytest.mark.grid(2)
+def test_ranks_send_the_bytes_that_the_plan_counts(measured, layout):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
-    for layout, cfg, config, step in measured[: len(LAYOUTS)]:
-        ways = wire(PlannedRun.of(cfg, config, 4), DEVICES["h100"])
-        for gathers in (True, False):
-            counted = {}
-            for name in ("shard", "eshard", "tensor"):
-                if name in ways and ways[name].ranks > 1:
-                    size = ways[name].gathered if gathers else ways[name].reduced
-                    ranks = ways[name].ranks
-                    counted[ranks] = counted.get(ranks, 0) + size
-            real = {
-                ranks: size
-                for (ranks, is_gather), size in step.sent.items()
-                if is_gather == gathers
-            }
-            close = 0.005 if cfg.sharding.tensor > 1 else 0
-            assert real == pytest.approx(counted, rel=close), layout
-        way = ways.get("expert")
-        assert step.rows == (way.gathered + way.reduced if way else 0), layout
-        # of two blocks, also where they are computed again
-        assert step.waits == (2 if way else 0), layout
+    cfg, config, step = measured(layout)
+    ways = wire(PlannedRun.of(cfg, config, 4), DEVICES["h100"])
+    for gathers in (True, False):
+        counted = {}
+        for name in ("shard", "eshard", "tensor"):
+            if name in ways and ways[name].ranks > 1:
+                size = ways[name].gathered if gathers else ways[name].reduced
+                ranks = ways[name].ranks
+                counted[ranks] = counted.get(ranks, 0) + size
+        real = {
+            ranks: size for (ranks, is_gather), size in step.sent.items() if is_gather == gathers
+        }
+        close = 0.005 if cfg.sharding.tensor > 1 else 0
+        assert real == pytest.approx(counted, rel=close)
+    way = ways.get("expert")
+    assert step.rows == (way.gathered + way.reduced if way else 0)
+    # of two blocks, also where they are computed again
+    assert step.waits == (2 if way else 0)
 
 
 @pytest.mark.slow
-def test_ranks_hold_what_the_plan_says(measured):
-    for layout, cfg, config, step in measured:
-        with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
-            peak = memory(PlannedRun.of(cfg, config, 4), "cpu").peak
-        held = pytest.approx(step.peak, rel=0.005)
-        assert peak.total - peak.bytes["allowance"] == held, layout
+@pytest.mark.parametrize("layout", [*LAYOUTS, CONTEXT, QLORA], ids=" ".join)
+@pytest.mark.grid(1)
+def test_ranks_hold_what_the_plan_says(measured, layout):
+    cfg, config, step = measured(layout)
+    with inject.around("allocator_copy", lambda *_: 0.0):  # gloo's own, which is no tensor
+        peak = memory(PlannedRun.of(cfg, config, 4), "cpu").peak
+    assert peak.total - peak.bytes["allowance"] == pytest.approx(step.peak, rel=0.005)
 
 
 @pytest.mark.slow
@@ -126,6 +133,7 @@ def test_experts_on_several_ranks_are_gathered_by_fewer_and_their_rows_travel():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
     words = (*QWEN, "plan.world_size=8", "activation_checkpoint=full", "sharding.expert=8")
     assert main(["plan", *words, "batch.micro_rows=4", "plan.format=json"]) == 0
@@ -140,6 +148,7 @@ def test_the_plan_tells_the_load_of_the_busiest_rank(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_layouts_of_mixtures_divide_experts(capsys):
     cluster = [*MIXTURE, "plan.gpu=h100", "plan.format=json"]
     assert main(["plan", *cluster, "plan.search=true"]) == 0

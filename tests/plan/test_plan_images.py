@@ -81,6 +81,7 @@ def configured(tokens, **keys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.further
 def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, tmp_path, kind):
     config = architecture(tmp_path, kind)
     arrays, tokens = image_of(kind)
@@ -161,6 +162,7 @@ def overridden(words, more):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_recipes_of_the_page_need_what_it_says(tmp_path, capsys):
     config = CONFIG_MAPPING["qwen3_vl"](**QWEN3_VL_8B, tie_word_embeddings=False)
     config.architectures = [CLASSES["qwen3_vl"]]

@@ -236,6 +236,7 @@ def case(ranks=8, blocks=2, tied=False, family="llama", vocabulary=8000, **keys)
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_plan_is_what_a_step_of_the_real_model_holds(world):
     """Tensors have no storage. torch's own tracker takes the modules of one unit for units of their
     own: 5% is for that."""
@@ -291,7 +292,7 @@ UNITS = {
     [(2, {}, {}), (4, GEMMA, UNITS), (3, SMALL_HEAD, {**LORA, "batch.micro_rows": 2})],
     ids=["llama, 2 ranks", "gemma, 4 ranks, units of 2 blocks", "lora, 3 ranks"],
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, keys):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": "plan " * 400}) + "\n" for _ in range(16)))
@@ -333,6 +334,7 @@ def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.further
 def test_stages_hold_what_the_plan_says(world, schedule):
     """The rank that holds more is compared, of two."""
     keys = {"sharding.pipeline": 2, "sharding.pipeline_schedule": schedule}

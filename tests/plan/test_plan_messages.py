@@ -28,6 +28,7 @@ def planned_case(recomputed, family):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_512_ranks_issue_the_messages_that_the_plan_counts(world):
     """Two blocks as wide as Llama 70B's. A norm behind the last sum of a block needs it again."""
     kinds = [("none", "llama"), ("full", "llama"), ("full", "olmo2")]
@@ -49,6 +50,7 @@ def test_512_ranks_issue_the_messages_that_the_plan_counts(world):
 @pytest.mark.parametrize(
     ("schedule", "tied"), [("1f1b", "false"), ("interleaved", "false"), ("zbv", "true")]
 )
+@pytest.mark.grid(1)
 def test_stages_send_the_messages_that_the_plan_counts(world, schedule, tied):
     words = [*STAGES, f"sharding.pipeline_schedule={schedule}", f"model.tie_word_embeddings={tied}"]
     cfg = compose("plan", words, inputs=False)

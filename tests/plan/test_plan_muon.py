@@ -28,6 +28,7 @@ LAYOUTS = (
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_owners_are_sent_the_bytes_that_the_plan_counts(world):
     """Bytes are a mean over the ranks: a rank may own more of its whole experts than by chance."""
     cfgs = [compose("plan", [*TINY, *layout], inputs=False) for layout in LAYOUTS]

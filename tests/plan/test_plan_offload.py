@@ -25,6 +25,7 @@ def measure(written, trainer):
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.further
 def test_files_copies_and_gradients_are_as_large_as_planned(train, tmp_path, ranks):
     words = [*WIDE, "precision.param_dtype=bfloat16", "optim.offload=disk"]
     written = tmp_path / "written"

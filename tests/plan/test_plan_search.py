@@ -20,6 +20,7 @@ def searched(capsys, *words, code=0):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_typing_a_layout_plans_the_same_figures(capsys):
     cluster = [*CLUSTER, "plan.gpu=a100_40gb"]
     layouts = searched(capsys, *cluster)["layouts"]
@@ -41,6 +42,7 @@ LONG = ("model=llama3_8b", "batch.seq_len=131072", "batch.rows=8", "plan.world_s
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_layouts_of_131072_tokens_share_rows_and_matrices(capsys):
     cluster = [*LONG, "plan.gpu=h100"]
     layouts = searched(capsys, *cluster)["layouts"]
@@ -54,6 +56,7 @@ def test_layouts_of_131072_tokens_share_rows_and_matrices(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_405b_on_512_gpus_has_layouts():
     words = ["model=llama3_1_405b", "batch.seq_len=8192", "batch.rows=512"]
     cfg = compose("plan", [*words, "plan.gpu=h100", "plan.world_size=512"], inputs=False)
@@ -72,6 +75,7 @@ def test_ranks_without_rows_are_given_parts_of_rows(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_a_run_would_refuse_is_not_listed(capsys):
     words = ["model=tiny", "plan.gpu=h100", "plan.world_size=8", "batch.rows=2"]
     layouts = searched(capsys, *words, "adapter=qlora")["layouts"]
@@ -95,6 +99,7 @@ def test_the_fastest_layouts_are_printed_with_what_to_type(capsys, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_where_nothing_fits_the_nearest_is_named(capsys):
     words = ["model=llama3_70b", "plan.gpu=l4", "plan.world_size=8"]
     report = searched(capsys, *words, code=3)
@@ -108,6 +113,7 @@ def test_where_nothing_fits_the_nearest_is_named(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_was_typed_is_searched_all_the_same(capsys):
     words = [*CLUSTER, "plan.gpu=h100"]
     typed = ["sharding=hsdp", "sharding.replicas=8", "activation_checkpoint.offload=true"]

@@ -126,6 +126,7 @@ def answered(module, file):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
     in_the_pool, monkeypatch, capsys
 ):
@@ -139,6 +140,7 @@ def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["preferences", "rollouts", "tool_rollouts"])
+@pytest.mark.grid(1)
 def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
     in_the_pool, enter, monkeypatch, capsys, name
 ):
@@ -154,6 +156,7 @@ def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_several_gpus_would_show_runs_on_ranks_of_the_cpu(in_the_pool, world, tmp_path):
     rates = json.loads(world.call(2, rates_of_links)[0])
     assert all(rate["median"] > 0 for rate in rates.values())
@@ -170,6 +173,7 @@ def rates_of_links():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_torchruns_ranks_print_as_json_is_returned(tmp_path):
     line = """import json, os
 for _ in range(300):

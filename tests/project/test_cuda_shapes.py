@@ -1,5 +1,7 @@
 """The cases of `make cuda-shapes`, which itself needs torch's build for CUDA."""
 
+import pytest
+
 from fsdp_trainer.config.composing.compose import compose
 from fsdp_trainer.models.attention import LAYOUTS
 from fsdp_trainer.models.config import FAMILIES
@@ -7,6 +9,7 @@ from fsdp_trainer.optim.optimizers import OPTIMIZERS
 from tools.cuda_shapes.cases import KERNELS, MODELS, WAITING, steps
 
 
+@pytest.mark.further
 def test_all_families_optimizers_and_layouts_of_attention_are_among_the_cases():
     cases = steps()
     assert {*KERNELS, *WAITING} <= cases.keys()

@@ -99,6 +99,7 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_site_is_built_and_fetches_nothing(tmp_path):
     built = build(REPO, tmp_path)
     assert built.returncode == 0, built.stderr

@@ -75,6 +75,7 @@ def test_the_steps_take_25_minutes_at_most_and_their_configurations_compose(devi
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_every_test_for_a_gpu_is_in_one_of_the_steps(tmp_path):
     files = [*GPU_TESTS, "tests/models/test_attention.py"]
     collect = [sys.executable, *TESTS, "--collect-only", "-q", "-o", "addopts=", *files]

@@ -40,6 +40,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_wheel_trains_a_recipe_from_any_folder(installed, tmp_path):
     command = [
         sys.executable,

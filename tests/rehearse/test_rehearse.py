@@ -92,6 +92,7 @@ def test_ranks_with_padding_are_a_kind_of_their_own():
     ], "11 of 32 rows, 11, and 10"
 
 
+@pytest.mark.further
 def test_stages_between_the_first_and_the_last_are_run_once_and_counted():
     words = [*WORDS, "sharding.pipeline=4", "model.num_hidden_layers=4", "batch.rows=16"]
     kinds = rehearsal_of(words, 8).kinds
@@ -117,7 +118,7 @@ STAGES = ["sharding.pipeline=2", "model.num_hidden_layers=4"]
         [*STAGES, "batch.rows=16", "sharding.pipeline_schedule=zbv"],
     ],
 )
-@pytest.mark.grid(2)
+@pytest.mark.further
 def test_micro_batches_that_are_not_run_change_nothing(words):
     few = rehearsal_of([*WORDS, *words], 2)
     with patch.object(
@@ -131,6 +132,7 @@ def test_micro_batches_that_are_not_run_change_nothing(words):
 
 
 LARGE = {
+    "DPO against the base": ("qwen3_0_6b_dpo_lora model.num_hidden_layers=4", 8),
     "DeepSeek-V3 with experts and stages": (
         "deepseek_v3_sft model.num_hidden_layers=8 sharding.pipeline=2 batch.micro_rows=1", 128
     ),
@@ -139,7 +141,6 @@ LARGE = {
     ),
     "QLoRA": ("llama8b_qlora model.num_hidden_layers=4", 4),
     "DPO with a reference": ("llama8b_dpo model.num_hidden_layers=4", 8),
-    "DPO against the base": ("qwen3_0_6b_dpo_lora model.num_hidden_layers=4", 8),
     "GRPO with a reference": (
         "qwen3_0_6b_grpo model.num_hidden_layers=4 objective.kl=0.1 objective.reference=start", 8
     ),
@@ -151,7 +152,7 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", LARGE)
-@pytest.mark.grid(4)
+@pytest.mark.grid(1)
 def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
     recipe, world = LARGE[run]
     words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]
@@ -175,6 +176,7 @@ def test_rows_are_those_of_the_data_if_it_is_here(capsys, tmp_path):
     assert reply["left_out"] == [f"data.path={gone}: it is not on this disk, and rows are full"]
 
 
+@pytest.mark.further
 def test_a_search_rehearses_its_fastest_three(capsys):
     words = ["plan.world_size=2", "plan.search=true", "batch.rows=8"]
     assert main(["plan", *GPUS, *words, "plan.rehearse=true"]) == 0
@@ -234,6 +236,7 @@ def test_what_cannot_be_rehearsed_is_refused(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.further
 def test_groups_of_ranks_hold_their_outer_weights_and_send_nothing_to_each_other(capsys):
     size = ["model.hidden_size=512", "model.intermediate_size=2048", "model.num_hidden_layers=4"]
     words = [*size, "plan.world_size=4", "batch.rows=8"]

@@ -146,7 +146,7 @@ def assert_weights(run, outer, own, tolerance):
     [(WHOLE, 2, 1), (WHOLE, 2, 2), (STREAMED, 2, 1), (WHOLE, 3, 1)],
     ids=["whole", "2 ranks", "streamed", "3 groups"],
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_three_outer_steps_are_those_of_a_plain_program(
     groups, words, folder, rows, tmp_path, choice, count, ranks
 ):
@@ -164,6 +164,7 @@ def test_three_outer_steps_are_those_of_a_plain_program(
     assert run.column("step") == list(range(1, steps + 1))
 
 
+@pytest.mark.further
 def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights(
     groups, words, folder, rows, tmp_path
 ):
@@ -199,6 +200,7 @@ def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(
     assert 1e-6 < largest <= step * 2 * changed / 127 / 2
 
 
+@pytest.mark.further
 def test_one_group_resumes_as_if_it_had_never_stopped(groups, words, tmp_path):
     own = [*words, *settings(WHOLE)]
     options = {"method": "diloco", "groups": 1, "base": ["launch.watchdog=false"]}

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from replica_groups import lighthouse
 from world import World
 
@@ -13,6 +14,7 @@ def doctor(pool, *words, ranks=1):
     return [json.loads(line) for line in results[0].out.splitlines()]
 
 
+@pytest.mark.further
 def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
     second = World()
     with lighthouse() as address, ThreadPoolExecutor(1) as thread:

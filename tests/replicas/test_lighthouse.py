@@ -23,6 +23,7 @@ def words(inputs):
     return [*(f"{key}={value}" for key, value in inputs.items()), f"train.steps={STEPS}"]
 
 
+@pytest.mark.further
 def test_groups_go_on_when_the_lighthouse_is_started_again(world, words, tmp_path):
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
         first = lighthouse()
@@ -53,6 +54,7 @@ def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path):
     assert "no meeting of the groups for 4 s" in end["reason"]
 
 
+@pytest.mark.further
 def test_a_lighthouse_does_not_outlive_who_started_it_for_groups():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     starter = subprocess.Popen([sys.executable, "-c", STARTER], **pipes)

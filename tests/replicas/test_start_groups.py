@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from world import SMALL, Run, alive, end, wait_until
 
 STEPS = 300
 
 
+@pytest.mark.further
 def test_a_group_that_is_killed_is_started_again_and_the_command_ends_with_0(inputs, tmp_path):
     words = [f"{key}={value}" for key, value in inputs.items()]
     place = [f"run.root={tmp_path}", "run.name=run"]

@@ -73,7 +73,7 @@ def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, layout):
     ranks, sharding = LAYOUTS[layout]
     run, _ = groups.train(tmp_path / "run", *words, *sharding, "replicas.min=2", ranks=ranks)
@@ -91,6 +91,7 @@ def test_a_killed_group_comes_back_with_the_state_of_the_others(
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.further
 def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbed, tmp_path):
     """Three groups of which two are enough: neither a line nor a checkpoint is missing."""
     seams = {0: killed_at(step=3)}
@@ -107,6 +108,7 @@ def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed,
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.further
 def test_a_run_whose_groups_were_all_lost_goes_on_from_its_checkpoint(
     groups, words, undisturbed, tmp_path
 ):
@@ -116,6 +118,7 @@ def test_a_run_whose_groups_were_all_lost_goes_on_from_its_checkpoint(
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.further
 def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
     data = [f"{key}={value}" for key, value in inputs.items()]
     how = [*data, *SPIKY, "train.on_spike=rewind", f"train.steps={inject.SPIKED + 2}"]
@@ -127,6 +130,7 @@ def test_groups_rewind_together_after_a_spike(groups, world, inputs, tmp_path):
     assert run.column("loss") == pytest.approx(alone.column("loss"), rel=1e-4)
 
 
+@pytest.mark.further
 def test_a_group_exports_the_run_that_others_have_finished(groups, words, tmp_path):
     groups.train(tmp_path / "run", *words)
     assert not list((tmp_path / "run").rglob("hf/model.safetensors"))
@@ -135,6 +139,7 @@ def test_a_group_exports_the_run_that_others_have_finished(groups, words, tmp_pa
     assert list((tmp_path / "run").rglob("hf/model.safetensors"))
 
 
+@pytest.mark.further
 def test_a_new_group_waits_for_others_that_hold_the_folder(groups, words, tmp_path):
     folder = tmp_path / "run"
     with ThreadPoolExecutor(1) as thread:
@@ -155,6 +160,7 @@ def test_a_plain_run_is_refused_while_groups_train_in_the_folder(world, words, t
             pass
 
 
+@pytest.mark.further
 def test_a_group_with_other_settings_is_refused_and_the_others_go_on(groups, words, tmp_path):
     folder = tmp_path / "run"
     rare = [f"{key}=9999" for key in ("train.steps", "train.validate_every", "checkpoint.every")]

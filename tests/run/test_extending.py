@@ -69,6 +69,7 @@ def test_a_metric_and_an_objective_of_ones_own_are_in_every_line(words, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_that_are_started_import_the_module_too(words, tmp_path):
     ranks = ["launch.nproc_per_node=2", "--import", "callback"]
     assert main([*words, *ranks]) == 0
@@ -160,6 +161,7 @@ def test_a_program_that_fails_stops_no_run(words, tmp_path, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_mlflow_gets_every_step_and_a_restart_goes_on_in_the_same_run(words, tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlflow").as_uri())

@@ -80,6 +80,7 @@ def ALL(*phase):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["sync", ALL("async")])
+@pytest.mark.grid(1)
 def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_are_the_same(
     train, undisturbed, phase, nth, rank, mode
 ):
@@ -101,6 +102,7 @@ def test_a_signal_in_any_phase_on_any_rank_stops_all_and_the_weights_at_the_end_
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_signal_amid_the_last_validation_leaves_it_to_the_next_start(train, undisturbed):
     stopped = train("run", *HOW, ranks=2, seam=inject.signalled("validation", 1, 12), code=75)
     assert stopped.column("step") == [1, 2, 3, 4]
@@ -149,6 +151,7 @@ def blocked_read(nth):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 9, 2), ALL(2, 5, 1)])
+@pytest.mark.grid(1)
 def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
     train, undisturbed, ahead, nth, step
 ):

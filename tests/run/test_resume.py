@@ -44,6 +44,7 @@ def started(folder, inputs, *overrides, env=None):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_does(
     train, tmp_path
 ):
@@ -72,6 +73,7 @@ def test_killed_hard_and_started_again_ends_bitwise_where_an_uninterrupted_run_d
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
     process = started(tmp_path / "run", inputs, "train.steps=100000", "launch.nproc_per_node=2")
     wait_until((tmp_path / "run" / "metrics.jsonl").exists, process)
@@ -87,6 +89,7 @@ def test_no_rank_outlives_a_launcher_that_was_killed_hard(inputs, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
     train, inputs, tmp_path
 ):

@@ -93,6 +93,7 @@ def measured():
         (["adapter.base=auto"], "torch.float32"),
     ],
 )
+@pytest.mark.grid(2)
 def test_only_gradients_of_adapters_are_sent_and_nothing_frozen_has_a_state(adapt, how, frozen):
     run = adapt("run", *LORA, *how, "train.steps=2", ranks=2, seam=measured)
     state = stored(newest(run))
@@ -139,6 +140,7 @@ def test_an_adapter_is_read_and_exported_although_its_base_was_moved(adapt, fold
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [LORA, ["train.freeze=['*embed_tokens*']"], []])
+@pytest.mark.grid(1)
 def test_a_run_resumes_with_its_base_in_another_folder(adapt, folder, how):
     common = [*how, "checkpoint.every=2", "checkpoint.keep=9"]
     whole = adapt("whole", *common, "train.steps=4")
@@ -203,6 +205,7 @@ def test_new_magnitudes_cannot_be_frozen(adapt):
         ("adapter=none", "the weights are not those of"),
     ],
 )
+@pytest.mark.grid(3)
 def test_other_adapters_are_refused_or_gone_on_with_where_that_can_be(adapt, change, refused):
     adapt("run", *LORA, "train.steps=1")
     key, _, value = change.partition("=")
@@ -221,6 +224,7 @@ def test_other_adapters_are_refused_or_gone_on_with_where_that_can_be(adapt, cha
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_bad_numbers_and_spikes_are_seen_with_frozen_weights(adapt):
     run = adapt("bad", *LORA, "train.steps=4", ranks=2, seam=inject.bad_gradient())
     assert [event["step"] for event in run.event("skipped")] == [3]
@@ -231,6 +235,7 @@ def test_bad_numbers_and_spikes_are_seen_with_frozen_weights(adapt):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_is_rewound_with_frozen_weights_that_have_moved(train, folder):
     how = [*SPIKY, *LORA, "train.on_spike=rewind", "tokenizer.path=demo:bytes"]
     how += ["train.rewind_margin=8"]

@@ -104,7 +104,7 @@ def shown(world, inputs, common):
 
 
 @pytest.mark.slow
-@pytest.mark.grid(5)
+@pytest.mark.grid(3)
 def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(ours, shown, folder):
     run, rows = ours(), shown()
     loss, norm, tokens, _ = plain_training(folder, rows)

@@ -167,6 +167,7 @@ FORMATS = {
 @pytest.mark.parametrize(
     "name", ["fp32", *(pytest.param(name, marks=pytest.mark.faults) for name in list(FORMATS)[1:])]
 )
+@pytest.mark.grid(1)
 def test_one_bad_number_on_one_rank_leaves_every_byte_of_every_format(train, name, bad):
     run = train("run", *EVERY, *FORMATS[name], ranks=4 if name == "hsdp" else 2, seam=bad)
     two, three, four = (stored(checkpoint(run, step)) for step in (2, 3, 4))
@@ -261,6 +262,7 @@ def test_a_warning_changes_nothing_of_training_and_names_the_rows(spiky, chats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.grid(1)
 def test_a_skipped_spike_leaves_every_byte_as_it_was(spiky, ranks):
     short = f"train.steps={SPIKED + 1}"
     run = spiky("skip", short, f"checkpoint.every={SPIKED - 1}", ranks=ranks)
@@ -291,6 +293,7 @@ def never_had_them(real, self):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), (2, "async")])
+@pytest.mark.grid(1)
 def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky, ranks, mode):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -314,6 +317,7 @@ def test_a_rewound_run_ends_bitwise_where_one_does_that_never_had_the_rows(spiky
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(train, spiky):
     """Counted in epochs: the rows left out make it shorter."""
     how = [*SPIKY, "train.on_spike=rewind", "train.steps=null", "train.epochs=2"]
@@ -329,6 +333,7 @@ def test_a_rewound_run_that_is_killed_goes_on_bitwise_and_ends_with_its_data(tra
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_is_stopped_before_it_has_read_of_a_spike_is_taken_back_too(train, spiky):
     whole = spiky("rewind")
     how = [*SPIKY, LONG, "train.on_spike=rewind", "logging.every=24"]
@@ -413,6 +418,7 @@ def test_wrong_values_are_refused(train, bad):
         (4, ["sharding.tensor=2", "sharding.context=2"], [0, 1]),
     ],
 )
+@pytest.mark.grid(1)
 def test_a_replica_that_holds_another_bit_is_named_and_nothing_of_it_is_saved(
     train, ranks, how, named
 ):
@@ -495,6 +501,7 @@ def never_the_same(rank=None):
 @pytest.mark.parametrize(
     ("only_rank", "ranks"), [(None, [0]), (None, [0, 1]), pytest.param(1, [1], id="one of two")]
 )
+@pytest.mark.grid(1)
 def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run(
     train, only_rank, ranks
 ):

@@ -248,6 +248,7 @@ def told_groups():
         ),
     ],
 )
+@pytest.mark.grid(1)
 def test_gradients_are_the_same_however_they_travel(train, ranks, how, groups):
     common = ["train.steps=4", "batch.micro_rows=1"]
     other = [

@@ -281,6 +281,7 @@ def test_ranks_that_a_layout_does_not_divide_are_a_problem(doctor):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_folder_that_is_not_shared_and_other_data_are_named_and_train_refuses_both(
     doctor, train, tmp_path
 ):

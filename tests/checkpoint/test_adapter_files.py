@@ -551,6 +551,7 @@ def test_ranks_share_the_digests_of_an_adapters_base(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_verify_compares_with_peft_and_computes_the_loss(train, world, tmp_path, chats):
     base = make_folder(tmp_path / "base")
     merge = ["adapter=dora", "checkpoint.merge=true", f"model.init_from={base}"]

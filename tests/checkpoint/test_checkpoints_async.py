@@ -141,6 +141,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_from_th
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_error_of_one_rank_alone_leaves_no_rank_waiting(train, world):
     # what is no OSError befalls rank 0 alone, where the others cannot know of it
     broken = inject.fails("checkpoint_complete", ValueError("something else"))

@@ -212,6 +212,7 @@ def is_manifest(path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_shared_disk_that_lags_is_waited_for(train, two_checkpoints, tmp_path):
     shutil.copytree(two_checkpoints.folder, tmp_path / "run")
     lags = inject.unseen("exists", is_manifest, rank=1, seconds=3)
@@ -246,6 +247,7 @@ def write_step_2_wrong(real, path, windows):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_only_other_checkpoint_goes_when_the_new_one_was_read_back(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.patience=1s"]
     lies = inject.around("checkpoint_write", write_step_2_wrong, rank=1)

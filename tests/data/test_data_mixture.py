@@ -494,6 +494,7 @@ def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_no_rewind_goes_back_beyond_a_change_of_the_data(train, sources):
     """Rows before the change had other numbers."""
     how = [*SPIKY, "train.on_spike=rewind", "train.rewind_margin=4"]

@@ -515,6 +515,7 @@ def waits(train, tmp_path, data, beats, code):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_wait_for_as_long_as_there_are_signs_of_life(train, tmp_path, data):
     assert waits(train, tmp_path, data, beats=True, code=0).column("step") == [1]
 

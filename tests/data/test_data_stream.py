@@ -288,6 +288,7 @@ def slow_file(for_ever=False):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rank_that_waits_for_its_files_is_named_and_keeps_the_others_out_of_time_outs(
     train, files
 ):

@@ -74,6 +74,7 @@ def test_a_task_has_the_same_number_in_training_and_after_it(world, tmp_path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_divide_a_task_and_answers_of_one_turn_are_one_too(world, tmp_path, capsys, task):
     run = world.train(tmp_path / "run", *GRPO, f"data.cache={tmp_path}")
     plain = tmp_path / "plain.yaml"

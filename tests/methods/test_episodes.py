@@ -188,6 +188,7 @@ def test_any_ranks_play_the_same_rollouts_and_learn_the_same(world, tmp_path, re
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_goes_on_amid_rollouts_that_were_made_together(world, tmp_path):
     words = [*GRPO, own(tmp_path, ECHO % TURNS), f"data.cache={tmp_path / 'c'}"]
     words += ["objective.updates=2", "train.steps=4", "checkpoint.every=1", "checkpoint.keep=9"]
@@ -218,7 +219,7 @@ def rollout(address, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["objective.ahead=1", "launch.rollout_ranks=1"]])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_run_learns_from_programs_that_ask_the_model(world, tmp_path, more):
     file = tmp_path / "agent.py"
     file.write_text(PROGRAM)

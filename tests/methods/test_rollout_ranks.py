@@ -86,6 +86,7 @@ def test_generation_and_training_go_on_at_the_same_time(world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_stop_waits_for_open_rollouts_and_a_resume_goes_on_exactly(world, tmp_path):
     keys = [*GRPO, "objective.ahead=2", "objective.round_tokens=3", ONE, f"data.cache={tmp_path}"]
     whole = world.train(tmp_path / "whole", *keys, ranks=2)

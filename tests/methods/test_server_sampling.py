@@ -166,7 +166,7 @@ class Echo:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [[], ["sharding.tensor=2"]], ids=["", "tensor"])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_turns_of_a_server_that_fails_and_starts_again_are_those_of_one_that_does_not(
     world, model, tmp_path, layout
 ):

@@ -103,6 +103,7 @@ def keys(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_good_and_bad_answers_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
     layouts = (
         (1, ["batch.micro_rows=6"]),

@@ -393,6 +393,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_biases_of_routers_do_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
     how = [*MOVING, "train.steps=4", "checkpoint.export_hf=true"]
     runs = [

@@ -195,6 +195,7 @@ def test_random_weights_that_are_frozen_are_drawn_again(train, world, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_base_that_is_gone_or_has_changed_is_named(train, world, base, tmp_path):
     common = [*begin_from(base), SOME]
     train("first", *begin_from(base), "train.steps=1", "checkpoint.export_hf=true", base=ROWS)

@@ -169,7 +169,7 @@ def test_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_each_gradient_is_that_of_transformers(train, folders, data, kind):
     file, chats = data
     samples = samples_of(folders[kind], file, chats)
@@ -442,7 +442,7 @@ ALIKE = ["batch.rows=4", "data.packing=none", "train.steps=2"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_ways_to_compute_change_nothing(train, folders, data, way):
     runs = [
         run_of(train, f"run{len(own)}", folders["qwen3_vl"], data[0], *ALIKE, *own, ranks=2)

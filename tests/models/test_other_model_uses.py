@@ -93,7 +93,7 @@ WAYS = (
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])
 @pytest.mark.parametrize("own", WAYS, ids=" ".join)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_ways_to_compute_change_nothing(run, kind, own):
     plain, other = run("plain", kind), run("other", kind, *own)
     assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-5)
@@ -184,6 +184,7 @@ def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
     assert len(trained.metrics) == 3
 
 
+@pytest.mark.further
 def test_unpaired_answers_are_learned(run, tmp_path):
     answers = write_labelled(tmp_path / "labelled.jsonl")
     assert len(run("kto", "granite", "objective=kto", f"data.path={answers}").metrics) == 3
@@ -354,6 +355,7 @@ def test_rows_longer_than_learned_positions_are_refused(run):
     assert "longer than the model's context (128 positions)" in refused.err
 
 
+@pytest.mark.further
 def test_the_start_says_what_computes_the_model_and_its_rows(run):
     said = run("said", "mamba").out
     assert "computed by transformers' class MambaForCausalLM" in said

@@ -403,6 +403,7 @@ def test_a_profile_holds_exactly_the_steps_asked_for_with_their_phases_blocks_an
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_one_rank_is_late_by_is_gradient_sync_that_the_other_waits_in(profiled):
     phases = json.loads((profiled.folder / "profile" / "steps-2-3-phases.json").read_text())
     fast, slow = phases["ranks"]["0"], phases["ranks"]["1"]

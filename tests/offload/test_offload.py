@@ -59,6 +59,7 @@ def test_every_place_of_states_gives_the_same_bits(train, ranks, words):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_weights_to_compute_with_may_be_on_the_host_too(train):
     words = ["train.steps=3", "precision.param_dtype=bfloat16", "batch.micro_rows=1"]
     device = train("device", *words, ranks=2)
@@ -66,6 +67,7 @@ def test_weights_to_compute_with_may_be_on_the_host_too(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_reference_that_is_read_before_the_first_step_has_the_weights(train, tmp_path):
     words = ["train.steps=2", "objective=dpo", f"data.path={write_pairs(tmp_path / 'pairs.jsonl')}"]
     device, disk = (
@@ -76,6 +78,7 @@ def test_a_reference_that_is_read_before_the_first_step_has_the_weights(train, t
     assert_same(disk, device)
 
 
+@pytest.mark.further
 def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkpoint(train):
     """The checkpoints link the files, and later updates leave these alone."""
     words = ["train.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]

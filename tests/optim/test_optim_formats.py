@@ -132,6 +132,7 @@ def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, of_
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_chunks_change_nothing(of_one_process):
     with inject.setting("optimizer_chunk", {"cpu": 256}):
         assert_equal_states(five_steps_in_all_formats(), of_one_process)
@@ -407,7 +408,7 @@ def test_a_run_goes_on_bitwise_in_every_format(train, how):
 @pytest.mark.parametrize(
     ("how", "before", "after"), [(EIGHT_BIT, 2, 1), (EIGHT_BIT, 1, 4), (PURE, 1, 4)], ids=str
 )
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_run_goes_on_on_another_world_in_every_format(train, how, before, after):
     """If weights are bfloat16, moments are too."""
     common = [*how, "schedule=constant", "batch.micro_rows=1"]
@@ -510,6 +511,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_without_a_row_of_a_matrix_take_part(train):
     few = [
         *EIGHT_BIT,

@@ -221,6 +221,7 @@ def test_an_export_is_the_same_bytes_however_rows_were_split(train, tmp_path, wo
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_streamed_rows_are_split(train):
     how = ["data.streaming=true", "train.steps=3", "schedule=constant"]
     whole = train("whole", *how)

@@ -179,7 +179,7 @@ QUICK = ("two",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)
@@ -262,6 +262,7 @@ def test_an_adapter_of_experts_in_4_bits_goes_on_with_any_expert_degree(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_losses_of_experts_and_their_load_are_those_of_one_process(train):
     how = [*SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01"]
     how += ["train.steps=3", "batch.rows=4", "batch.micro_rows=1", "optim.lr=1e-2"]

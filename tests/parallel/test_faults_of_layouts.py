@@ -17,7 +17,7 @@ LAYOUTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_bad_step_a_spike_and_a_stop_are_met_by_all_ranks_alike(train, ranks, layout):
     """A gradient that is not finite on the last rank, a spike, then a signal to the first one."""
     how = [*SPIKY, *layout, "train.on_spike=rewind", f"train.steps={SPIKED + 2}"]

@@ -70,7 +70,7 @@ def test_the_loss_is_near_that_of_bfloat16(train, exact, recipe):
     ],
     ids=" ".join,
 )
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_run_goes_on_bitwise_on_two_ranks(train, how):
     common = [*FLOAT8, *how, "batch.micro_rows=3", "checkpoint.every=2"]
     ranks = 4 if "sharding=hsdp" in how else 2

@@ -245,6 +245,7 @@ def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_does_not_fit_names_the_least_memory_that_would_do(capsys):
     words = ["model=llama3_8b", "plan.gpu=h100", "plan.world_size=1", "batch.rows=8"]
     assert main(["plan", *words, "plan.memory_gib=1", "plan.format=json"]) == 3

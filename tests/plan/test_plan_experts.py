@@ -68,7 +68,7 @@ def measured(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_ranks_send_the_bytes_that_the_plan_counts(measured, layout):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
     cfg, config, step = measured(layout)
@@ -102,6 +102,7 @@ def test_ranks_hold_what_the_plan_says(measured, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_512_ranks_send_the_rows_that_the_plan_counts(world):
     """Two blocks as wide as Qwen3 30B-A3B's, on ranks that do not exist."""
     words = ("model.num_hidden_layers=2", "plan.world_size=512", "batch.rows=512",

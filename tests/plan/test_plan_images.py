@@ -118,6 +118,7 @@ def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path):
     assert max(frozen.peak_bytes, recomputed.peak_bytes) < large.peak_bytes
 
 
+@pytest.mark.further
 def test_a_plan_says_how_many_tokens_are_of_images(tmp_path, capsys):
     folder = tmp_path / "qwen3_vl"
     architecture(tmp_path, "qwen3_vl")

@@ -50,7 +50,7 @@ def test_512_ranks_issue_the_messages_that_the_plan_counts(world):
 @pytest.mark.parametrize(
     ("schedule", "tied"), [("1f1b", "false"), ("interleaved", "false"), ("zbv", "true")]
 )
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_stages_send_the_messages_that_the_plan_counts(world, schedule, tied):
     words = [*STAGES, f"sharding.pipeline_schedule={schedule}", f"model.tie_word_embeddings={tied}"]
     cfg = compose("plan", words, inputs=False)

@@ -66,6 +66,7 @@ def test_405b_on_512_gpus_has_layouts():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_ranks_without_rows_are_given_parts_of_rows(capsys):
     words = ["model=llama3_2_1b", "batch.rows=4", "plan.world_size=16", "plan.gpu=h100"]
     layouts = searched(capsys, *words)["layouts"]
@@ -126,6 +127,7 @@ def test_what_was_typed_is_searched_all_the_same(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_70b_on_512_gpus_takes_few_tries():
     words = ["+recipe=llama70b_sft", "plan.gpu=h100", "plan.world_size=512", "batch.rows=4096"]
     cfg = compose("plan", words, inputs=False)

@@ -43,6 +43,7 @@ def test_a_run_that_does_not_fit_ends_with_3(capsys):
     assert not reply["fits"]
 
 
+@pytest.mark.further
 def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
     wide = ["plan.world_size=2", "model.hidden_size=512", "model.intermediate_size=2048"]
     few = answer(capsys, *wide)
@@ -164,6 +165,7 @@ def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
         assert reply["bytes_sent"][name] == pytest.approx(planned, rel=0.05), name
 
 
+@pytest.mark.further
 def test_rows_are_those_of_the_data_if_it_is_here(capsys, tmp_path):
     short, gone = tmp_path / "short.jsonl", tmp_path / "gone.jsonl"
     short.write_text("".join(json.dumps({"text": "a" * 9}) + "\n" for _ in range(40)))

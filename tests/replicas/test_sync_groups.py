@@ -99,6 +99,7 @@ def test_the_group_that_writes_the_files_may_be_killed(groups, words, undisturbe
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.further
 def test_all_groups_stop_together_and_resume_exactly(groups, words, undisturbed, tmp_path):
     more = [*words, "replicas.min=2"]
     stop = inject.at("forward", partial(inject.send, signal.SIGTERM), step=3)

@@ -352,6 +352,7 @@ PEER_DIES = inject.together(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_signal_after_another_rank_has_died_ends_this_one_at_once(train, tmp_path):
     with pytest.raises(RankFailed, match="rank 0: died"):
         train("run", "train.steps=4", ranks=2, seam=PEER_DIES)
@@ -450,6 +451,7 @@ LONG_WAITS = ("checkpoint_wait", "compare_copies", "records_write")
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_waits_that_may_be_long_are_no_ordinary_phases(train):
     how = ["train.steps=6", "checkpoint=async", "checkpoint.every=2", "train.check_every=2"]
     run = train(

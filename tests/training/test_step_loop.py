@@ -183,6 +183,7 @@ def counted_objects():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_many_steps_leave_nothing_behind(train):
     run = train(
         "run", "train.steps=150", "train.gc_every=25", "logging.every=10", seam=counted_objects
@@ -202,6 +203,7 @@ def gathered(run):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_backward_gathers_the_blocks_but_not_the_embedding(train):
     run = train(
         "run",

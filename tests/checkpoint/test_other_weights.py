@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -190,6 +191,23 @@ def test_a_checkpoint_of_torchtitans_is_read(tmp_path, family, place, is_newer):
     require_equal(folder, other / place)
 
 
+class EarlyPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_a_description_that_an_early_python_3_11_has_written_is_read(tmp_path):
+    folder, other = make_other(tmp_path)
+    dcp.save(as_meta(of(folder)), checkpoint_id=other)
+    description = pickle.loads((other / ".metadata").read_bytes())
+    with (other / ".metadata").open("wb") as file:
+        EarlyPickler(file).dump(description)
+    assert b"getattr" in (other / ".metadata").read_bytes()
+    require_equal(folder, other)
+
+
 def save_sharded(folder, checkpoint):
     """Save a model that FSDP2 has sharded over all ranks, as accelerate does."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -230,6 +248,11 @@ class Evil:
         return print, ("code of others runs",)
 
 
+class Attribute:
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
 @pytest.mark.parametrize(
     ("write", "reason"),
     [
@@ -241,6 +264,7 @@ class Evil:
             "w is a view that is not contiguous",
         ),
         (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Evil())), "holds more than that"),
+        (lambda p: (p / ".metadata").write_bytes(pickle.dumps(Attribute())), "it reads numel of"),
         (
             lambda p: torch.save({"model.embed_tokens.weight": torch.ones(9, 9)}, p / "a.pt"),
             "is missing; the model has it with shape",

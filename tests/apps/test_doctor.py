@@ -346,6 +346,7 @@ def test_settings_that_cost_speed_come_with_advice(doctor):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_rank_that_does_not_come_and_a_store_that_cannot_be_reached_are_told(world):
     (alone,) = world.command("doctor", *QUICK, "launch.timeout=1s", env={"WORLD_SIZE": "2"}, code=3)
     assert "waited 1 s for all 2 ranks" in alone.err

@@ -468,6 +468,7 @@ def test_a_base_model_is_looked_for_beside_the_adapter(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_wrong_base_and_a_second_merge_are_refused(train, world, tmp_path):
     base = make_folder(tmp_path / "base")
     merge = ["adapter=lora", "checkpoint.merge=true", f"model.init_from={base}"]

@@ -224,6 +224,7 @@ def test_totals_are_those_of_the_rows(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_gsm8k_fills_98_percent_of_its_rows(tmp_path):
     if not SHARED.is_dir():
         pytest.skip("needs real data, which is not shipped")

@@ -141,6 +141,7 @@ def test_the_first_bad_rows_are_told_whichever_process_finds_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "interrupted"])
+@pytest.mark.grid(1)
 def test_what_is_finished_when_a_process_dies_is_not_done_again(tmp_path, data, many_parts, how):
     whole = made(str(data), tmp_path / "whole")
     given = []

@@ -335,6 +335,7 @@ def one_file_gone_and_one_that_hangs():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_nobody_waits_for_a_file_once_another_rank_has_failed(train):
     run = train(
         "run",

@@ -508,6 +508,7 @@ def test_a_model_of_tiktoken_gives_the_tokens_of_its_vocabulary(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_special_tokens_of_llama_3_are_known_by_its_number_of_ranks(tmp_path):
     tokens = [bytes([i]) for i in range(256)]
     tokens += [b"%c%c" % divmod(i, 256) for i in range(1 << 16)]

@@ -158,8 +158,7 @@ def keys(tmp_path_factory):
 def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
     layouts = (
         (1, ["batch.micro_rows=6"]),
-        (2, ["sharding.tensor=2", "batch.micro_rows=2"]),
-        (4, ["sharding.context=2", "batch.micro_rows=1"]),
+        (4, ["sharding.tensor=2", "sharding.context=2", "batch.micro_rows=2"]),
     )
     runs = [
         world.train(
@@ -225,6 +224,7 @@ def test_a_references_sums_are_checked_but_for_those_of_versions_without_checksu
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_first_model_is_the_reference_of_whole_weights_also_after_a_resume(
     world, keys, tmp_path
 ):

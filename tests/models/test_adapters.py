@@ -345,7 +345,7 @@ WAYS = [
     WAYS,
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
     common = ["adapter=lora"] * (common != DORA) + common
     common += [f"model.init_from={folder}"]

@@ -282,7 +282,7 @@ def changed_parts(folder, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
     more = [f"train.freeze=[{part}]", "batch.rows=2", "train.steps=2"]
     run = run_of(train, part, folders["qwen3_vl"], data[0], *more, ranks=2)
@@ -291,7 +291,7 @@ def test_a_part_can_be_frozen_by_its_name(train, folders, data, part):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "targets"), [("llava", "all"), ("qwen3_vl", "[all,vision]")])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_adapters_are_on_the_language_model_and_on_the_tower_if_asked(
     train, folders, data, kind, targets
 ):
@@ -453,7 +453,7 @@ def test_ways_to_compute_change_nothing(train, folders, data, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_blocks_of_language_model_and_tower_that_are_computed_again_change_no_bit(
     train, folders, data, kind
 ):

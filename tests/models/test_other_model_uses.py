@@ -93,7 +93,7 @@ WAYS = (
 
 @pytest.mark.parametrize("kind", ["gpt2", MIXING])
 @pytest.mark.parametrize("own", WAYS, ids=" ".join)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_ways_to_compute_change_nothing(run, kind, own):
     plain, other = run("plain", kind), run("other", kind, *own)
     assert plain.column("loss") == pytest.approx(other.column("loss"), abs=1e-5)
@@ -143,7 +143,7 @@ def test_a_base_in_four_bits_is_trained_through_an_adapter(run):
 
 
 @pytest.mark.parametrize("kind", ["granitemoe", "glm4_moe", MIXING])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_experts_are_kept_evenly_loaded_on_any_ranks(run, kind):
     own = ["loss.load_balancing=0.1", "loss.router_z_loss=0.01", "optim.lr=1e-2", "train.steps=4"]
     one, two = run("one", kind, *own, ranks=1), run("two", kind, *own)
@@ -191,7 +191,7 @@ def test_unpaired_answers_are_learned(run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["granite", "phi"])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_teacher_is_learned_from(run, folders, kind):
     own = ["objective=distil", f"objective.teacher={folders(kind)}", "objective.share=1"]
     trained = run("distil", kind, *own)

@@ -202,6 +202,7 @@ def test_what_cannot_be_combined_is_refused_with_what_can(train, words, wanted):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_norms_of_whole_matrices_are_computed_on_the_host(train):
     words = ["train.steps=3", "optim=lamb"]
     assert_same(train("host", *words, CPU, ranks=2), train("device", *words, ranks=2))

@@ -149,6 +149,7 @@ def saved_by_compiled_blocks(**settings) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_larger_budget_keeps_more():
     saved = []
     for settings in ({"mode": "budget", "budget": 0.0}, {"mode": "budget", "budget": 0.5}, {}):

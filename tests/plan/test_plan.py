@@ -538,6 +538,7 @@ def seconds(*words):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_speed_depends_on_what_bounds_it():
     usual, compiled = seconds(), seconds("compile=enabled")
     assert seconds("precision=fp8") == usual, "casts are not compiled"

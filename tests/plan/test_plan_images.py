@@ -98,6 +98,7 @@ def test_memory_and_messages_of_a_step_with_images_are_the_planned_ones(world, t
         assert planned.reduced == pytest.approx(sent.get(Message(2, False), 0), rel=0.01), name
 
 
+@pytest.mark.further
 def test_images_cost_memory_and_time_and_less_with_a_frozen_tower(tmp_path):
     config = architecture(tmp_path, "qwen3_vl")
 

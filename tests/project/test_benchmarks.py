@@ -140,7 +140,7 @@ def test_the_gpu_benchmark_runs_where_there_is_none_with_tiny_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["preferences", "rollouts", "tool_rollouts"])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_what_is_compared_with_trl_runs_without_it_and_says_what_is_skipped(
     in_the_pool, enter, monkeypatch, capsys, name
 ):

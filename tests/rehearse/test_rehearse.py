@@ -85,6 +85,7 @@ def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
     assert "rank 2 nothing more" in mismatch
 
 
+@pytest.mark.further
 def test_ranks_with_padding_are_a_kind_of_their_own():
     kinds = rehearsal_of([*WORDS, "batch.rows=6"], 3).kinds
     assert [(one.kind.rank, one.kind.count, one.kind.runs) for one in kinds] == [

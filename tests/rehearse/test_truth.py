@@ -89,7 +89,7 @@ def passed(step):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_a_real_step_has_the_collectives_and_the_peak_of_its_rehearsal(
     train, rows, tmp_path, layout
 ):

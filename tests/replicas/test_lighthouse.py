@@ -40,6 +40,7 @@ def test_groups_go_on_when_the_lighthouse_is_started_again(world, words, tmp_pat
     assert [e["groups"] for e in shared.event("groups")][-1] == 2
 
 
+@pytest.mark.further
 def test_a_run_whose_lighthouse_stays_away_says_so(world, words, tmp_path):
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
         first = lighthouse()

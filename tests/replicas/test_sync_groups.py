@@ -65,6 +65,7 @@ def counts(run):
     return [(e["step"], e["groups"]) for e in run.event("groups")]
 
 
+@pytest.mark.further
 def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, tmp_path):
     (run,) = groups.train(tmp_path / "run", *words, groups=1)
     assert run.column("loss") == undisturbed.column("loss")

@@ -151,7 +151,7 @@ def blocked_read(nth):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ahead", "nth", "step"), [(0, 5, 1), (2, 9, 2), ALL(2, 5, 1)])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_rank_whose_data_hangs_stops_with_the_others_after_the_step_before(
     train, undisturbed, ahead, nth, step
 ):

@@ -530,6 +530,7 @@ def test_kernels_that_are_not_deterministic_are_told_once_and_do_not_end_the_run
     ],
     ids=str,
 )
+@pytest.mark.grid(1)
 def test_looking_changes_nothing_of_a_healthy_run(train, how):
     ranks = 4 if "sharding=hsdp" in how else 2
     common = ["train.steps=6", "batch.micro_rows=1", *how]

@@ -82,6 +82,7 @@ def test_the_thread_ends_however_the_loop_is_left():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_making_ahead_changes_nothing_and_a_run_goes_on_bitwise(train):
     how = ["batch.micro_rows=2", "batch.rows=7", "schedule=constant"]
     plain = train("plain", *how, "train.steps=6", ranks=2)

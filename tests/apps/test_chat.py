@@ -393,6 +393,7 @@ def test_an_image_of_a_request_is_answered_as_by_generate_and_its_page_takes_ima
             assert page.locator(".turn.assistant").count() == 1
 
 
+@pytest.mark.further
 def test_the_page_of_a_model_for_text_takes_no_images(server):
     with browser_page(server.url) as page:
         page.goto(server.url)

@@ -319,6 +319,7 @@ def a_folder_that_is_seen_late():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
     assert (
         len(train("run", "train.steps=1", ranks=2, seam=a_folder_that_is_seen_late()).metrics) == 1

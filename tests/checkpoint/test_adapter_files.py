@@ -170,6 +170,7 @@ def test_peft_loads_our_adapter_and_gives_our_logits(train, tmp_path, family, op
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_exports_do_not_depend_on_the_number_of_ranks(train, tmp_path):
     base = make_folder(tmp_path / "base", "phi3")
     options = [*RUN, "adapter=dora", "adapter.also=[head]", "checkpoint.merge=true"]
@@ -304,6 +305,7 @@ def test_our_adapter_comes_back_as_it_was(train, world, tmp_path, family):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_began_from_an_adapter_goes_on_without_it(train, tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter")
@@ -341,6 +343,7 @@ def test_frozen_matrices_of_an_adapter_are_those_that_it_began_from(train, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_model_begins_from_merged_weights(train, tmp_path):
     base = make_folder(tmp_path / "base")
     theirs = make_adapter(base, tmp_path / "adapter")

@@ -94,6 +94,7 @@ def improvements(run):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
     how = [*HOW, "checkpoint.best=true"]
     first = train("first", *how, "train.steps=4")
@@ -249,6 +250,7 @@ def test_a_key_that_is_younger_than_the_checkpoint_had_its_default(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_a_crash_or_another_branch_left_does_not_stay_for_ever(train):
     how = ["schedule=constant", "checkpoint.every=1", "checkpoint.keep=2"]
     run = train("run", *how, "train.steps=4")

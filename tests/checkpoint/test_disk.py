@@ -101,6 +101,7 @@ def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_is_started_again_on_a_full_disk_goes_on(
     train, undisturbed, small_disk, tmp_path
 ):

@@ -129,6 +129,7 @@ def test_matrices_in_float8_are_decoded_and_blocks_for_further_tokens_passed_ove
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_mxfp4_is_read_as_transformers_decodes_it_and_exported_in_bfloat16(train, export, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "shard": "1GB"}
     folder = make_folder(tmp_path / "in", family="gpt_oss", dtype=torch.bfloat16, **sizes)

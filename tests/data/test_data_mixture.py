@@ -271,6 +271,7 @@ def test_what_a_version_without_segments_did_counts_by_the_epochs_of_now():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_cost_of_attention_is_looked_up_in_one_epoch_of_each_source():
     """At a start: a small source with a large weight has thousands."""
     small, large = text_component("small", [16], 0.9), text_component("large", [8, 8] * 100, 0.1)
@@ -458,6 +459,7 @@ def test_an_epoch_of_a_mixture_ends_exactly_and_goes_on_bitwise_after_a_stop(tra
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_source_is_added_at_resume_where_that_is_allowed(train, sources):
     how = ["schedule=constant", "checkpoint.every=2"]
     before = train("run", by("repeat", sources, 1, 1), *how, "train.steps=3").event("data")[-1][

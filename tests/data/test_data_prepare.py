@@ -184,6 +184,7 @@ def children(pid):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_processes_that_tokenize_end_with_the_one_that_started_them(tmp_path):
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(2):  # more than one process is worth, and not done before it is killed

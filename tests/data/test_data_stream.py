@@ -467,6 +467,7 @@ TWO_STEPS_LEFT_OUT = inject.together(
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_rows_that_a_rewind_leaves_out_are_jumped_over(train):
     plain = train("plain", *STREAMED, "train.steps=8")
     jumps = train("jumps", *STREAMED, "train.steps=6", seam=TWO_STEPS_LEFT_OUT)

@@ -270,6 +270,7 @@ def test_a_run_that_was_stopped_amid_an_evaluation_neither_loses_nor_repeats_it(
     ]
 
 
+@pytest.mark.further
 def test_tasks_in_training_give_the_same_numbers_however_the_model_is_sharded(train, tasks):
     chosen = [f"evaluation.tasks=[{tasks[0]},{tasks[3]}]", "evaluation.limit=5"]
     still = ["train.steps=1", "optim.lr=0", "batch.micro_rows=1", "launch.timeout=120s"]

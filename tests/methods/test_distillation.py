@@ -559,7 +559,7 @@ def test_a_teacher_that_does_not_fit_is_refused_with_what_differs(world, keys, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", CASES)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_every_gradient_is_that_of_whole_logits_on_any_ranks(world, ranks):
     expected = [by_autograd(*case) for case in CASES[ranks]]
     for results in world.call(ranks, distilled, CASES[ranks]):

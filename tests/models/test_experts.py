@@ -347,6 +347,7 @@ def test_padding_goes_to_no_expert_that_is_counted():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_balancing_does_not_depend_on_ranks_micro_batches_recomputation_or_a_restart(train):
     how = [
         *SMALL, "schedule=constant", "loss.load_balancing=0.1", "loss.router_z_loss=0.01",

@@ -138,7 +138,7 @@ slow = pytest.mark.slow
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_training_is_bitwise_that_on_the_decoded_weights(
     train, compiled, tmp_path, ranks, family, dtype, how
 ):

@@ -288,6 +288,7 @@ def every_block_balanced():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_losses_of_blocks_are_learnt_alike_however_the_blocks_are_sharded(train):
     how = ["train.steps=3", "batch.rows=4", "batch.micro_rows=2", "loss.z_loss=1e-9"]
     variants = ["sharding=fsdp", "activation_checkpoint=full", "sharding=ddp"]

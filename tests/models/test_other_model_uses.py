@@ -65,7 +65,7 @@ def load(folder):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", MIXING, "mamba"])
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_run_that_is_stopped_ends_bitwise_as_an_uninterrupted_one(run, kind):
     steady = ["schedule=constant", "train.steps=4"]
     whole = weights(run("whole", kind, *steady))
@@ -116,7 +116,7 @@ def test_sixteen_bits_train(run):
 
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "phi"])
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
     from peft import PeftModel
 

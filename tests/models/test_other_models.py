@@ -138,7 +138,7 @@ def test_each_gradient_is_that_of_transformers(train, tmp_path, documents, kind)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES_OF_ZOO)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_both_implementations_of_a_family_agree(train, tmp_path, documents, family):
     file, _ = documents
     # transformers gives the embedding of a padding token no gradient
@@ -183,6 +183,7 @@ def row_of_table(kind, folder):
     return f"| `{kind}` | {packing} | {parts} |"
 
 
+@pytest.mark.further
 def test_the_page_has_the_architectures_that_are_tested(tmp_path):
     rows = [row_of_table(kind, make_other_folder(tmp_path / kind, kind)) for kind in OTHERS]
     head = ["| `model_type` | packed documents are kept apart by | |", "|---|---|---|"]

@@ -255,6 +255,7 @@ def test_a_run_goes_on_with_its_momentum_on_any_number_of_ranks(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_bad_number_on_one_rank_skips_the_step_of_all_matrices(train):
     options = [*MUON, "train.steps=4", "checkpoint.every=1", "checkpoint.keep=9"]
     run = train("run", *options, "batch.micro_rows=1", ranks=2, seam=inject.bad_gradient(3))

@@ -197,7 +197,7 @@ def unsharded():
 @pytest.mark.parametrize(
     "layout", ["columns", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])]
 )
-@pytest.mark.grid(2)
+@pytest.mark.further
 def test_the_same_gradients_give_the_same_bits_where_columns_are_sharded(world, unsharded, layout):
     together = world.call(math.prod(LAYOUTS[layout][0]), steps_of_layout, layout)[0]
     assert_equal_states(together, unsharded)

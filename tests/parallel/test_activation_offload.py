@@ -240,6 +240,7 @@ LONG = ("model=llama3_8b", "batch.seq_len=131072", "batch.rows=8", "plan.world_s
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_offloading_is_suggested_where_it_makes_a_run_fit():
     words = [*LONG, "plan.gpu=h100", "activation_checkpoint=full"]
     cfg = compose("plan", words, inputs=False)

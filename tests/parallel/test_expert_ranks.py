@@ -179,7 +179,7 @@ QUICK = ("two",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = plain(sizes, settings)

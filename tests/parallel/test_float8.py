@@ -109,6 +109,7 @@ def test_weights_are_gathered_in_float8_and_their_scales_found_together(train):
     assert "float8" not in train("plain", *WIDE, "train.steps=1").out
 
 
+@pytest.mark.further
 def test_exports_and_imports_know_nothing_of_float8(train):
     run = train(
         "run",

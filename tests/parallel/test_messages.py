@@ -179,6 +179,7 @@ def test_training_with_messages_in_eight_bits_learns_like_exact_training(train, 
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_with_messages_in_eight_bits_goes_on_bitwise_after_a_stop(train):
     words = ["sharding.quantize=both", "schedule=constant"]
     whole = train("whole", *words, "train.steps=4", ranks=2)

@@ -133,12 +133,14 @@ def test_every_way_of_sharding_and_recomputing(same, ranks, how):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_untied_model(same):
     # the embedding, a unit of its own, is not gathered in backward
     same(2, "batch.micro_rows=2", common=("model.tie_word_embeddings=false",))
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_qwen3(same):
     same(2, "batch.micro_rows=2", common=("model.family=qwen3", "model.head_dim=16"))
 

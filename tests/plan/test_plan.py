@@ -126,6 +126,7 @@ def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, tmp_path):
     words = ["sharding.tensor=2", "train.steps=2", "batch.micro_rows=2", "model.vocab_multiple=4"]
     train("run", *words, ranks=2, seam=counting, env={"SENT": str(tmp_path / "sent")})
@@ -559,6 +560,7 @@ def gain_of_float8(model):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
     words = ("model=qwen3_30b_a3b", "plan.gpu=h100", "batch.rows=8", "compile=enabled")
     one, eight = (
@@ -685,6 +687,7 @@ def test_devices_are_known_by_the_drivers_names():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_plan_counts_what_a_reference_computes(capsys):
     ours = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=1"]
     plain, base = (planned(*ours, "adapter=lora", *more).slow for more in ([], ["objective=dpo"]))

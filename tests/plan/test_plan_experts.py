@@ -163,6 +163,7 @@ def test_layouts_of_mixtures_divide_experts(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_does_not_fit_is_told_to_divide_its_experts():
     words = (*MIXTRAL, "plan.world_size=16", "activation_checkpoint=full")
     cfg = compose("plan", words, inputs=False)

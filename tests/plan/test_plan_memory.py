@@ -292,7 +292,7 @@ UNITS = {
     [(2, {}, {}), (4, GEMMA, UNITS), (3, SMALL_HEAD, {**LORA, "batch.micro_rows": 2})],
     ids=["llama, 2 ranks", "gemma, 4 ranks, units of 2 blocks", "lora, 3 ranks"],
 )
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_the_plan_is_what_a_real_training_holds(train, tmp_path, ranks, model, keys):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": "plan " * 400}) + "\n" for _ in range(16)))

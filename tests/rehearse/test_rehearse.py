@@ -69,6 +69,7 @@ def test_a_step_that_fails_is_told_with_its_place(capsys):
     assert "models/head.py" in reply["kinds"][0]["problem"]
 
 
+@pytest.mark.further
 def test_ranks_that_call_other_collectives_than_their_group_are_named(capsys):
     summed = Dims.sum_over_all
 
@@ -154,7 +155,7 @@ LARGE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", LARGE)
-@pytest.mark.grid(1)
+@pytest.mark.further
 def test_runs_of_real_width_finish_and_are_as_planned(run, capsys):
     recipe, world = LARGE[run]
     words = [f"+recipe={recipe.split()[0]}", *recipe.split()[1:], f"plan.world_size={world}"]

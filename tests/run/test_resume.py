@@ -167,6 +167,7 @@ def test_a_resume_is_bitwise_also_across_shardings_of_one_world(train):
 # --- may it go on -------------------------------------------------------------------------------
 
 
+@pytest.mark.further
 def test_what_changes_no_loss_is_a_note(train):
     how = ["schedule=constant", "checkpoint.keep=9"]
     whole = train("whole", *how, "batch.micro_rows=2", "train.steps=4")

@@ -289,7 +289,7 @@ PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
 
 
 @pytest.mark.parametrize("form", RIGHT)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=6))
 def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     parsed = parse_answer("".join(pieces), FORMATS[form], TOOLS)

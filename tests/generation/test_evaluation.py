@@ -121,7 +121,7 @@ def evaluate(world, folder, tasks, *options, ranks=1):
 def test_the_metrics_are_those_of_transformers_on_any_number_of_ranks(world, folder, tasks):
     theirs = with_transformers(folder, tasks)
     assert theirs.keys() == MORE.keys()
-    for options, ranks in (([], 1), (["sharded=true"], 2)):
+    for options, ranks in (([], 1), ([], 2), (["sharded=true"], 2)):
         ours = evaluate(world, folder, tasks, *options, ranks=ranks)
         assert ours.keys() == theirs.keys()
         for task, values in theirs.items():

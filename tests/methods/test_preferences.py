@@ -158,7 +158,8 @@ def keys(tmp_path_factory):
 def test_pairs_are_learnt_alike_on_any_ranks(world, keys, tmp_path):
     layouts = (
         (1, ["batch.micro_rows=6"]),
-        (4, ["sharding.tensor=2", "sharding.context=2", "batch.micro_rows=2"]),
+        (2, ["sharding.tensor=2", "batch.micro_rows=2"]),
+        (4, ["sharding.context=2", "batch.micro_rows=1"]),
     )
     runs = [
         world.train(

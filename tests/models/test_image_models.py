@@ -25,7 +25,7 @@ from fsdp_trainer.data.images.image_processor import ImageProcessor
 from fsdp_trainer.data.order.packing import best_fit
 from fsdp_trainer.data.records.messages import read_turns
 
-STEPS = 5
+STEPS = 10
 SEQ_LEN = 160
 OPTIMIZER = ["optim.lr=1e-3", "optim.eps=1e-5", "optim.weight_decay=0.1", "optim.grad_clip=null"]
 SGD = ["optim=sgd", "optim.lr=1", "optim.momentum=0", "optim.weight_decay=0", "train.steps=1"]
@@ -153,7 +153,7 @@ def overrides(folder, file, samples, *more):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.further
-def test_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind):
+def test_ten_steps_on_any_ranks_are_those_of_transformers(train, folders, data, kind):
     """Rows are packed. On 4 ranks some have no image."""
     file, chats = data
     samples = samples_of(folders[kind], file, chats)

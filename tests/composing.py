@@ -9,13 +9,18 @@ import copy
 import pickle
 from typing import Any
 
-import yaml
-from hydra._internal import config_loader_impl
+from hydra._internal import config_loader_impl, defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra._internal.config_repository import (
+    CachingConfigRepository,
+    ConfigRepository,
+    IConfigRepository,
+)
 from hydra._internal.defaults_list import DefaultsList
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, QuotedString
+from hydra.plugins.config_source import ConfigResult
 
 from fsdp_trainer.config.composing.compose import CONF
 from fsdp_trainer.config.composing.recipe_files import OWN
@@ -26,28 +31,28 @@ PLAIN = (int, float, str, QuotedString, type(None))
 
 def keep() -> None:
     """Enable the cache in this process and in those that are forked from it later."""
-    keep_parsed_yaml()
+    keep_loaded_files()
     keep_search_path()
     keep_defaults_lists()
+    skip_choices()
     keep_merged_files()
     keep_parsed_words()
     keep_sources()
 
 
-def keep_parsed_yaml() -> None:
-    parse = yaml.load
-    cache: dict[tuple[str | bytes, str], bytes] = {}
+def keep_loaded_files() -> None:
+    load = ConfigRepository.load_config
+    cache: dict[str, bytes] = {}
 
-    def load(stream: Any, Loader: type) -> Any:
-        if not hasattr(stream, "read"):
-            return parse(stream, Loader)
-        key = stream.read(), Loader.__qualname__
-        if key not in cache:
-            stream.seek(0)  # parse the stream, not the text, so that an error names the file
-            cache[key] = pickle.dumps(parse(stream, Loader))
-        return pickle.loads(cache[key])
+    def load_once(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+        source = self._find_object_source(config_path, ObjectType.CONFIG)
+        if source is None or source.path not in packaged_sources():
+            return load(self, config_path)
+        if config_path not in cache:
+            cache[config_path] = pickle.dumps(load(self, config_path))
+        return pickle.loads(cache[config_path])
 
-    yaml.load = load
+    ConfigRepository.load_config = load_once
 
 
 def keep_search_path() -> None:
@@ -91,6 +96,17 @@ def keep_defaults_lists() -> None:
     config_loader_impl.create_defaults_list = create_once
 
 
+def skip_choices() -> None:
+    """Hydra collects the choices made so far for each file, but only interpolations read them."""
+    collect = defaults_list._create_interpolation_map
+
+    def collect_if_read(overrides: Any, defaults: list, self_added: bool) -> Any:
+        read = any(default.is_interpolation() for default in defaults)
+        return collect(overrides, defaults, self_added) if read else None
+
+    defaults_list._create_interpolation_map = collect_if_read
+
+
 def keep_merged_files() -> None:
     merge = ConfigLoaderImpl._compose_config_from_defaults_list
     cache: dict[tuple, bytes] = {}
@@ -132,10 +148,11 @@ def keep_sources() -> None:
 
 def never_changes(repo: IConfigRepository) -> bool:
     """Return True if all files are the project's or Hydra's; files that tests write may change."""
-    if OWN:
-        return False
-    own = {str(CONF.resolve()), "hydra.conf", "structured://", None, ""}
-    return all(source.path in own for source in repo.get_sources())
+    return not OWN and all(source.path in packaged_sources() for source in repo.get_sources())
+
+
+def packaged_sources() -> set[str | None]:
+    return {str(CONF.resolve()), "hydra.conf", "structured://", None, ""}
 
 
 def chooses_option(override: Override, repo: IConfigRepository) -> bool:

@@ -5,7 +5,6 @@ import sys
 import textwrap
 import threading
 
-import openai
 import pytest
 from websockets.sync.server import serve
 
@@ -101,6 +100,8 @@ def test_a_program_that_asks_the_model_is_an_environment(program, name, reward):
 
 
 def test_a_program_that_is_cut_off_is_told_so(program):
+    import openai  # takes a second
+
     environment = program("rollout")
     environment.reset(ROW)
     with pytest.raises(openai.BadRequestError, match="no turn or no room is left") as caught:

@@ -3,6 +3,7 @@ circle."""
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 from pkgutil import resolve_name
@@ -38,6 +39,7 @@ LAYERS = [
 """From the bottom to the top. Of several names that fit a file the longest counts."""
 
 
+@cache
 def modules():
     """Module name without the package's → the modules it imports, those in functions and for types
     included."""

@@ -532,6 +532,7 @@ def test_half_a_character_is_shown_as_its_token():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(preview, tmp_path):
     rows = [ask("what is 1 + 1", EVIL), ask("half", "an answer", weight=0.5)]
     preview(rows, f"preview.html={tmp_path}/p.html", "batch.seq_len=400", "data.packing=none")

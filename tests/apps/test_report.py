@@ -571,6 +571,7 @@ def test_methods_with_common_metrics_share_charts_and_others_have_a_section(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_page_in_a_browser(sweep, tmp_path):
     report(sweep, out=tmp_path / "page.html")
     report(write_run(tmp_path / "empty"), out=tmp_path / "empty.html")

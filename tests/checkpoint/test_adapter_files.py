@@ -595,6 +595,7 @@ def one_after_the_other(_real, work, jobs, buffer_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.grid(1)
 def test_memory_of_merging_does_not_grow_with_the_model(tmp_path, kind):
     peaks = []
     for blocks in (1, 4):

@@ -126,6 +126,7 @@ def test_a_checkpoint_does_not_name_a_best_one_that_was_lost_while_it_was_waited
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_from_the_one_before(train):
     how = [*ASYNC, "train.steps=6", "checkpoint.patience=7s"]
     run = train("run", *how, ranks=2, seam=FULL_DISK, code=1)

@@ -150,6 +150,7 @@ DAMAGES = [
     DAMAGES,
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
+@pytest.mark.grid(2)
 def test_damage_is_named_and_all_ranks_go_on_from_the_checkpoint_before(
     train, world, two_checkpoints, tmp_path, name, damage
 ):

@@ -76,6 +76,7 @@ def assert_the_same(run, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+@pytest.mark.grid(1)
 def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint_and_no_line(
     train, undisturbed, small_disk, tmp_path, mode
 ):

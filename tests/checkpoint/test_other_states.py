@@ -52,7 +52,7 @@ def close(numbers, others):
     return torch.allclose(torch.tensor(numbers), torch.tensor(others), atol=2e-5, rtol=0)
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("release", ["0.2", "0.3"])
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
@@ -154,6 +154,7 @@ def trained_elsewhere(folder, form):
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("fsdp1", 2), ("file", 1)])
+@pytest.mark.grid(1)
 def test_a_run_of_accelerates_goes_on_without_a_bump(world, go_on, tmp_path, form, ranks):
     folder = tmp_path / "checkpoint"
     folder.mkdir()

@@ -588,6 +588,7 @@ def test_bash_completes(tmp_path):
         ["-sc", "query=bash"],
     ],
 )
+@pytest.mark.grid(3)
 def test_answers_come_within_two_seconds_and_without_torch(argv):
     code = (
         f"import sys; from fsdp_trainer.cli import main; main({argv}); assert 'torch' not in "

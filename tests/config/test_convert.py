@@ -146,6 +146,7 @@ def line_after(text, start):
 
 
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.grid(3)
 def test_each_setting_has_a_line_and_the_recipe_is_accepted(converted, tmp_path, name):
     settings, text, _ = converted(name)
     for setting in settings:

@@ -220,6 +220,7 @@ def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
         "glaive_toolcall_en_demo.json",
     ],
 )
+@pytest.mark.grid(2)
 def test_masks_equal_those_of_transformers_on_real_data(file):
     transformers = pytest.importorskip("transformers")
     if not SHARED.is_dir():

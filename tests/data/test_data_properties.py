@@ -279,11 +279,13 @@ def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with
 def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_order(data, first):
     order = data.make()
     starts = [component.start for component in order.components]
-    for n in [*range(MOST_ROWS), *range(first, first + MOST_ROWS)]:
-        before, after = (np.array(order.taken(i)) - starts for i in (n, n + 1))
-        assert before.sum() == n
-        assert np.abs(before - n * np.array(order.shares)).max() < 1
-        ((who,),) = [np.flatnonzero(after != before)]
-        assert after[who] == before[who] + 1
-        of_its_own = order.orders[who].read(starts[who] + int(before[who]))
-        assert np.array_equal(order.read(n).tokens, of_its_own.tokens)
+    for numbers in (range(MOST_ROWS + 1), range(first, first + MOST_ROWS + 1)):
+        taken = np.array([order.taken(n) for n in numbers]) - starts
+        assert (taken.sum(axis=1) == numbers).all()
+        assert np.abs(taken - np.outer(numbers, order.shares)).max() < 1
+        steps = np.diff(taken, axis=0)
+        assert set(steps.flat) <= {0, 1}
+        mixed, who = order.read_rows(numbers[:-1]), steps.argmax(axis=1)
+        for i, of_its_own in enumerate(order.orders):
+            rows = of_its_own.read_rows((starts[i] + taken[:-1, i])[who == i])
+            assert np.array_equal(mixed.tokens[who == i], rows.tokens)

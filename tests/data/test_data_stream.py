@@ -378,6 +378,7 @@ def test_what_streaming_cannot_do_is_refused(train, files, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_another_number_of_rows_is_other_data(train):
     how = [*STREAMED, "train.steps=2"]
     train("run", *how)

@@ -118,6 +118,7 @@ def test_choices_about_images_are_those_of_transformers_on_any_ranks(
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_answers_about_images_are_those_of_transformers(world, tmp_path, pictures, chat):
     model = make_image_folder(tmp_path / "llava", "llava")
     theirs = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()

@@ -133,6 +133,7 @@ FAMILIES = ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.grid(2)
 def test_recorded_kernels_answer_as_those_that_are_launched_one_by_one(
     tmp_path, monkeypatch, family
 ):
@@ -403,7 +404,7 @@ ASKED = [
     ],
     ids=str,
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_samples_in_training_are_what_generate_says_of_the_checkpoint_and_change_nothing(
     train, compiled, ranks, how
 ):

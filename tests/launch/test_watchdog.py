@@ -528,6 +528,7 @@ def test_a_rank_that_dies_is_named_and_those_that_wait_for_it_are_ended(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["finishes", "compiles"])
+@pytest.mark.further
 def test_ranks_that_leave_in_order_or_compile_are_left_alone(tmp_path, fault):
     codes, said, events, _ = ranks_that(fault, tmp_path)
     assert codes == [0, 0]

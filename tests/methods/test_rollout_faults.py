@@ -117,6 +117,7 @@ def test_a_bad_step_that_is_read_long_after_it_is_recorded_without_its_prompts(w
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_that_is_stopped_in_a_step_ends_with_its_data_and_the_same_weights(world, tmp_path):
     rows = [{"question": f"{i}+{i}?", "answer": f"{2 * i}"} for i in range(14)]
     data = tmp_path / "questions.jsonl"

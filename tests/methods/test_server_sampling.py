@@ -95,6 +95,7 @@ def test_a_server_is_sent_the_adapter_of_every_step_and_answers_with_it(adapted)
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_server_reads_whole_weights_again_and_may_be_behind(
     world, served, words, model, tmp_path
 ):

@@ -299,7 +299,7 @@ def test_every_family_learns_as_through_merged_weights(
     ],
     ids=str,
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_what_is_trained_in_full_besides_and_what_is_frozen(
     train_adapters, shown, tmp_path, how, options
 ):
@@ -346,6 +346,7 @@ WAYS = [
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_however_it_is_sharded_and_computed(train_adapters, folder, references, ranks, how, common):
     common = ["adapter=lora"] * (common != DORA) + common
     common += [f"model.init_from={folder}"]

@@ -171,6 +171,7 @@ def digests(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", ["from a folder", "from random weights"])
+@pytest.mark.grid(1)
 def test_codes_do_not_depend_on_the_number_of_ranks(train, tmp_path, begin):
     how, base = [*COMMON, "train.steps=1", "adapter=qlora"], None
     if begin == "from a folder":

@@ -221,6 +221,7 @@ def run_of(train, name, folder, file, *more, ranks=1, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_run_is_verified_with_an_image_and_its_loss_is_that_of_transformers(
     train, folders, data, kind
 ):
@@ -241,6 +242,7 @@ def test_a_run_is_verified_with_an_image_and_its_loss_is_that_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_packed_rows_are_unpacked_ones(train, folders, data, kind):
     file, chats = data
     samples = samples_of(folders[kind], file, chats)
@@ -315,6 +317,7 @@ def change(folder):
         Image.new("RGB", (40, 40)).save(file)
 
 
+@pytest.mark.further
 def test_an_image_that_changes_during_a_run_ends_all_ranks_with_its_name(
     train, folders, tmp_path, data
 ):

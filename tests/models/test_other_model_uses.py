@@ -177,6 +177,7 @@ def test_every_optimizer_updates_its_weights(run, folders, optim):
     [("gpt2", "dpo"), ("gpt2", "orpo"), ("gpt2", "reward"), (MIXING, "dpo"), (MIXING, "reward")],
 )
 @pytest.mark.grid(2)
+@pytest.mark.further
 def test_preferences_and_rewards_are_learned(run, tmp_path, kind, method):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     trained = run(

@@ -119,6 +119,7 @@ def test_a_skipped_step_leaves_weights_moments_and_counts():
     [(1, []), (2, []), pytest.param(2, ["sharding=ddp"], marks=pytest.mark.slow)],
     ids=["1", "2", "ddp"],
 )
+@pytest.mark.grid(2)
 def test_a_number_that_is_not_finite_on_one_rank_skips_the_step_everywhere(train, bad, ranks, how):
     run = train(
         "run",

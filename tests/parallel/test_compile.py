@@ -106,6 +106,7 @@ def no_compiler():
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.further
 def test_without_a_compiler_on_one_rank_all_train_without(train, ranks):
     how = ["train.steps=3", "batch.micro_rows=2"]
     run = train("run", *how, "compile=enabled", ranks=ranks, seam=no_compiler)

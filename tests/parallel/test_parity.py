@@ -228,6 +228,7 @@ def test_rotations_that_a_family_keeps_in_float32_are_not_rounded_in_bf16(train,
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_pure_bf16_trains_with_states_of_two_bytes_and_is_near_fp32(train, alone):
     base = [
         "precision=pure_bf16" if override == "precision=fp32" else override for override in SMALL

@@ -292,6 +292,7 @@ def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tensor", "expert"])
+@pytest.mark.grid(1)
 def test_generation_gathers_once_where_half_of_the_free_memory_holds_the_gathered_model(
     world, layout
 ):

@@ -225,6 +225,7 @@ def test_what_is_suggested_fits_when_it_is_typed():
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_adapters_are_suggested_last_for_a_fine_tuning_that_does_not_fit():
     words = ["+recipe=llama8b_sft", "plan.gpu=l4", "plan.world_size=1"]
     words += ["activation_checkpoint=full"]
@@ -516,6 +517,7 @@ def compared(name):
     "name",
     [SOME_PUBLISHED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SOME_PUBLISHED[1:])],
 )
+@pytest.mark.grid(2)
 def test_published_runs_are_as_fast_as_planned_and_fit(name):
     row = compared(name)
     assert row.inside

@@ -205,7 +205,7 @@ def test_new_magnitudes_cannot_be_frozen(adapt):
         ("adapter=none", "the weights are not those of"),
     ],
 )
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 def test_other_adapters_are_refused_or_gone_on_with_where_that_can_be(adapt, change, refused):
     adapt("run", *LORA, "train.steps=1")
     key, _, value = change.partition("=")

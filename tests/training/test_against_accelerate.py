@@ -15,6 +15,7 @@ IGNORED = -100
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_losses_on_two_ranks_are_those_of_accelerate_and_transformers(
     train, world, inputs, tmp_path
 ):

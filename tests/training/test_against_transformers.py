@@ -104,7 +104,7 @@ def shown(world, inputs, common):
 
 
 @pytest.mark.slow
-@pytest.mark.grid(3)
+@pytest.mark.grid(1)
 def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(ours, shown, folder):
     run, rows = ours(), shown()
     loss, norm, tokens, _ = plain_training(folder, rows)
@@ -124,6 +124,7 @@ def test_steps_of_packed_training_on_two_ranks_are_those_of_plain_transformers(o
     ids=str,
     indirect=["folder"],
 )
+@pytest.mark.grid(1)
 def test_frozen_weights_as_in_plain_transformers(ours, shown, folder, patterns):
     before = load_file(folder / "model.safetensors")
     run, rows = ours(f"train.freeze={patterns}", "checkpoint.export_hf=true"), shown()

@@ -39,6 +39,7 @@ def test_float16_learns_what_float32_does(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_overflow_skips_the_step_everywhere_and_a_resume_goes_on_with_its_scale(train):
     how = [*TOO_LARGE, "checkpoint.every=3"]
     whole = train("whole", *how, "train.steps=9", ranks=2)

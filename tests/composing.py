@@ -46,7 +46,8 @@ def keep_loaded_files() -> None:
 
     def load_once(self: ConfigRepository, config_path: str) -> ConfigResult | None:
         source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or source.path not in packaged_sources():
+        own = config_path.removeprefix("recipe/") in OWN
+        if own or source is None or source.path not in packaged_sources():
             return load(self, config_path)
         if config_path not in cache:
             cache[config_path] = pickle.dumps(load(self, config_path))

@@ -88,6 +88,7 @@ def card_of(root):
     return (root / "c" / "card.md").read_text()
 
 
+@pytest.mark.slow
 def test_no_question_at_the_end_is_asked_in_a_conversation(tmp_path):
     files = write_demo(tmp_path)
     rows = {

@@ -196,6 +196,7 @@ def test_another_version_on_one_rank_is_named(doctor):
     assert [what for mark, what in found_by_doctor if mark == "problem"] == ["torch"]
 
 
+@pytest.mark.slow
 def test_another_configuration_on_one_rank_is_named_and_train_refuses_it(doctor, train):
     words = ["optim.lr=${oc.env:LR}", "launch.timeout=60s"]
     found_by_doctor = doctor(*QUICK, *words, ranks=2, seam=another_command_on_rank_1(), code=3)
@@ -275,6 +276,7 @@ def test_each_dimension_is_measured_and_tensor_groups_across_nodes_are_named(doc
     } <= found_by_doctor.keys()
 
 
+@pytest.mark.slow
 def test_ranks_that_a_layout_does_not_divide_are_a_problem(doctor):
     found_by_doctor = doctor("sharding.tensor=2", *QUICK, ranks=3, code=3)
     assert found_by_doctor["problem", "sharding.tensor=2"]["advice"] == "Use  sharding.tensor=1"
@@ -326,6 +328,7 @@ def test_a_shared_folder_that_another_node_sees_late_is_shared(train):
     )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_would_not_fit_is_told_when_training_begins(train):
     run = train(
         "run",

@@ -182,6 +182,7 @@ def test_any_name_of_a_claim_is_a_text(write, claim):
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": claim}
 
 
+@pytest.mark.slow
 def test_nodes_in_containers_meet(write, tmp_path):
     launch = started(tmp_path, write("docker", "+recipe=quickstart", "nodes=3"))["launch"]
     assert (launch["nodes"], launch["rendezvous"]) == (
@@ -201,6 +202,7 @@ def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
     assert task["workdir"] == "."
 
 
+@pytest.mark.slow
 def test_a_task_for_skypilot_is_whole(write):
     words = ["+recipe=llama8b_sft", "data.path=demo:backwards", "run.name=My run", "restarts=5"]
     text = write("skypilot", *words, "nodes=2", "gpus_per_node=4", "gpu=A100-80GB", "claim=disk")
@@ -271,6 +273,7 @@ def test_a_batch_script_says_what_it_was_asked_for(write):
 GROUPS = ["replicas.method=sync", "replicas.lighthouse=node0:29510", "launch.groups=3"]
 
 
+@pytest.mark.slow
 def test_a_batch_script_for_groups_is_an_array_with_one_job_a_group(write, tmp_path):
     script = write("slurm", *NASTY, *GROUPS, "nodes=2")
     assert re.search(r"(?m)^#SBATCH --array=0-2$", script)

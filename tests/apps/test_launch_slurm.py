@@ -58,6 +58,7 @@ def test_a_job_gives_its_exit_code_and_prints_into_its_folder(place, tmp_path):
     assert "optim.lr=1" in output.read_text()
 
 
+@pytest.mark.slow
 def test_jobs_that_wait_are_counted_found_again_and_cancelled(place, cluster, tmp_path):
     (cluster / "hold").touch()
     output = tmp_path / "runs/s/jobs/a/output.log"
@@ -126,6 +127,7 @@ def test_a_run_is_queued_again_when_its_time_is_up_and_not_when_somebody_ends_it
     assert commands == ([["scontrol", "requeue", "7"]] if queued else [])
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_script_and_submits_nothing(cluster, capsys):
     expected = {
         "nodes": 2,

@@ -66,6 +66,7 @@ def sentencepiece(new):
     return new("sentencepiece", "kind=sentencepiece", "vocab_size=450")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_any_text_comes_back(kind, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))

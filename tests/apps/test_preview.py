@@ -172,6 +172,7 @@ def test_what_is_wrong_is_told_with_its_place_and_its_fix(key, preview, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_the_row_length_that_is_advised_holds_99_percent(preview):
     lengths = [*range(20, 119), 400, 300, 200, 190]
     out, _ = preview([{"text": "x" * n} for n in lengths])
@@ -189,6 +190,7 @@ def test_the_row_length_that_is_advised_holds_99_percent(preview):
     )
 
 
+@pytest.mark.slow
 def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     for name, size in (("good", 5), ("long", 500)):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(ask("x" * size)))
@@ -198,6 +200,7 @@ def test_a_source_that_ends_with_nothing_or_all_cut_is_named(preview, tmp_path):
     assert "nothing to warn about" in preview(None, path, "batch.seq_len=1024")[0]
 
 
+@pytest.mark.slow
 def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview, tmp_path):
     (tmp_path / "b.jsonl").write_text(
         "".join(json.dumps(ask("b" * n)) + "\n" for n in (5, 5, 6, 7, 500))
@@ -236,6 +239,7 @@ def test_a_mixture_is_shown_by_its_shares_and_its_findings_by_component(preview,
     )
 
 
+@pytest.mark.slow
 def test_a_template_without_marks_is_a_note_only(preview, tmp_path):
     plain = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' "
@@ -265,6 +269,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_and_a_smaller_one_noted(pr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["preview", "train"])
 def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
     nothing, some = tmp_path / "nothing.jsonl", tmp_path / "some.jsonl"
@@ -292,6 +297,7 @@ def test_data_without_a_supervised_token_is_refused(verb, world, tmp_path):
         assert "longer than batch.seq_len=64" in result.err
 
 
+@pytest.mark.slow
 def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     rows = [ask("a"), ask("b"), ask("b"), ask("c" * 100), ask("d", "<|im_end|>")]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -309,6 +315,7 @@ def test_train_says_in_two_lines_what_it_trains_on(train, tmp_path):
     assert "2 more warnings:  fsdp-trainer preview  with the same keys" in lines[4]
 
 
+@pytest.mark.slow
 def test_a_run_that_would_lose_most_of_its_tokens_does_not_start(train, tmp_path):
     rows = [ask("a"), ask("c" * 100), ask("d" * 100)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -554,6 +561,7 @@ def test_the_page_in_a_browser_tells_of_each_token_and_runs_nothing_of_the_data(
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.slow
 def test_images_are_marked_in_the_text_and_shown_on_the_page(world, tmp_path):
     folder = make_image_folder(tmp_path / "model", "qwen2_5_vl")
     [name] = write_pictures(tmp_path / "pictures", 1)

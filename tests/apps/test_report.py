@@ -318,6 +318,7 @@ def test_names_prompts_and_settings_are_text_and_nothing_is_loaded(tmp_path):
     assert policy.startswith("default-src 'none'")
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_to_its_extremes(tmp_path):
     lines = [
         {"step": s, "loss": 2.0 + (s % 7) / 10, "grad_norm": 1.0, "tokens": s, "lr": 1e-3}
@@ -498,6 +499,7 @@ def test_a_sweep_is_a_table_of_its_jobs(sweep, tmp_path, capsys):
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch():
     code = "import sys, fsdp_trainer.apps.report.verb; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 0

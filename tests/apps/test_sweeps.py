@@ -135,6 +135,7 @@ def test_values_become_jobs_in_every_way_of_writing_them():
     assert jobs == [["train.steps=2", *values] for values in itertools.product(*swept.values())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", options("train")["sweep"])
 def test_every_sweep_is_listed_and_composes(name, capsys):
     params = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())["hydra"]["sweeper"][
@@ -162,6 +163,7 @@ def test_a_recipes_file_is_swept_and_its_mistakes_are_told(tmp_path):
         jobs_of(str(file), "optim.lr=1,2")
 
 
+@pytest.mark.slow
 def test_the_command_line_wins_over_a_sweep_and_a_folder_adds_its_own(tmp_path):
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep/mine.yaml").write_text(

@@ -424,6 +424,7 @@ def test_a_long_list_of_misfits_is_cut(tmp_path):
     assert "… and 8 more tensors do not fit" in text
 
 
+@pytest.mark.slow
 def test_settings_of_a_folder_that_training_does_not_follow_are_named(train, tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter", lora_dropout=0.05)

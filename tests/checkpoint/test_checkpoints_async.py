@@ -36,6 +36,7 @@ SLOW_DISK = inject.when_writing(wait_for_two_steps)
 """The checkpoint of step 3 is written only when two more steps were trained."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "how"),
     [

@@ -144,6 +144,7 @@ def test_patience_and_its_delta_are_remembered_by_a_resume(train):
     )
 
 
+@pytest.mark.slow
 def test_without_best_nothing_is_kept_beside_the_newest(train):
     assert train("run", *HOW, "train.steps=6", "checkpoint.every=1").checkpoints == [
         "step-00000006"

@@ -84,6 +84,7 @@ def test_the_manifest_says_what_wrote_it_and_lists_every_file(two_checkpoints):
             }
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
     """Every one of the first and last entries', and a sample of the others'.
 
@@ -104,6 +105,7 @@ def test_no_bit_of_a_manifest_can_flip_unnoticed(two_checkpoints, tmp_path):
                 read_manifest(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_whose_manifest_has_no_checksum_is_gone_on_from(
     train, world, two_checkpoints, tmp_path
 ):
@@ -284,6 +286,7 @@ def test_a_folder_that_another_replaces_is_on_disk_whenever_that_is_killed(tmp_p
     assert os.listdir(tmp_path) == ["it"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("came", [False, True])
 def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_from_either(
     train, two_checkpoints, tmp_path, came

@@ -149,6 +149,7 @@ def imported_is_right(folder, shape, placements):
     return len(right) > len(whole) and all(right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", SHARDED)
 def test_every_rank_imports_its_own_part(world, whole, tmp_path, layout):
     export_checkpoint(whole, tmp_path / "hf")

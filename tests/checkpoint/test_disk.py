@@ -320,6 +320,7 @@ def hang(*_):
     time.sleep(100)
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_costs_nothing(train):
     run = train(
         "run",

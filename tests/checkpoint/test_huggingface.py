@@ -161,6 +161,7 @@ def test_an_expert_in_mxfp4_is_read_once_and_not_for_each_piece(tmp_path, monkey
     assert sum(sizes_read) < 2 * (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.slow
 def test_each_tensor_keeps_its_own_number_format(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", dtype=torch.bfloat16)
     mixed = {
@@ -203,6 +204,7 @@ def test_what_was_trained_computes_the_same_everywhere(train, export, tmp_path):
     assert "DIFFER" in verify(f"source={run.folder}", f"hf={folder}", code=3)
 
 
+@pytest.mark.slow
 def test_the_exported_tokenizer_and_template_are_those_of_training(train, export):
     run = train("run", "train.steps=0")
     out = export(run.folder)
@@ -219,6 +221,7 @@ def test_the_exported_tokenizer_and_template_are_those_of_training(train, export
     )
 
 
+@pytest.mark.slow
 def test_a_template_that_was_chosen_is_exported(train, export):
     run = train("plain", "train.steps=0", "data.template=plain")
     out = export(run.folder)
@@ -230,6 +233,7 @@ def test_a_template_that_was_chosen_is_exported(train, export):
     assert theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == ours
 
 
+@pytest.mark.slow
 def test_the_export_is_split_with_a_right_index(train, export):
     run = train("run", "train.steps=0", "model.tie_word_embeddings=false")
     out = export(run.folder, "shard_gib=2e-5")
@@ -246,6 +250,7 @@ def test_the_export_is_split_with_a_right_index(train, export):
     transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
     folder = make_folder(tmp_path / "in")
@@ -374,6 +379,7 @@ def test_an_import_onto_a_gpu_is_byte_equal(train, export, tmp_path):
     assert_byte_equal(tensors(folder), tensors(export(run.folder)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_files_cut_short_or_missing_are_listed_together(train, tmp_path, ranks):
     folder = make_folder(tmp_path / "in", shard="20KB")
@@ -388,6 +394,7 @@ def test_files_cut_short_or_missing_are_listed_together(train, tmp_path, ranks):
     assert all(path.name in refused.err for path in (first, second, third))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "named"),
     [("index", "safetensors"), ("nothing", "safetensors"), ("bin", "pytorch_model.bin")],
@@ -412,6 +419,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
         read_headers(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, tmp_path):
     folder = make_folder(tmp_path / "in", tie_word_embeddings=True)
     state = tensors(folder)

@@ -99,6 +99,7 @@ def test_a_name_stays_as_it_was_typed(typed):
     assert compose("train", [*DEMO, f"run.name={typed}"]).run.name == typed
 
 
+@pytest.mark.slow
 def test_numbers_written_as_text_are_numbers(own, monkeypatch):
     monkeypatch.setenv("ROWS", "48")
     folder = own(
@@ -122,6 +123,7 @@ def test_keys_inside_a_mapping_can_be_set_one_by_one():
     assert cfg.launch.env == {"OMP_NUM_THREADS": "4"}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, database=None)
 @given(st.text(st.sampled_from("\\\\\"'ab$={},[]:() \n\t#~é")))
 def test_a_quoted_text_comes_through_hydra_as_it_is(text):
@@ -277,6 +279,7 @@ def test_only_what_a_sweep_can_vary_is_sent_to_one(refused):
     assert "choose one value" in refused("launch-files", "kind=slurm,docker")
 
 
+@pytest.mark.slow
 def test_the_verbs_own_keys_are_meant_before_trainings(refused):
     assert "Did you mean  plan.memory_gib=80 ?" in refused("plan", "plan.memory=80")
     assert "Did you mean  kind=slurm ?" in refused("launch-files", "slurm")
@@ -292,6 +295,7 @@ def test_a_mistake_is_not_told_twice(refused):
 # --- files: recipes and --config-dir ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_recipe_is_checked_as_the_command_line_is(own, refused):
     folder = own(
         recipe__bad="""\
@@ -315,6 +319,7 @@ logging: {wandb: off}
         assert part in said
 
 
+@pytest.mark.slow
 def test_a_folder_of_ones_own_adds_options_and_recipes(own):
     folder = own(
         model__mine="name: mine\nhidden_size: 64\n",
@@ -338,6 +343,7 @@ train: {steps: 7}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -360,6 +366,7 @@ def test_a_recipes_file_is_laid_over_the_defaults_however_it_is_named(own, capsy
     assert cfg["precision"]["param_dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my run.yaml").write_text(f"# @package _global_\n{MINE}")
@@ -370,6 +377,7 @@ def test_a_recipes_file_needs_no_folder_of_recipes(tmp_path, monkeypatch):
         compose("train", ["+recipe=my", *DEMO])
 
 
+@pytest.mark.slow
 def test_a_recipe_is_built_on_packaged_ones_and_on_files_beside_it(own):
     folder = own(
         recipe__base="train: {steps: 3}\nbatch: {rows: 4}\n",
@@ -418,6 +426,7 @@ def test_mistakes_in_a_recipes_defaults_are_told_with_file_line_and_correction(
     assert "optim.learning_rate there is no such key" in lines[last]
 
 
+@pytest.mark.slow
 def test_a_value_of_a_file_is_told_with_its_line(own, refused):
     folder = own(recipe__mine="optim:\n  lr: fast\n")
     assert "(set in " + folder + "/recipe/mine.yaml:2)" in refused(
@@ -560,6 +569,7 @@ def test_completion_offers_recipes_of_ones_own_and_leaves_folders_to_the_shell(
         assert " ".join(capsys.readouterr().out.split()) == offered
 
 
+@pytest.mark.slow
 def test_bash_completes(tmp_path):
     program = tmp_path / "fsdp-trainer"
     program.write_text(
@@ -577,6 +587,7 @@ def test_bash_completes(tmp_path):
     assert out.split()[-1] == "activation_checkpoint.mode=selective"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "argv",
     [

@@ -145,6 +145,7 @@ def line_after(text, start):
     return next(line for line in lines[at:] if line.startswith("#       "))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.grid(3)
 def test_each_setting_has_a_line_and_the_recipe_is_accepted(converted, tmp_path, name):
@@ -192,6 +193,7 @@ def test_a_file_of_llama_factory_is_read_with_the_files_it_names(converted, tmp_
     assert "train.epochs" not in sets
 
 
+@pytest.mark.slow
 def test_a_file_of_torchtune_becomes_what_it_means(converted):
     _, text, sets = converted("torchtune.yaml")
     expected = {
@@ -206,6 +208,7 @@ def test_a_file_of_torchtune_becomes_what_it_means(converted):
     assert "profile.steps" in line_after(text, "profiler.enabled: false")
 
 
+@pytest.mark.slow
 def test_a_file_of_accelerate_says_how_ranks_start_and_shard(converted):
     _, _, sets = converted("accelerate.yaml")
     assert sets == {
@@ -215,6 +218,7 @@ def test_a_file_of_accelerate_says_how_ranks_start_and_shard(converted):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_file_of_deepspeed_becomes_what_it_means(converted):
     _, _, sets = converted("deepspeed.json", 4)
     assert sets == {
@@ -235,6 +239,7 @@ def test_training_arguments_become_what_they_mean(converted):
     assert "hf upload" in line_after(text, "push_to_hub: true")
 
 
+@pytest.mark.slow
 def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
     file = tmp_path / "a.yml"
     file.write_text("base_model: a/b\nsequence_len: 4\nlearning_rate: -1\n")
@@ -244,6 +249,7 @@ def test_a_value_that_the_recipe_is_refused_for_is_told_and_left_out(tmp_path):
     assert yaml.safe_load(text) == {"model": {"init_from": "a/b"}}
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_recipe_that_can_be_used_at_once(tmp_path, capsys):
     (tmp_path / "axolotl.yml").write_text(AXOLOTL)
     assert main(["convert", str(tmp_path / "axolotl.yml"), "world_size=4"]) == 0
@@ -270,6 +276,7 @@ def test_what_is_no_file_of_a_trainers_is_refused(tmp_path, capsys, content, rea
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_files_that_trl_ships_are_converted_whole():
     trl = pytest.importorskip("trl")
     files = sorted((Path(trl.__file__).parent / "accelerate_configs").glob("*.yaml"))

@@ -19,6 +19,7 @@ def refused(*words):
     return f"{problem.what} {problem.reason}"
 
 
+@pytest.mark.slow
 def test_twelve_blocks_are_the_model_that_the_rules_were_measured_on():
     cfg = composed("optim=muon")
     model = cfg.model
@@ -43,6 +44,7 @@ def test_a_deeper_model_has_larger_steps_and_a_wider_one_a_lower_rate():
     assert odd.model.num_attention_heads == 3
 
 
+@pytest.mark.slow
 def test_what_is_typed_or_stands_in_a_recipe_wins(tmp_path):
     cfg = composed("batch.rows=100", "optim.lr=0.5", "model.head_dim=64", "train.epochs=2")
     assert (cfg.batch.rows, cfg.optim.lr, cfg.train.steps, cfg.train.epochs) == (100, 0.5, None, 2)
@@ -79,6 +81,7 @@ def test_a_plan_with_a_typed_learning_rate_has_layouts(capsys):
     assert "0 of 0" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plan_has_its_sizes():
     plan = planned("model.depth=12", "plan.gpu=h100", "plan.world_size=8", "data=pretrain")
     assert plan.tokens == 2**19

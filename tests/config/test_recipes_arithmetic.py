@@ -50,6 +50,7 @@ def recipe(request):
     return Recipe(request.param)
 
 
+@pytest.mark.slow
 def test_a_step_is_rows_times_tokens_and_divides_over_the_ranks(recipe):
     if recipe.cfg.objective.method.samples:
         check_answers(recipe)

@@ -41,6 +41,7 @@ SHRUNK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_composes_as_it_is_and_with_other_groups_and_values(name):
     assert recipe_as_it_is(name).run.name == name

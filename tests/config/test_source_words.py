@@ -66,6 +66,7 @@ def test_training_takes_no_path(refused):
     assert "is neither a verb nor key=value" in refused("train", "runs/a")
 
 
+@pytest.mark.slow
 def test_a_run_is_reported_on_by_its_path(train, monkeypatch, capsys):
     run = train("run", "train.steps=1")
     monkeypatch.chdir(run.folder.parent)

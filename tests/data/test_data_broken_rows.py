@@ -147,6 +147,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_broken_rows_are_skipped_or_named(tmp_path):
     file = tmp_path / "a.jsonl"
     lines = [
@@ -195,6 +196,7 @@ def test_json_that_python_does_not_read_is_an_error_of_the_file(tmp_path, conten
     assert "that can be read" in rows[0].error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [None, 0.5])
 @pytest.mark.parametrize("template", ["plain", "chatml"])
 def test_a_table_may_hold_what_json_cannot(tmp_path, validation, template):
@@ -329,6 +331,7 @@ def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_pa
         assert peak < 5 * len(long)
 
 
+@pytest.mark.slow
 def test_an_array_is_read_in_bounded_memory(tmp_path):
     (tmp_path / "a.json").write_text(
         "[" + ",\n".join(json.dumps({"text": "x" * 10_000}) for _ in range(2000)) + "]"
@@ -380,6 +383,7 @@ def test_a_file_that_changes_while_it_is_read_ends_the_run(tmp_path, happens, on
     assert not [*(tmp_path / "c").glob("*/meta.json")]
 
 
+@pytest.mark.slow
 def test_what_is_tokenized_needs_its_source_no_more(train, tmp_path, chats):
     file = tmp_path / "chats.jsonl"
     shutil.copy(chats, file)

@@ -52,6 +52,7 @@ def rows_of(order: RowOrder, epoch: int = 0) -> list[list[int]]:
     return [[sample for sample, _, _ in order.row(first + i)] for i in range(order.rows_per_epoch)]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(GROUPS, st.sampled_from(["best_fit", "none"]), st.booleans(), st.integers(0, 3))
 def test_a_group_is_never_split_and_keeps_its_order(
@@ -75,6 +76,7 @@ def test_a_group_is_never_split_and_keeps_its_order(
             assert sorted(rows) == members
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(GROUPS)
 def test_groups_take_as_few_rows_as_documents_of_their_lengths(groups):

@@ -78,6 +78,7 @@ def bytes_of(folder, name="0.png"):
     return (folder / "pictures" / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_all_forms_of_an_image_give_the_same_sample(prepared, folder):
     plain = base64.b64encode(bytes_of(folder)).decode()
     at, url = "pictures/0.png", f"data:image/png;base64,{plain}"
@@ -232,6 +233,7 @@ def test_a_sample_that_is_cut_ends_before_an_image_that_is_cut(prepared):
     assert 240 < len(tokens) < 256
 
 
+@pytest.mark.slow
 def test_images_at_urls_are_fetched_once_also_beside_a_remote_file(prepared, folder, model):
     pytest.importorskip("aiohttp")
     requests = []

@@ -211,6 +211,7 @@ def assert_same_as_transformers(sample, tokenizer, messages, tools=None):
     assert (sample.weights > 0).astype(int).tolist() == theirs["assistant_masks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     [

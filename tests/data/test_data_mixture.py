@@ -106,6 +106,7 @@ def test_half_a_repeat_goes_on_with_the_other_half():
     assert 2 not in who
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.lists(LENGTHS, min_size=2, max_size=4), st.integers(0, 60), st.integers(1, 30))
 def test_rows_and_totals_are_those_of_the_components(sources, start, count):
@@ -159,6 +160,7 @@ def go_on(mixture, progress, rows):
     return resume_data(mixture, progress, "")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(

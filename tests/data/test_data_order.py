@@ -58,6 +58,7 @@ def test_a_million_samples_are_packed_in_seconds_and_full():
     assert lengths.sum() / (8192 * (len(packing.offsets) - 1)) > 0.999
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.integers(2, 16), min_size=1, max_size=40),
@@ -131,6 +132,7 @@ def test_a_stream_is_cut_at_other_places_every_epoch():
     assert sorted(rows(0)) != sorted(rows(1))
 
 
+@pytest.mark.slow
 def test_pretraining_fills_its_rows(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join("x" * (7 + i * i % 500) for i in range(2000)))
     store = prepared(tmp_path, 64, path=str(tmp_path / "a.txt"), too_long="split").train[0]
@@ -206,6 +208,7 @@ def prepared(tmp_path, seq_len=64, tokenizer="demo:bytes", **data):
     )
 
 
+@pytest.mark.slow
 def test_totals_are_those_of_the_rows(tmp_path):
     order = RowOrder(prepared(tmp_path, path="demo:backwards").train[0], 64, "best_fit", True, 0)
     n = order.rows_per_epoch
@@ -269,6 +272,7 @@ def test_preview_json_is_what_training_reads_and_nothing_else(tmp_path, capsys):
     assert 0 < weighted < 8
 
 
+@pytest.mark.slow
 def test_preview_text_marks_what_is_learnt(tmp_path, capsys):
     cfg = PreviewConfig()
     cfg.data.path, cfg.tokenizer.path, cfg.data.cache, cfg.preview.rows, cfg.batch.seq_len = (

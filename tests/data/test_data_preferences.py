@@ -104,6 +104,7 @@ def pairs(tmp_path):
     return tmp_path / "pairs.jsonl"
 
 
+@pytest.mark.slow
 def test_preview_shows_what_is_learnt_of_pairs(world, pairs, tmp_path):
     given = [f"data.path={pairs}", "tokenizer.path=demo:bytes", f"run.root={tmp_path}"]
     (shown,) = world.command("preview", *given, "batch.seq_len=128", "preview.rows=1")
@@ -187,6 +188,7 @@ def test_pairs_with_an_answer_in_common_are_no_duplicates(tmp_path):
     assert (len(store), store.groups, store.counts["duplicate"]) == (6, 3, 1)
 
 
+@pytest.mark.slow
 def test_the_better_answers_can_be_trained_on(train, pairs):
     assert train(
         "run",

@@ -110,6 +110,7 @@ def test_files_beside_the_user_are_no_modules_of_the_processes(
     assert len(made(str(data), tmp_path / "c", workers=2).train[0]) == 600
 
 
+@pytest.mark.slow
 def test_processes_that_tokenize_import_no_torch():
     what = (
         "import sys, fsdp_trainer.data.store.component_store; "
@@ -241,6 +242,7 @@ def of_another_division(enter, part):
     enter(inject.setting("smallest_part", 2000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [lost_in_a_crash, of_another_division])
 def test_a_part_that_is_damaged_or_of_other_rows_is_made_anew(
     tmp_path, data, many_parts, enter, what
@@ -279,6 +281,7 @@ def test_a_shard_that_fails_leaves_what_the_others_have_made(tmp_path, data, man
     assert sorted((tmp_path / "c").glob(".*/[0-9]*")) == parts != []
 
 
+@pytest.mark.slow
 def test_the_same_tokens_of_another_version_are_the_same_data(tmp_path, data, enter):
     before = made(str(data), tmp_path / "c").train[0]
     enter(inject.setting("tokens_version", 10_000))
@@ -309,6 +312,7 @@ def bit_of_the_description(folder):
     flip_bit(folder / "meta.json")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage", [cut, half_a_file, one_is_missing, bit_of_a_token, bit_of_the_description]
 )
@@ -323,6 +327,7 @@ def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
     assert visible(tmp_path / "c") == [folder.name]
 
 
+@pytest.mark.slow
 def test_two_that_prepare_the_same_do_it_once(tmp_path, data, many_parts, enter):
     tasks = []
 
@@ -357,6 +362,7 @@ def test_leftovers_of_a_crash_go_after_a_day(tmp_path, data):
     assert visible(tmp_path / "c")[0] == ".young"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_message_and_leaves_what_is_finished(tmp_path, data, many_parts):
     full_disk = inject.fails("tokenize_part", inject.no_space(), nth=4)
     with full_disk, pytest.raises(RunFailed, match=r"No space left.*data\.cache=FOLDER"):
@@ -373,6 +379,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, data):
             made(str(data), folder)
 
 
+@pytest.mark.slow
 def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(tmp_path, enter):
     a, b, c = (write(tmp_path / f"{name}.jsonl", i, i + 40) for i, name in enumerate("abc"))
     entries = [{"path": a, "weight": 0.5}, {"path": b, "weight": 0.5}]
@@ -397,6 +404,7 @@ def test_a_source_that_is_added_to_a_mixture_tokenizes_no_other_anew(tmp_path, e
     assert [store.folder for store in three.train[:2]] == [store.folder for store in two.train]
 
 
+@pytest.mark.slow
 def test_a_file_is_hashed_again_when_it_has_changed_and_not_before(tmp_path, data, enter):
     read = []
 
@@ -462,6 +470,7 @@ def test_a_file_that_changes_between_hashing_and_reading_is_not_kept_under_the_n
     assert visible(tmp_path / "c") == []
 
 
+@pytest.mark.slow
 def test_without_locks_two_that_prepare_the_same_do_not_disturb_each_other(
     tmp_path, data, many_parts, enter, monkeypatch
 ):

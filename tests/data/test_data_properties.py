@@ -280,12 +280,12 @@ def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_o
     order = data.make()
     starts = [component.start for component in order.components]
     for numbers in (range(MOST_ROWS + 1), range(first, first + MOST_ROWS + 1)):
-        taken = np.array([order.taken(n) for n in numbers]) - starts
-        assert (taken.sum(axis=1) == numbers).all()
-        assert np.abs(taken - np.outer(numbers, order.shares)).max() < 1
-        steps = np.diff(taken, axis=0)
+        counts = np.array([order.taken(n) for n in numbers]) - starts
+        assert (counts.sum(axis=1) == numbers).all()
+        assert np.abs(counts - np.outer(numbers, order.shares)).max() < 1
+        steps = np.diff(counts, axis=0)
         assert set(steps.flat) <= {0, 1}
         mixed, who = order.read_rows(numbers[:-1]), steps.argmax(axis=1)
         for i, of_its_own in enumerate(order.orders):
-            rows = of_its_own.read_rows((starts[i] + taken[:-1, i])[who == i])
+            rows = of_its_own.read_rows((starts[i] + counts[:-1, i])[who == i])
             assert np.array_equal(mixed.tokens[who == i], rows.tokens)

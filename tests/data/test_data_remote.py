@@ -228,6 +228,7 @@ def test_a_broken_off_download_goes_on(web, tmp_path, folder, monkeypatch):
     assert any(not request.split()[1:] for request in Handler.requests) == (folder == "plain")
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_download_at_once_and_the_next_start_goes_on(web, tmp_path):
     url, files = web
     content = lines(*("x" * 1000 for i in range(20_000)))

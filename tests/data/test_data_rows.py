@@ -240,6 +240,7 @@ def test_one_object_that_is_a_conversation_is_one_row(tmp_path):
     assert len(list(read_records(str(file)))) == 2
 
 
+@pytest.mark.slow
 def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, world, tmp_path):
     rows = [
         {"question": "q", "answer": "a", "topic": "t"},
@@ -253,6 +254,7 @@ def test_columns_that_are_not_used_are_named_before_a_run_and_in_preview(train, 
     assert line in train("run", *given, "train.steps=1").out
 
 
+@pytest.mark.slow
 def test_columns_that_a_stream_does_not_use_are_named(world, tmp_path):
     rows = [{"question": f"q{i}", "answer": "a", "topic": "t"} for i in range(4)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

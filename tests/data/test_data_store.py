@@ -42,6 +42,7 @@ def texts(part):
     return [tokenizer.decode(part.read(i)[0].tolist()) for i in range(len(part))]
 
 
+@pytest.mark.slow
 def test_another_rank_opens_what_one_has_prepared(tmp_path):
     one = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
     other = prepared(tmp_path, path="demo:backwards", validation="demo:backwards/heldout")
@@ -57,6 +58,7 @@ def test_another_rank_opens_what_one_has_prepared(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_the_same_data_is_tokenized_once_and_a_change_is_noticed(tmp_path, monkeypatch):
     a = chats(tmp_path / "a.jsonl", 30)
     base = {"path": a}
@@ -84,6 +86,7 @@ def test_the_same_data_is_tokenized_once_and_a_change_is_noticed(tmp_path, monke
     assert len({p.train[0].folder for p in [first, *changed]}) == 6
 
 
+@pytest.mark.slow
 def test_a_validation_share_depends_on_content_and_not_on_order(tmp_path):
     path = tmp_path / "a.jsonl"
     chats(path, 200)

@@ -79,6 +79,7 @@ def files(tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -101,6 +102,7 @@ def test_a_stream_goes_on_from_any_of_its_rows(files, packing, shuffle, rows, pl
     assert again == one[place + 1 :]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -145,6 +147,7 @@ def test_texts_are_cut_where_rows_end_and_every_token_but_the_first_is_learnt_on
     assert np.concatenate([row.labels for row in rows]).tolist() == follows
 
 
+@pytest.mark.slow
 def test_windows_are_filled_as_well_as_an_epoch(files):
     rows = [*itertools.islice(streamed(files["chats"], rows=1, seq_len=256).stream(0), 200)]
     assert sum(len(row.tokens) for row in rows) / (200 * 256) > 0.96
@@ -404,6 +407,7 @@ def test_another_number_of_rows_is_other_data(train):
     )
 
 
+@pytest.mark.slow
 def test_the_preview_shows_the_rows_of_training(files, capsys):
     from fsdp_trainer.cli import main
 
@@ -427,6 +431,7 @@ def test_the_preview_shows_the_rows_of_training(files, capsys):
         assert row["labels"] == expected.labels.tolist()
 
 
+@pytest.mark.slow
 def test_the_preview_of_a_stream_tells_whole_lengths_and_what_was_skipped(tmp_path, capsys):
     from fsdp_trainer.cli import main
 

@@ -72,6 +72,7 @@ def test_a_sentencepiece_model_gives_the_pieces_of_sentencepiece(sentencepiece_f
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
 
 
+@pytest.mark.slow
 def test_llama_2_gives_the_pieces_of_sentencepiece_on_real_text():
     spm = pytest.importorskip("sentencepiece")
     if not SHARED.is_dir():
@@ -392,6 +393,7 @@ def test_word_by_word_gives_the_tokens_and_places_of_the_whole_text(texts, token
         ]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(PIECES), max_size=16).map("".join),
     st.data(),

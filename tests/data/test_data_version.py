@@ -137,6 +137,7 @@ def digests(tmp_path_factory, tokenizers):
     return {case: tokens_digest(root / str(i), tokenizers, case) for i, case in enumerate(CASES)}
 
 
+@pytest.mark.slow
 def test_tokens_that_change_have_another_version(digests):
     stored = json.loads(STORED.read_text())
     changed = [

@@ -280,6 +280,7 @@ def test_a_token_file_is_not_read_as_anything_else(tmp_path, keys, named):
     assert named in problem(tmp_path, WRITTEN / "megatron", **keys)
 
 
+@pytest.mark.slow
 def test_tokenized_rows_of_datasets_are_documents_and_their_masks_are_kept(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = {
@@ -327,6 +328,7 @@ def test_rows_of_datasets_whose_tokens_are_all_learnt_stay_in_their_file(
     assert len(mapped.tokens) == sum(len(documents(plain)[i]) for i in copied)
 
 
+@pytest.mark.slow
 def test_documents_of_every_batch_and_shard_of_a_saved_data_set_are_found(tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [[i % 250, *range(1 + i % 7)] for i in range(2500)]
@@ -384,6 +386,7 @@ def test_what_is_written_for_megatron_is_what_megatron_writes_to_the_last_byte(
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", TOKEN_FORMS)
 def test_what_is_held_out_is_written_apart_and_is_not_trained_on_unasked(
     tmp_path, capsys, monkeypatch, form

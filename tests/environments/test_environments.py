@@ -62,6 +62,7 @@ def test_a_tool_without_its_argument_answers_with_an_error():
     assert Calculator().step([answer(content="84")]) == ([], True)
 
 
+@pytest.mark.slow
 def test_python_keeps_names_between_calls_and_shows_values_prints_and_errors():
     environment = find_environment("python").make()
     environment.reset(row_of(QUESTION))
@@ -76,6 +77,7 @@ def test_python_keeps_names_between_calls_and_shows_values_prints_and_errors():
     assert say(environment, "python", code="x") == "NameError: name 'x' is not defined"
 
 
+@pytest.mark.slow
 def test_python_that_takes_too_long_is_ended():
     environment = find_environment({"name": "python", "seconds": 0.5}).make()
     environment.reset(row_of(QUESTION))
@@ -288,6 +290,7 @@ def test_of_calls_that_cannot_be_read_none_is_made(form):
 PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", RIGHT)
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=6))

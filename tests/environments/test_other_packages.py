@@ -73,6 +73,7 @@ def program(tmp_path):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reward"), [("rollout", 1.0), ("asynchronous", 0.5)])
 def test_a_program_that_asks_the_model_is_an_environment(program, name, reward):
     environment = program(name)
@@ -246,6 +247,7 @@ def verifiers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_a_task_of_verifiers_asks_the_model_and_rewards_it(verifiers):
     spec = find_environment({"name": "verifiers", "taskset": "sums"})
     assert spec.rewards

@@ -77,6 +77,7 @@ def encoded(speaker, *texts):
     return [speaker.tokenizer.encode(text) for text in texts]
 
 
+@pytest.mark.slow
 def test_samples_depend_on_seed_prompt_and_number_alone(speaker):
     prompts = encoded(speaker, "abc", "a longer prompt", "x")
     stop_ids = speaker.tokenizer.stop_ids

@@ -171,6 +171,7 @@ def test_a_second_signal_to_the_launcher_ends_at_once_and_is_no_hang(start, tmp_
     assert run.events[-1]["reason"] == "second signal (SIGTERM)"
 
 
+@pytest.mark.slow
 def test_launch_env_counts_for_ranks_that_a_launcher_started(world, inputs, tmp_path):
     words = [
         *SMALL,
@@ -251,6 +252,7 @@ def test_a_failed_run_prints_its_error_before_it_leaves_and_waits_for_no_collect
         train("whole", "train.steps=1", ranks=2, seam=never_ends)
 
 
+@pytest.mark.slow
 def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
     run = train("run", f"data.path={tmp_path / 'broken.jsonl'}", "train.steps=1", ranks=2, code=2)
@@ -258,6 +260,7 @@ def test_a_data_error_is_told_by_one_rank_of_two_and_all_exit_2(train, tmp_path)
     assert run.ranks[1].err == run.ranks[1].out == ""
 
 
+@pytest.mark.slow
 def test_what_only_another_node_finds_stands_in_its_torchruns_table(monkeypatch, tmp_path, capsys):
     for name, value in {
         "RANK": "8",
@@ -278,6 +281,7 @@ def stopped_while_it_waits(rendezvous, *args):
     return rendezvous(*args)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_others_to_start_stops_at_a_signal(train):
     seam = inject.around("join_world", stopped_while_it_waits)
     train("run", "train.steps=1", code=75, seam=seam, env={"WORLD_SIZE": "2"})
@@ -297,6 +301,7 @@ def test_who_finds_a_folder_locked_is_told_by_whom(tmp_path):
     RunLock(["b"]).acquire(cfg.run, cfg.checkpoint.resume, tmp_path / "run").close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_refused_start_leaves_no_folder_that_it_made(train, world, tmp_path, ranks):
     (tmp_path / "broken.jsonl").write_text(BROKEN)
@@ -334,6 +339,7 @@ def test_a_refused_start_keeps_a_folder_that_was_there_and_records_its_end(train
     assert train("run", "train.steps=2").column("step") == [1, 2]
 
 
+@pytest.mark.slow
 def test_replicas_that_do_not_divide_the_world_are_refused(train):
     assert (
         "sharding.replicas"
@@ -413,6 +419,7 @@ def test_an_orderly_stop_of_an_earlier_launch_does_not_end_a_restarted_attempt(t
     assert again.event("resume")[0]["world_size"] == 2
 
 
+@pytest.mark.slow
 def test_ranks_meet_in_a_store_full_of_earlier_attempts_although_their_counts_differ(world):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = world.call(2, three_attempts, store.port)
@@ -449,6 +456,7 @@ def three_attempts(port):
     return answers
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_for_the_others_says_what_may_be_wrong(world):
     (answers,) = world.call(1, lonely)
     assert "all 2 ranks" in answers
@@ -616,6 +624,7 @@ def test_the_ranks_of_a_node_divide_its_cores_for_compiling(monkeypatch):
     assert os.environ[name] == "5"
 
 
+@pytest.mark.slow
 def test_training_from_python_gives_the_exit_code_or_raises(world, inputs, tmp_path):
     words = [*SMALL, *(f"{k}={v}" for k, v in inputs.items()), f"run.root={tmp_path}"]
     assert world.call(1, from_python, [*words, "run.name=a", "train.steps=2"]) == [0]
@@ -638,6 +647,7 @@ def from_python(overrides):
         return "UserError"
 
 
+@pytest.mark.slow
 def test_a_thousand_ranks_that_wait_for_one_do_not_flood_its_store():
     store, looks = dist.HashStore(), []
     counting = SimpleNamespace(check=lambda keys: looks.append(keys) or store.check(keys))

@@ -129,6 +129,7 @@ def nodes(by_ssh, monkeypatch, tmp_path):
     return become
 
 
+@pytest.mark.slow
 def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatch, capfd):
     nodes([0, 0])
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
@@ -165,6 +166,7 @@ def test_the_exit_code_of_the_run_comes_back(nodes, capfd, codes, code):
     assert ("node1 was lost" in capfd.readouterr().err) == (255 in codes)
 
 
+@pytest.mark.slow
 def test_one_message_names_every_host_that_cannot_start_and_none_is_started(nodes, capfd):
     nodes([0] * 7)
     hosts = ["good", "unknown", "closed", "down", "bare", "elsewhere", "older"]

@@ -70,6 +70,7 @@ def until(there):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     come("serves", count=3, ranks=2)
     come("late", count=3, ranks=4, env={"SLURM_NODEID": "2"})
@@ -84,6 +85,7 @@ def test_nodes_get_their_places_and_ranks_as_torchrun_would_number_them(come):
     assert {env["GROUP_WORLD_SIZE"] for env in environments} == {"3"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "heard"), [(7, 7), (0, None), (75, None)])
 def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     come("serves")
@@ -102,6 +104,7 @@ def test_only_a_node_that_failed_ends_the_others(come, code, heard):
     assert heard or other.heard is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["serves", "other"])
 def test_a_node_that_dies_is_noticed(come, lost):
     come("serves")
@@ -117,6 +120,7 @@ def test_a_node_that_dies_is_noticed(come, lost):
     assert "was lost" in stays.heard[1]
 
 
+@pytest.mark.slow
 def test_a_node_that_starts_again_waits_for_the_others_to_end(come):
     come("serves")
     come("other")
@@ -138,6 +142,7 @@ def test_a_failure_elsewhere_ends_the_ranks_here_with_its_code(enter, capsys):
     assert ranks[0].returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_who_does_not_belong_there_is_told_why(come):
     come("serves", count=3, devices="a:all")
     come("other run", count=3, run="another")
@@ -157,6 +162,7 @@ def test_who_does_not_belong_there_is_told_why(come):
     assert set(errors) == {"other run", "other command", "given twice", "too late"}
 
 
+@pytest.mark.slow
 def test_who_waits_in_vain_says_who_came(come):
     come("serves", count=3, timeout="1s")
     come("second", count=3, timeout="1s")
@@ -167,6 +173,7 @@ def test_who_waits_in_vain_says_who_came(come):
     assert all(isinstance(error, RunFailed) for error in come.all().values())
 
 
+@pytest.mark.slow
 def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
     enter(inject.setting("node_answer_seconds", 0.3))
     enter(inject.setting("node_name_seconds", 0.1))
@@ -285,6 +292,7 @@ def test_auto_is_one_rank_for_each_visible_gpu(enter, monkeypatch):
     assert start.ranks_to_start(Launch(device="cpu")) == 1
 
 
+@pytest.mark.slow
 def test_a_node_without_rank_0_says_where_the_message_is(inputs, capfd, enter):
     class Second:
         first, node, address, heard = 1, 1, "gpu3", None

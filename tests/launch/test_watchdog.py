@@ -393,6 +393,7 @@ def no_room(full):
         yield
 
 
+@pytest.mark.slow
 def test_time_without_a_processor_is_counted_by_the_system(tmp_path):
     """Two busy processes on one core: each of them waits for about half the time."""
     code = (

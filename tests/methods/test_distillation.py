@@ -633,6 +633,7 @@ def test_the_plan_of_a_teacher_is_what_a_rank_holds(world, tmp_path, size):
     assert peak.total - peak.bytes["allowance"] == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_plan_of_stored_lists_has_their_disk_and_no_teacher(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLANNED.to_hf("float32")))
     cfg = configuration({"checkpoint": "full"})

@@ -339,6 +339,7 @@ def test_what_cannot_be_played_is_refused_by_name(world, tmp_path, typed):
     assert REFUSED[typed] in run.err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_every_turn():
     keys = ["model=qwen3_0_6b", "model.vocab_size=151936", "objective=grpo", "plan.world_size=8"]
     keys += ["objective.rewards=[exact]", "objective.max_new_tokens=256", "plan.gpu=h100"]

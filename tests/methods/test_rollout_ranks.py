@@ -197,6 +197,7 @@ def test_ranks_that_generate_need_a_method_that_learns_from_answers(capsys):
     assert "Only counts with  objective=grpo" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_counts_rollout_ranks_apart(capsys):
     words = ["plan", "model=qwen3_0_6b", "objective=grpo", "objective.rewards=[exact]", ONE]
     words += ["plan.gpu=h100", "objective.ahead=1"]
@@ -215,6 +216,7 @@ def test_the_doctor_looks_at_the_layout_of_the_training_ranks(world):
     assert "replicate 2" in said
 
 
+@pytest.mark.slow
 def test_a_rank_must_be_left_for_training(world, tmp_path):
     keys = [*SMALL, *GRPO, f"run.root={tmp_path}", f"data.cache={tmp_path}"]
     refused = world.command("train", *keys, "launch.rollout_ranks=2", ranks=2, code=2)

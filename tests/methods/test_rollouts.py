@@ -418,6 +418,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 def test_what_answers_cannot_do_is_refused_before_anything_starts(capsys):
     keys = ["data.path=demo:sums", "tokenizer.path=demo:bytes", "objective=grpo"]
     assert main([*keys, *REFUSED]) == 2
@@ -455,6 +456,7 @@ def test_the_quickstart_of_rewards_trains_twice_and_compares_rewards(
     assert (tmp_path / "sums-rewarded" / "hf" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_answers_take_and_the_rows_that_they_fill():
     keys = ["model=qwen3_0_6b", "model.vocab_size=151936", "objective=grpo", "plan.world_size=8"]
     keys += ["objective.rewards=[exact]", "objective.max_new_tokens=768", "plan.gpu=h100"]

@@ -80,6 +80,7 @@ def test_each_answer_lies_beside_its_prompt_with_the_answer_before_it(tmp_path):
     assert longest <= tight.seq_len
 
 
+@pytest.mark.slow
 def test_preview_shows_good_bad_and_mismatched_answers(tmp_path, capsys):
     path = write_labelled(tmp_path / "labelled.jsonl", count=6)
     keys = ["tokenizer.path=demo:bytes", "preview.rows=2", f"data.cache={tmp_path / 'cache'}"]

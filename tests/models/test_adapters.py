@@ -128,6 +128,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [

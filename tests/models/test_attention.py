@@ -221,6 +221,7 @@ def test_varlen_is_told_where_documents_lie(varlen, rows, window):
     assert (actual - wanted).abs().max() <= 1e-5
 
 
+@pytest.mark.slow
 def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
     graphs = []
 
@@ -244,6 +245,7 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(
     "scoring", [Scoring(), Scoring(softcap=5.0), Scoring(sinks=torch.tensor([0.0, 3, -2, 1]))]

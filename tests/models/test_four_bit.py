@@ -291,6 +291,7 @@ def test_a_checkpoint_can_be_the_base(train, tmp_path):
     assert_bitwise_equal(stored(newest(again)), stored(newest(run)))
 
 
+@pytest.mark.slow
 def test_what_4_bits_cannot_be_together_with_is_refused(train, folder):
     common = ["train.steps=1", f"model.init_from={folder}", "tokenizer.path=demo:bytes"]
     float8 = hf("precision=fp8")

@@ -349,6 +349,7 @@ def test_the_loss_that_is_told_stays_the_plain_one(train):
     assert "objective" not in plain.metrics[0]
 
 
+@pytest.mark.slow
 def test_weights_of_tokens_are_not_rounded_in_bfloat16(train):
     """fully_shard can round what it finds in the arguments of a forward: 1 / Σ weight would be off
     by up to 1/256, and all gradients with it."""

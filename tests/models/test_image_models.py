@@ -168,6 +168,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers(train, folders, data, 
             assert (actual[name] - value).abs().max() < 1e-4, f"{name} on {ranks} ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.grid(1)
 def test_each_gradient_is_that_of_transformers(train, folders, data, kind):
@@ -317,6 +318,7 @@ def change(folder):
         Image.new("RGB", (40, 40)).save(file)
 
 
+@pytest.mark.slow
 @pytest.mark.further
 def test_an_image_that_changes_during_a_run_ends_all_ranks_with_its_name(
     train, folders, tmp_path, data
@@ -332,6 +334,7 @@ def test_an_image_that_changes_during_a_run_ends_all_ranks_with_its_name(
     assert "has changed since it was tokenized: start again" in said
 
 
+@pytest.mark.slow
 def test_what_does_not_read_images_refuses_them(train, folders, data):
     """Gemma 3's language model alone is this decoder's own."""
     own = [f"model.init_from={folders['gemma3']}", f"data.path={data[0]}", "precision=fp32"]
@@ -423,6 +426,7 @@ def test_answers_about_images_are_those_of_transformers(
     assert capsys.readouterr().out == expected[0] + "\n"
 
 
+@pytest.mark.slow
 def test_a_prompt_whose_images_do_not_fit_is_refused(folders, tmp_path, capsys):
     [name] = write_pictures(tmp_path, 1)
     words = ["generate", f"source={folders['llava']}", "max_tokens=2"]

@@ -3,6 +3,7 @@
 import re
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def as_peft(patterns, name):
     return patterns.get(next(matched, None), "default")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(NAMES | EXPRESSIONS, st.integers(), max_size=6), NAMES)
 def test_the_first_pattern_counts_that_peft_finds(patterns, name):

@@ -117,6 +117,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_
             assert (actual[name] - value).abs().max() < 1e-4, f"{name} on {ranks} ranks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.grid(4)
 def test_each_gradient_is_that_of_transformers(train, tmp_path, documents, kind):
@@ -157,6 +158,7 @@ def test_both_implementations_of_a_family_agree(train, tmp_path, documents, fami
         assert (value - second[name]).abs().max() <= 1e-4 * scale, name
 
 
+@pytest.mark.slow
 def test_the_load_balancing_loss_is_that_of_transformers(train, tmp_path, documents):
     file, texts = documents
     folder = make_other_folder(tmp_path / "experts", "granitemoe", num_hidden_layers=1)

@@ -71,6 +71,7 @@ def test_a_padded_run_goes_on_and_is_read_by_other_paddings(train):
         assert digest_of(next_stage) == digest_of(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "multiple"), [(1, 1), pytest.param(2, 128, marks=pytest.mark.slow)]
 )
@@ -104,6 +105,7 @@ def test_rows_are_not_taken_away(train, folder):
     assert "264 rows" in refused.err
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_is_too_large_is_told_how_to_grow(train, tmp_path):
     folder = make_folder(tmp_path / "small", vocab_size=200)
     refused = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2)
@@ -185,6 +187,7 @@ def test_of_a_gemma_3_with_images_the_language_model_is_trained(train, tmp_path,
     assert described["architectures"] == ["Gemma3ForCausalLM"]
 
 
+@pytest.mark.slow
 def test_another_tokenizer_than_the_models_is_told(train, folder, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -89,6 +89,7 @@ def test_metrics_and_events_have_the_contracts_fields(train):
     assert config["run"]["name"] == "run"
 
 
+@pytest.mark.slow
 def test_the_time_of_a_run_is_that_of_its_phases(train):
     began = time.time()
     run = train(
@@ -145,6 +146,7 @@ def test_tokens_are_those_of_the_rows_without_padding(train, world, inputs):
     ]
 
 
+@pytest.mark.slow
 def test_every_line_of_a_log_file_says_everything(train):
     run = train("run", "train.steps=4", "logging.every=2")
     lines = [line for line in run.out.splitlines() if "/4 " in line]

@@ -91,12 +91,14 @@ def test_states_in_many_files_parts_and_slices_give_the_same_bits_in_each_checkp
     assert not (disk.folder / "states").exists()
 
 
+@pytest.mark.slow
 def test_large_parameters_in_host_memory_are_updated_as_a_whole(train):
     words = ["train.steps=2"]
     host = train("host", *words, CPU, seam=many_small_parts())
     assert_same(host, train("device", *words))
 
 
+@pytest.mark.slow
 def test_random_rounding_of_large_parameters_is_that_of_their_numbers_places(train):
     """A part of a parameter would draw the random bits of its first numbers again."""
     words = ["train.steps=2", "precision.param_dtype=bfloat16", "precision.master_dtype=bfloat16"]
@@ -152,6 +154,7 @@ def test_a_crash_in_an_update_is_noticed_and_the_checkpoint_resumes(train, tmp_p
     assert_same(run, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["state_file", "state_piece"])
 def test_a_full_disk_ends_the_run_with_the_place_and_the_reason(train, point):
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -169,6 +172,7 @@ def refuse_direct_access(real, path, flags, *args):
     return real(path, flags, *args)
 
 
+@pytest.mark.slow
 def test_a_file_system_without_direct_access_is_used_without_it(train):
     words = ["train.steps=2"]
     run = train("run", *words, DISK, seam=inject.around("state_open", refuse_direct_access))

@@ -173,6 +173,7 @@ def moved_both_ways(layout):
     return moved(layout), moved(layout, normuon=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["two", *(pytest.param(one, marks=pytest.mark.slow) for one in [*LAYOUTS][1:])]
 )

@@ -125,6 +125,7 @@ def of_one_process():
     return five_steps_in_all_formats()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.grid(1)
 def test_the_same_gradients_give_the_same_bits_on_any_number_of_ranks(world, of_one_process, ranks):

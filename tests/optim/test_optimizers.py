@@ -135,6 +135,7 @@ def steps_of_each(layout):
     return {name: steps(name, layout) for name in ("lion", "sgd", "lamb", "lars")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_steps_as_one_process_does(world, layout):
     ranks = torch.Size(LAYOUTS[layout][0]).numel()
@@ -174,6 +175,7 @@ def test_a_run_goes_on_on_any_number_of_ranks(train, name):
     assert through.column("loss")[-1] < through.column("loss")[0]
 
 
+@pytest.mark.slow
 def test_keys_of_other_optimizers_are_refused(train):
     assert "optim=adamw" in train("run", "optim=sgd", "optim.eps=1e-6", code=2).err
     assert "optim=sgd" in train("run", "optim=lamb", "optim.momentum=0.8", code=2).err

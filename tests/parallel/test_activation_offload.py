@@ -221,6 +221,7 @@ def test_a_sharded_training_is_the_same_with_activations_in_host_memory(train, h
         assert offloaded.column(name) == plain.column(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=lambda way: way.mode)
 def test_the_plan_counts_the_bytes_that_are_moved(small, way):
     words = ["plan.gpu=h100", "precision=fp32", "model.attention=mask", f"batch.seq_len={LENGTH}"]

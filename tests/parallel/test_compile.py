@@ -105,6 +105,7 @@ def no_compiler():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.further
 def test_without_a_compiler_on_one_rank_all_train_without(train, ranks):

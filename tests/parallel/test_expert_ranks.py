@@ -176,6 +176,7 @@ CASES = {
 QUICK = ("two",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES]
 )

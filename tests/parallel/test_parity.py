@@ -197,6 +197,7 @@ def test_weights_of_messages_count_in_numerator_and_divisor(train, tmp_path):
     assert one.column("loss") == pytest.approx(two.column("loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bf16_is_near_fp32(train, alone, ranks):
     run = train("bf16", *COMMON, "train.steps=8", "precision.param_dtype=bfloat16", ranks=ranks)
@@ -210,6 +211,7 @@ def print_formats(rotate, x, cosine, sine):
     return rotate(x, cosine, sine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rotations"), [("olmo2", torch.float32), ("llama", torch.bfloat16)]
 )

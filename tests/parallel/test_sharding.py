@@ -101,6 +101,7 @@ def kept_for_backward(**settings) -> tuple[int, float, list[torch.Tensor]]:
     return saved, loss.item(), [p.grad for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_every_mode_keeps_less_than_the_one_before_and_gives_the_same_gradients():
     ladder = [
         {},
@@ -291,6 +292,7 @@ def is_gathered(sharding: Sharding, sizes: dict, free: float) -> bool:
         return sharded.isdisjoint(block.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fsdp", "tensor", "expert"])
 @pytest.mark.grid(1)
 def test_generation_gathers_once_where_half_of_the_free_memory_holds_the_gathered_model(

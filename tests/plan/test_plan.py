@@ -68,6 +68,7 @@ def counting():
         Path(os.environ["SENT"]).write_text(json.dumps(sent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
@@ -141,6 +142,7 @@ def test_the_bytes_that_a_tensor_group_exchanges_are_those_of_a_real_run(train, 
     assert tensor.across == 0
 
 
+@pytest.mark.slow
 def test_a_tensor_group_splits_states_and_activations():
     words = ("model=llama3_70b", "plan.gpu=h100", "batch.seq_len=8192", "batch.rows=64")
     alone = planned(*words, "plan.world_size=64")
@@ -283,6 +285,7 @@ def test_formats_of_moments_are_suggested_before_those_that_change_what_is_compu
     )
 
 
+@pytest.mark.slow
 def test_the_world_is_what_launch_would_start(enter):
     enter(inject.around("device_files", lambda *_: []))
 
@@ -387,6 +390,7 @@ def test_a_list_of_gpus_is_a_list_of_plans_in_json(capsys):
     assert json.loads(capsys.readouterr().out) == compared[2:]
 
 
+@pytest.mark.slow
 def test_several_gpus_without_brackets_are_told_how_a_list_is_written(capsys):
     words = ["plan", "model=smollm2_135m", "plan.world_size=8", "plan.format=json"]
     assert main([*words, "plan.gpu=h100,l4"]) == 2
@@ -513,6 +517,7 @@ def compared(name):
     return compare(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [SOME_PUBLISHED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SOME_PUBLISHED[1:])],
@@ -574,6 +579,7 @@ def test_an_expert_computes_slower_than_a_dense_layer_of_as_many_operations():
     assert widths == pytest.approx([1.4**2, 1.18**2])
 
 
+@pytest.mark.slow
 def test_nvlink_connects_the_nodes_of_a_rack():
     words = ("model=qwen3_30b_a3b", "plan.world_size=16", "batch.rows=16", "sharding.expert=16")
     slow, rack = (planned(*words, f"plan.gpu={gpu}") for gpu in ("b200", "gb200"))
@@ -619,6 +625,7 @@ def test_every_device_of_the_table_has_times():
         assert named_by_driver(f"NVIDIA {known.name} 80GB").name == known.name
 
 
+@pytest.mark.slow
 def test_a_device_that_the_table_does_not_have_is_timed_by_its_tflops(capsys):
     words = ["model=smollm2_135m", "plan.memory_gib=48", "plan.world_size=1"]
     assert planned(*words).step_seconds is None
@@ -653,6 +660,7 @@ def test_empty_rows_and_memory_of_the_host_are_told(capsys):
     assert "1,051 GiB a node, pinned: more than 1,024 GiB" in out
 
 
+@pytest.mark.slow
 def test_blocks_gathered_inside_nodes_do_not_cross_them():
     cfg = compose("plan", ["sharding=hsdp", "sharding.replicas=2"], inputs=False)
 

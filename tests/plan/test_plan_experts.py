@@ -121,6 +121,7 @@ def test_512_ranks_send_the_rows_that_the_plan_counts(world):
         assert counted == pytest.approx((way.gathered, way.reduced)), name
 
 
+@pytest.mark.slow
 def test_experts_on_several_ranks_are_gathered_by_fewer_and_their_rows_travel():
     alone = planned(*QWEN, "plan.world_size=16")
     divided = planned(*QWEN, "plan.world_size=16", "sharding.expert=8")

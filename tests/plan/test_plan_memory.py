@@ -65,6 +65,7 @@ def test_states_are_those_of_a_ranks_largest_shards(ranks, tied):
     assert all(set(categories) == set(CATEGORIES) for categories in moments.values())
 
 
+@pytest.mark.slow
 def test_strategies_and_formats_change_what_they_should():
     def at(category, ranks=8, **keys):
         return max(
@@ -106,6 +107,7 @@ def test_offloaded_states_are_the_hosts():
     )
 
 
+@pytest.mark.slow
 def test_a_block_that_is_computed_again_keeps_its_input_alone():
     config, stream = MODEL, 512 * 512 * 2
     saved = [
@@ -135,6 +137,7 @@ def test_a_block_that_is_computed_again_keeps_its_input_alone():
     assert half == (saved[0] + saved[3]) / 2
 
 
+@pytest.mark.slow
 def test_a_mask_costs_the_rows_length_squared():
     def kept(length, layout):
         return trace_blocks(

@@ -56,6 +56,7 @@ def test_newton_schulz_takes_its_share_of_a_step():
     assert muon.compute == adamw.compute
 
 
+@pytest.mark.slow
 def test_owners_of_other_nodes_are_sent_to_over_the_network():
     words = ("+recipe=llama8b_pretrain", "plan.gpu=h100", "optim=muon")
     assert planned(*words, "plan.world_size=8").wire["owners"].across == 0

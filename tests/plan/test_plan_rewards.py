@@ -34,6 +34,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reward_model_needs_what_the_plan_says_while_it_scores(folder, dtype):
     cfg = TrainConfig()
@@ -63,6 +64,7 @@ def initialized(dtype):
     return model.to(dtype).eval().requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
     words = ["model=qwen3_0_6b", "plan.gpu=h100", "plan.world_size=8", "objective=grpo"]
     with_model = f"objective.rewards=[exact,{{name: model, source: {folder}}}]"
@@ -92,6 +94,7 @@ def test_a_plan_counts_a_reward_model_on_every_rank(folder, capsys):
     assert "someone/reward is not on this disk: its memory and time are not counted" in said
 
 
+@pytest.mark.slow
 def test_a_large_row_of_answers_can_be_the_peak(folder):
     huge = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 60_000}
     (folder / "config.json").write_text(json.dumps(huge))

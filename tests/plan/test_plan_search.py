@@ -153,12 +153,14 @@ def test_a_search_is_for_one_cluster(capsys, word, instead):
     assert instead in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_second_copy_inside_each_of_several_nodes_is_tried(capsys):
     words = [*CLUSTER, "plan.gpu=h100", "plan.network_gbps=50"]
     layouts = searched(capsys, *words)["layouts"]
     assert any("sharding.reshard_after_forward=8" in one["overrides"] for one in layouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

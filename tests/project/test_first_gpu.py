@@ -29,6 +29,7 @@ def wrong_figures(_folder):
     raise AssertionError("losses differ")
 
 
+@pytest.mark.slow
 def test_all_steps_are_run_and_every_result_is_in_the_file(tmp_path, capsys):
     path = tmp_path / "results" / "first-gpu.json"
     look_into_file = f"import json; print(json.load(open({str(path)!r}))['steps'][-1])"

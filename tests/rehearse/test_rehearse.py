@@ -23,6 +23,7 @@ def answer(capsys, *words, code=0):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(capsys):
     reply = answer(capsys, "plan.world_size=4", "batch.rows=8")
     assert reply["fits"]
@@ -37,6 +38,7 @@ def test_the_answer_is_one_object_with_the_kinds_the_collectives_and_the_plan(ca
     assert sum(one["bytes"] * one["count"] for one in gathers) > reply["bytes_sent"]["shard"] / 2
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_ends_with_3(capsys):
     reply = answer(capsys, "plan.world_size=2", "plan.memory_gib=0.5", code=3)
     assert reply["finishes"]
@@ -56,6 +58,7 @@ def test_what_is_left_out_is_said_and_taken_from_the_plan(capsys):
     assert moved["peak_gib"] < few["peak_gib"], "as planned with the states on the host"
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_told_with_its_place(capsys):
     def fail(_head, *_):
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied (8x3 and 4x2)")
@@ -194,6 +197,7 @@ def test_a_search_rehearses_its_fastest_three(capsys):
     assert "Use  plan.search=true" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_has_a_picture_of_the_memory_of_each_kind(tmp_path, capsys):
     page = tmp_path / "page.html"
     words = ["plan.gpu=h100", "plan.world_size=3", "batch.rows=6", f"rehearse.html={page}"]
@@ -207,6 +211,7 @@ def test_the_page_has_a_picture_of_the_memory_of_each_kind(tmp_path, capsys):
     assert "all_gather" in out
 
 
+@pytest.mark.slow
 def test_a_plan_refuses_groups_that_cannot_share_the_model(capsys):
     words = ["plan.gpu=h100", "plan.world_size=3", "sharding.tensor=3"]
     assert main(["plan", *WORDS, *words]) == 2

@@ -141,6 +141,7 @@ def assert_weights(run, outer, own, tolerance):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "count", "ranks"),
     [(WHOLE, 2, 1), (WHOLE, 2, 2), (STREAMED, 2, 1), (WHOLE, 3, 1)],
@@ -182,6 +183,7 @@ def test_a_group_that_was_killed_adds_nothing_and_goes_on_from_the_outer_weights
     assert_weights(run, *expected, tolerance=1e-6)
 
 
+@pytest.mark.slow
 def test_8_bit_messages_change_an_outer_step_by_less_than_half_of_their_unit(
     groups, words, folder, rows, tmp_path
 ):

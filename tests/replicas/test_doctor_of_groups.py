@@ -31,6 +31,7 @@ def test_doctors_of_two_groups_measure_the_link_between_them(world, tmp_path):
         assert "plan.groups_gbps=" in links["advice"]
 
 
+@pytest.mark.slow
 def test_doctor_says_how_to_measure_between_groups(world, tmp_path):
     words = [f"run.root={tmp_path}", "replicas.method=sync", "launch.groups=2"]
     findings = doctor(world, *words)

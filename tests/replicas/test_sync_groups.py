@@ -73,6 +73,7 @@ def test_one_group_is_the_plain_run_to_the_last_bit(groups, words, undisturbed, 
     assert_bitwise_equal(stored(newest(run)), stored(newest(undisturbed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.grid(1)
 def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_path, layout):
@@ -82,6 +83,7 @@ def test_two_groups_compute_the_steps_of_one(groups, words, undisturbed, tmp_pat
     assert_same_run(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_killed_group_comes_back_with_the_state_of_the_others(
     groups, words, undisturbed, tmp_path
 ):

@@ -44,6 +44,7 @@ def words(inputs, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_callbacks_see_steps_figures_validations_checkpoints_and_the_end(words, tmp_path):
     result = fsdp_trainer.train([*words, "data.validation=0.1"], imports=["callback"])
     assert result == result.exit_code == 0

@@ -50,6 +50,7 @@ def test_what_a_rank_held_is_told_beside_the_plan_and_what_to_type(train):
     assert [e["step"] for e in again.event("resume")] == [4]
 
 
+@pytest.mark.slow
 def test_what_was_measured_stands_without_a_plan(train):
     no_plan = inject.fails("make_plan", ValueError("no such shape"))
     run = train("run", *HOW, seam=inject.together(GREEDY, no_plan), code=1)

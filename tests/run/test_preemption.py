@@ -245,6 +245,7 @@ def slow_steps():
         yield
 
 
+@pytest.mark.slow
 def test_a_run_stops_early_enough_to_save_within_its_limit(train):
     run = train(
         "run",

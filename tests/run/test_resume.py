@@ -182,6 +182,7 @@ def test_what_changes_no_loss_is_a_note(train):
     assert run.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_other_tokens_are_refused_with_the_key_that_gives_them(train):
     train("run", "train.steps=1")
     refused = train("run", "train.steps=2", "data.loss_on=all", code=2)
@@ -461,6 +462,7 @@ def test_a_checkpoint_that_cannot_be_written_at_the_end_fails_the_run_on_all_ran
     ]
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_holds_is_on_record_when_it_commits(train):
     """Were the lines of steps 1 to 3 only written at step 10, a kill after the checkpoint would
     lose them for good."""

@@ -57,6 +57,7 @@ def test_training_imports_only_what_it_uses(inputs, tmp_path):
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_ranks_imports_no_torch(inputs, tmp_path):
     words = [f"{key}={value}" for key, value in inputs.items()] + [
         f"run.root={tmp_path}",
@@ -90,6 +91,7 @@ def test_torchs_library_is_loaded_while_python_imports_and_before_torch_looks_fo
     )
 
 
+@pytest.mark.slow
 def test_what_aborts_at_the_interpreters_end_is_no_failure_of_a_command_that_is_done():
     for module, code in (("torch", 0), ("nothing", -6)):
         command = (

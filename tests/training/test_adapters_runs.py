@@ -184,6 +184,7 @@ def test_another_base_is_refused(adapt, folder, tmp_path):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_new_magnitudes_cannot_be_frozen(adapt):
     """Checkpoints hold no frozen parameters, and no other file has them."""
     how = [*DORA, "train.freeze=['*.lora_magnitude_vector']", "train.steps=2"]

@@ -119,6 +119,7 @@ def sums_that_differ():
     return bad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_rank_is_given_the_same_sums_to_the_last_bit_and_so_judges_alike(world, ranks):
     assert world.call(ranks, sums_that_differ) == [0] * ranks

@@ -103,6 +103,7 @@ def torn_row():
         raise AssertionError("a thread was left behind")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 4])
 def test_a_row_that_one_rank_cannot_read_ends_the_run_on_all_in_its_own_step(train, ahead):
     run = train(

@@ -139,6 +139,7 @@ def test_a_mistake_in_a_later_stage_is_told_before_the_first_begins(tmp_path, ca
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_the_card_has_all_stages_questions_and_samples_on_one_page(done):
     root, card = done
     for stage in ("tokenizer", *TRAININGS, "evaluation"):

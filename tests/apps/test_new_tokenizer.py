@@ -199,6 +199,7 @@ def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_limit_takes_text_from_all_files(tmp_path, new, capsys):
     for letter in "ab":
         line = json.dumps({"text": (letter * 7 + " ") * 40_000})

@@ -43,6 +43,7 @@ def matrices(folder):
         *((family, kind) for family in EXPERTS for kind in ("fp8", "int4")),
     ],
 )
+@pytest.mark.grid(6)
 def test_each_number_is_within_half_a_step_and_the_model_is_nearly_the_same(
     world, tmp_path, family, kind
 ):

@@ -49,6 +49,7 @@ def logits(folder, **options):
     "family",
     ["llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3", "phi3"],
 )
+@pytest.mark.grid(4)
 def test_transformers_computes_the_same_of_the_file(tmp_path, family):
     folder = make_folder(tmp_path / "hf", family, **AS_LLAMA_CPP.get(family, {}))
     exported(folder, folder / "a.gguf", "dtype=f32")

@@ -311,6 +311,7 @@ def test_what_is_only_unusual_is_read(tmp_path, name, content):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_line_and_a_document_of_50_megabytes_are_read_in_bounded_memory(tmp_path):
     """Whatever the number of units: each byte is looked at once or twice, and the text is held a
     few times."""

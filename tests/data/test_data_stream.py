@@ -195,6 +195,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_what_a_step_holds_does_not_depend_on_the_ranks(train, inputs, files):
     cache = inputs["data.cache"] / "unused"
     texts = [

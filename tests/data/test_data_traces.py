@@ -1,5 +1,7 @@
 """Rendering by traces: the same texts as from the template itself, for any template and texts."""
 
+from functools import cache
+
 import jinja2
 import pytest
 from chat_templates import LONG_STYLES, OPAQUE, UNUSUAL
@@ -70,12 +72,18 @@ def text_or_error(render):
         )
 
 
+@cache
+def compiled(name):
+    return compile_template(TEMPLATES[name], environment(DEFAULT_DATE))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(conversations(), st.booleans())
 def test_texts_are_those_of_the_template_itself(name, template_given, is_prompt):
     template = Template("of a test", TEMPLATES[name], SPECIAL)
-    itself = compile_template(TEMPLATES[name], environment(DEFAULT_DATE))
+    itself = compiled(name)
     for messages in template_given:
         expected = text_or_error(
             lambda messages=messages: itself.render(

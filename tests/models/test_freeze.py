@@ -103,6 +103,7 @@ def alone(world, inputs, tmp_path_factory):
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_frozen_run_is_the_same_however_it_is_sharded(train, alone, ranks, how):
     common = ["schedule=constant", "train.steps=4", "batch.rows=7"]
     expected = alone(*common, *(part for part in how if part.startswith(("train.", "model."))))

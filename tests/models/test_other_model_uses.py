@@ -137,6 +137,7 @@ def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
     assert torch.allclose(theirs, merged, atol=1e-4)
 
 
+@pytest.mark.further
 def test_a_base_in_four_bits_is_trained_through_an_adapter(run):
     trained = run("four", "gpt2", "adapter=qlora", "adapter.rank=4", "optim.lr=1e-2")
     assert "4 bits" in trained.out
@@ -163,6 +164,7 @@ def test_frozen_parts_stay(run, folders):
 
 @pytest.mark.parametrize("optim", ["muon", "adamw_8bit", "lion"])
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_every_optimizer_updates_its_weights(run, folders, optim):
     trained = run("optim", "granitemoe", f"optim={optim}")
     before = load_file(folders("granitemoe") / "model.safetensors")
@@ -225,6 +227,7 @@ def test_a_reward_model_that_transformers_could_not_read_is_refused(run, tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "granite", "falcon_h1", "mamba", MIXING])
+@pytest.mark.grid(2)
 def test_answers_are_those_of_transformers(folders, kind, tmp_path, capsys):
     folder = folders(kind)
     model = load(folder)
@@ -371,6 +374,7 @@ def test_a_model_that_is_computed_differently_is_refused_with_the_difference(run
     assert "logits from the last states differ from transformers' own by" in refused.err
 
 
+@pytest.mark.further
 def test_a_language_model_inside_a_model_for_images_is_trained(train, tmp_path):
     text = COMMON | {"model_type": "persimmon"}
     folder = make_other_folder(tmp_path / "fuyu", "fuyu", text_config=text, vocab_size=264)

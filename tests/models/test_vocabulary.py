@@ -50,6 +50,7 @@ def digest_of(run):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_padded_run_goes_on_and_is_read_by_other_paddings(train):
     how = ["model.vocab_multiple=100", "model.initializer=depth", "schedule=constant"]
     whole = train("whole", *how, "train.steps=6", ranks=2)

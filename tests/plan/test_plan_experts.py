@@ -69,6 +69,7 @@ def measured(world):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_ranks_send_the_bytes_that_the_plan_counts(measured, layout):
     """Routing is even. Ranks of a tensor group also exchange a few numbers of each token's loss."""
     cfg, config, step = measured(layout)

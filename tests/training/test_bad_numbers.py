@@ -199,6 +199,7 @@ def test_a_skipped_step_tells_the_rank_and_the_lines_of_the_file(train, chats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.grid(1)
 def test_a_run_that_learns_nothing_names_the_last_good_checkpoint_however_rarely_it_looks(
     train, mode
 ):
@@ -358,6 +359,7 @@ def test_what_a_rewind_left_aside_stays_until_as_many_new_checkpoints_are_there_
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_without_a_checkpoint_to_go_back_to_the_update_is_left_out_instead(train):
     how = [*SPIKY, LONG, "checkpoint.every=26", "train.spike_score=5"]
     run, skipped = (

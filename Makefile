@@ -33,7 +33,7 @@ test: $(VENV)/.for-developers  ## four of five tests: 12 minutes on two quiet co
 test-further: $(VENV)/.for-developers  ## long tests, and more layouts and models; CI runs them too
 	$(BIN)/python -m pytest -q $(TESTS) --junitxml=build/further.xml -m "further and not faults"
 
-test-fast: $(VENV)/.for-developers  ## the quick half
+test-fast: $(VENV)/.for-developers  ## the tests of make test that are not slow: two minutes
 	$(BIN)/python -m pytest -q $(TESTS) -m "not slow and not faults and not further"
 
 test-faults: $(VENV)/.for-developers  ## what kills, fills and corrupts: half an hour

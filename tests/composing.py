@@ -1,8 +1,9 @@
 """A cache that composes configurations in a fifth of the processor time, for thousands of tests.
 
 For each composition Hydra parses about forty files twice and merges them one by one. The result
-depends only on the chosen groups, so it is cached for each choice of groups. Overrides of single
-values are applied by Hydra each time; parsing each override is cached, too.
+depends only on the chosen groups, so it is cached for each choice of groups. For a new choice each
+file is parsed only if it is new. Overrides of single values are applied by Hydra each time; parsing
+each override is cached, too.
 """
 
 import copy
@@ -98,7 +99,7 @@ def keep_defaults_lists() -> None:
 
 
 def skip_choices() -> None:
-    """Hydra collects the choices made so far for each file, but only interpolations read them."""
+    """Collect the choices made so far only for interpolations, not for every file as Hydra does."""
     collect = defaults_list._create_interpolation_map
 
     def collect_if_read(overrides: Any, defaults: list, self_added: bool) -> Any:

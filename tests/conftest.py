@@ -11,11 +11,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["PYTHONDONTWRITEBYTECODE"] = ""  # for processes that tests start; see below
 
 import composing
+import hypothesis
 import pytest
 from world import Run, World, write_chats
 
 sys.dont_write_bytecode = False  # otherwise each worker compiles every test module again
 composing.keep()
+hypothesis.settings.register_profile("same examples", derandomize=True)
+hypothesis.settings.load_profile("same examples")
 internal_errors: list[str] = []
 
 

@@ -108,6 +108,7 @@ def test_no_question_at_the_end_is_asked_in_a_conversation(tmp_path):
     assert all(answer in text for answer in answers)
 
 
+@pytest.mark.slow
 def test_without_data_it_says_what_to_type(tmp_path, capsys):
     assert main(["chain", f"root={tmp_path}"]) == 2
     said = capsys.readouterr().err

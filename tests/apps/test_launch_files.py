@@ -192,6 +192,7 @@ def test_nodes_in_containers_meet(write, tmp_path):
     assert "HEAD" in write.said.out
 
 
+@pytest.mark.slow
 def test_nodes_in_a_cloud_meet_at_the_first_one(write, tmp_path):
     words = ["+recipe=quickstart", "nodes=3", "claim=null", "setup=['export SAID=yes']"]
     task = yaml.safe_load(write("skypilot", *words))
@@ -226,6 +227,7 @@ def test_a_task_for_skypilot_may_have_an_image_and_no_gpus(write):
     assert "setup" not in task
 
 
+@pytest.mark.slow
 def test_a_container_sees_what_the_run_reads_and_writes(write):
     data = "data.path=[/shared/chats/*.jsonl,/data/my b.jsonl]"
     text = write(

@@ -79,6 +79,7 @@ def test_any_text_comes_back(kind, request):
     assert tokenizer.vocab_size == len(tokenizer.backend.get_vocab()) == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
 def test_the_masks_of_its_conversations_cover_the_answers(kind, request):
     tokenizer = load_tokenizer(str(request.getfixturevalue(kind)))
@@ -135,6 +136,7 @@ def test_the_same_text_gives_the_same_tokenizer_whatever_holds_it(new, bpe, data
         assert (folder / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_bytes_per_token_are_those_of_held_out_text(new, bpe, data, tmp_path, capsys):
     text = sentence(random.Random(5), 300)
     (tmp_path / "held.txt").write_text(text)
@@ -182,6 +184,7 @@ def shares(path):
     return [text.count(letter) for letter in "abc"]
 
 
+@pytest.mark.slow
 def test_a_mixture_is_read_by_its_weights_or_repeats(tmp_path):
     sizes = {"a": 400_000, "b": 100_000, "c": 50_000}
     for letter, size in sizes.items():

@@ -476,6 +476,7 @@ def test_the_page_shows_every_template_that_rows_are_rendered_with(preview, tmp_
     assert "{# tools #}" in html
 
 
+@pytest.mark.slow
 def test_in_colour_learnt_weighted_and_special_tokens_look_different(preview):
     _, keys = preview([ask("yes"), ask("half", weight=0.5)], "preview.rows=1", "data.shuffle=false")
     page, _ = page_of(keys)

@@ -166,6 +166,7 @@ def test_a_trained_run_is_told_as_its_files_tell_it(train, capsys):
     assert "samples" in [a.get("id") for _, a in page.tags]
 
 
+@pytest.mark.slow
 def test_turns_of_a_rollout_are_shown_with_whose_they_are(tmp_path):
     turns = [{"own": True, "text": "I call"}, {"own": False, "text": "it says"}]
     sample = {"step": 5, "prompt": "p", "text": "I call it says", "reward": 2.0, "turns": turns}
@@ -175,6 +176,7 @@ def test_turns_of_a_rollout_are_shown_with_whose_they_are(tmp_path):
     assert '<span class="own">I call</span><span class="faint">it says</span>' in text
 
 
+@pytest.mark.slow
 def test_rollouts_are_conversations_on_a_page_of_their_own(tmp_path):
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+1"}}</tool_call>'
     turns = [
@@ -426,6 +428,7 @@ def test_a_run_says_in_which_state_it_is(tmp_path):
     assert read_run(alive, "a").state == "running"
 
 
+@pytest.mark.slow
 def test_an_empty_run_says_so_and_a_folder_without_runs_is_refused(tmp_path, capsys):
     page = report(write_run(tmp_path / "empty"), out=tmp_path / "page.html")
     assert page.data["runs"][0]["rows"] == 0

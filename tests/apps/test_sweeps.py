@@ -374,6 +374,7 @@ def test_a_time_limit_stops_a_job_and_the_sweep_exits_75(sweep):
     assert "the same command resumes" in sweep.said.out
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_backslash_is_where_the_jobs_train_and_are_found(sweep, tmp_path):
     sweep('run.root="ba\\ck"', "optim.lr=1")
     assert sweep.trained[0][0].run.root == "ba\\ck/s/jobs"

@@ -200,6 +200,7 @@ def test_only_a_merged_run_leaves_a_whole_model(train, world, tmp_path):
 # --- in -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "base_options", "options"),
     [
@@ -381,6 +382,7 @@ def test_everything_that_is_not_computed_is_named(tmp_path):
         assert part in text
 
 
+@pytest.mark.slow
 def test_each_setting_of_pefts_that_is_not_computed_is_refused(tmp_path):
     base = make_folder(tmp_path / "base")
     adapter = tmp_path / "adapter"
@@ -442,6 +444,7 @@ def test_settings_of_a_folder_that_training_does_not_follow_are_named(train, tmp
     assert "only counts with" not in err
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_model_is_refused_with_every_misfit(train, tmp_path):
     base = make_folder(tmp_path / "base")
     make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "down_proj"])

@@ -304,6 +304,7 @@ def test_a_run_that_was_killed_while_one_checkpoint_replaced_another_goes_on_fro
 # --- the format ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_files_are_those_of_torch_distributed_checkpoint(tmp_path, world):
     """Files written by us and by dcp.save have the same tensors, of all formats and shapes, for a
     plain dcp.load; in one window and in several."""

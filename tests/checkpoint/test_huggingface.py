@@ -279,6 +279,7 @@ def test_all_that_is_wrong_with_weights_is_told_at_once(train, tmp_path, ranks):
     assert not refused.folder.exists()
 
 
+@pytest.mark.slow
 def test_a_header_that_contradicts_itself_is_no_weights(train, tmp_path):
     folder = make_folder(tmp_path / "in")
     file = folder / "model.safetensors"
@@ -434,6 +435,7 @@ def test_a_tied_head_that_was_stored_all_the_same_is_no_mistake(train, export, t
     )
 
 
+@pytest.mark.slow
 def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in")
     refused = train(
@@ -455,6 +457,7 @@ def test_a_named_model_that_differs_from_the_folder_is_refused(train, tmp_path):
     assert "model.num_hidden_layers=3" in refused.err
 
 
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_embedding_is_refused(train, tmp_path):
     folder = make_folder(tmp_path / "in", vocab_size=200)
     refused = train("run", f"model.init_from={folder}", "train.steps=1", base=HF, code=2, ranks=2)
@@ -573,6 +576,7 @@ def test_a_stored_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
     assert "tie_word_embeddings" in run.err
 
 
+@pytest.mark.slow
 def test_broken_files_and_unexpected_tensors_are_listed_together(train, tmp_path):
     folder = make_folder(tmp_path / "model", shard="20KB")
     first, second, *_ = sorted(folder.glob("*.safetensors"))

@@ -512,6 +512,7 @@ def test_hydras_own_view_is_there(capsys, monkeypatch):
     assert "recipe/quickstart" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_lists_verbs_groups_and_recipes(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out

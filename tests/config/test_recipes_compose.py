@@ -144,6 +144,7 @@ def test_every_option_sets_its_groups_selector():
             ), (group, name)
 
 
+@pytest.mark.slow
 def test_named_sizes_have_their_published_parameter_counts():
     assert set(PUBLISHED) == set(options("train")["model"]) - {"auto", "tiny"}
     for name, (_, count) in PUBLISHED.items():

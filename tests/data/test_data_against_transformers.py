@@ -232,7 +232,7 @@ TURNS = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(st.booleans(), TURNS, ANSWER, st.sampled_from([None, TOOLS]))
 def test_any_conversation_is_learnt_where_transformers_says_the_assistant_writes(
     both, with_system, turns, last, tools

@@ -108,6 +108,7 @@ def test_all_forms_of_an_image_give_the_same_sample(prepared, folder):
         assert content_of(store) == expected, row
 
 
+@pytest.mark.slow
 def test_a_table_with_bytes_is_read(prepared, folder):
     table = pytest.importorskip("pyarrow")
     import pyarrow.parquet
@@ -195,6 +196,7 @@ def test_rows_whose_images_and_places_differ_are_refused(prepared):
         assert "has 1 images, and its turns have places for 2" in error.value.problems[0].reason
 
 
+@pytest.mark.slow
 def test_an_image_that_was_changed_is_tokenized_again(prepared, folder):
     row = asking(image("pictures/0.png"), text("q"))
     [before] = prepared(row).train

@@ -75,6 +75,7 @@ def text_component(name, lengths, weight=1.0, seed=0):
 LENGTHS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.tuples(LENGTHS, st.sampled_from([1, 2, 3])), min_size=1, max_size=5),
@@ -338,6 +339,7 @@ def test_the_steps_to_come_are_counted_without_going_through_them(rows, of_step,
 # --- which rank has which row -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(st.integers(1, 100), min_size=1, max_size=60),

@@ -42,6 +42,7 @@ def one_by_one(lengths, capacity):
     return sorted(free)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 40))
 def test_placing_equal_lengths_together_is_best_fit_decreasing(lengths, capacity):
     packing = best_fit(np.array(lengths, np.int64), capacity)
@@ -52,6 +53,7 @@ def test_placing_equal_lengths_together_is_best_fit_decreasing(lengths, capacity
     )
 
 
+@pytest.mark.slow
 def test_a_million_samples_are_packed_in_seconds_and_full():
     lengths = np.random.default_rng(0).integers(2, 4096, 1_000_000)
     packing = best_fit(lengths, 8192)
@@ -450,6 +452,7 @@ def test_where_plans_cannot_be_kept_every_rank_has_its_own(planned, tmp_path):
     assert "Not a directory" in order.note
 
 
+@pytest.mark.slow
 def test_who_comes_while_a_plan_is_made_waits_for_it(planned):
     orders = []
 

@@ -206,7 +206,7 @@ def computed(data, order, world, plan):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(
     data_sets(),
     st.integers(1, 13),
@@ -239,7 +239,7 @@ def test_steps_are_the_same_in_every_world_and_after_every_interruption(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(data_sets(mixed_by=("nothing", "repeats")), st.integers(1, 13), st.integers(1, 2), WORLDS)
 def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with_its_weight(
     data, rows, epochs, world
@@ -274,7 +274,7 @@ def test_an_epoch_has_every_token_exactly_as_often_as_asked_and_learns_each_with
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(data_sets(mixed_by=("repeats", "weights")), st.integers(0, 10**7))
 def test_a_mixture_is_exact_over_any_prefix_and_each_source_goes_on_in_its_own_order(data, first):
     order = data.make()

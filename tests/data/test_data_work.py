@@ -58,7 +58,7 @@ def write_files(folder, contents):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(LINES.filter(any), min_size=1, max_size=4),
     st.integers(40, 400),

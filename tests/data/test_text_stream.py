@@ -40,6 +40,8 @@ MADE = {
     "metaspace": with_decoder(PIECES, decoders.Metaspace()),
     "wordpiece": with_decoder(PIECES, decoders.WordPiece()),
     "suffix": with_decoder(PIECES, decoders.BPEDecoder("b")),
+    "suffix within": with_decoder(PIECES, decoders.BPEDecoder("'")),
+    "bytes in a sequence": with_decoder(BYTE_TEXTS, decoders.Sequence([decoders.ByteLevel()])),
     "no decoder": with_decoder(PIECES, None),
     "replaced at the end": with_decoder([*PIECES, *BYTES], fallback(decoders.Replace("bb", "x"))),
 }  # fmt: skip
@@ -68,6 +70,7 @@ def test_pieces_of_any_tokens_are_the_text_of_all(name):
     @settings(max_examples=60, deadline=None)
     @given(some)
     @example([[0xE4 % tokenizer.vocab_size]] * 9)
+    @example([[PIECES.index(piece)] for piece in ("n't", "b", "b")])
     def check(drawn):
         ids = [id for ids in drawn for id in ids]
         assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)

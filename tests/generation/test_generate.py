@@ -213,6 +213,7 @@ def recomputed(model, prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_answers_follow_weights_that_have_changed_since_the_last_ones(run):
     model = Speaker.load(run).model
     prompts = [[5, 6, 7], [8, 9]]
@@ -286,6 +287,7 @@ def test_ranks_with_their_own_prompts_make_as_many_forwards_and_the_same_answers
     assert all(same == expected[:1] for _, _, same in results)
 
 
+@pytest.mark.slow
 def test_the_command_answers_many_prompts_with_several_samples(run, world, tmp_path):
     (tmp_path / "more.jsonl").write_text('{"prompt": "b, c"}\n\n{"prompt": "d"}\n')
     command = [

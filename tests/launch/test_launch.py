@@ -125,6 +125,7 @@ def test_the_launcher_ends_with_the_exit_code_of_its_ranks_and_adds_nothing(caps
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_the_first_one_is_seen_and_named(capsys):
     """The first rank waits; nobody else notices before the ranks have met."""
     waits, killed = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sh", "-c", "kill -9 $$"])

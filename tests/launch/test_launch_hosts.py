@@ -156,6 +156,7 @@ def test_each_host_is_given_the_command_with_its_place(nodes, by_ssh, monkeypatc
     assert "WARN" not in calls, "the environment may hold secrets, and everybody sees command lines"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codes", "code"),
     [([75, 75], 75), ([2, 2], 2), ([3, 0], 3), ([1, 1], 1), ([255, 0], 1)],

@@ -189,6 +189,7 @@ def test_a_port_in_use_and_a_host_that_is_none_are_told(come, enter):
     assert answers["no host"].exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_wait_for_others():
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
@@ -269,6 +270,7 @@ def test_under_srun_ranks_that_see_one_gpu_each_are_told_which_flag_to_use(monke
     assert "--gpus-per-node, not --gpus-per-task" in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_gpus_that_torch_cannot_use_are_told_and_nothing_trains_on_the_cpu(monkeypatch, device):
     def too_old():

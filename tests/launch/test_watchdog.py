@@ -555,6 +555,7 @@ def look_for_a_watchdog(run):
         print("a watchdog is there")
 
 
+@pytest.mark.slow
 def test_a_stall_that_is_no_duration_is_refused(capsys):
     assert main(["+recipe=quickstart", "launch.stall=soon"]) == 2
     assert "launch.stall=soon" in capsys.readouterr().err

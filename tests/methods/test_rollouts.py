@@ -74,6 +74,7 @@ def test_text_without_a_prompt_is_refused():
         make_prompt_reader({"text": "once"}, "auto", None, "f")
 
 
+@pytest.mark.slow
 def test_preview_shows_prompts_with_their_references(capsys, tmp_path):
     keys = ["objective=grpo", "objective.rewards=[exact]", "data.path=demo:sums"]
     place = ["tokenizer.path=demo:bytes", f"data.cache={tmp_path}", "preview.rows=2"]

@@ -551,6 +551,7 @@ ODD = [0, -1, 10**300, math.inf, math.nan, "x", [1], {"a": 1}, {FULL: 5}, {FULL:
        {"rope_theta": "x"}, {"rope_type": "linear", "factor": 0}]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_no_value_of_an_untrusted_config_json_crashes_the_program_or_keeps_it_busy(
     tmp_path, family

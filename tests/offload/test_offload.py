@@ -217,6 +217,7 @@ def list_files(place, listed):
     listed.write_text(str(len(list(place.glob("*/rank-0/*.states")))))
 
 
+@pytest.mark.slow
 def test_the_files_are_where_they_are_wanted_and_gone_after_the_run(train, tmp_path):
     place, listed = tmp_path / "disk", tmp_path / "listed"
     look = inject.at("update", partial(list_files, place, listed))

@@ -162,6 +162,7 @@ def test_what_the_compiler_throws_is_told_in_short(train, tmp_path):
     assert len(run.err.splitlines()) < 5
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_and_modes_that_sharding_rules_out_are_refused(
     train, tmp_path
 ):

@@ -76,6 +76,7 @@ class Planted(Fuzz):
         return Difference(3.0 if wrong else 0.1, "loss of step 2")
 
 
+@pytest.mark.slow
 def test_what_differs_is_reported_with_as_few_words_as_possible(tmp_path):
     lines = []
     checked, reports = run_all(Planted(None, tmp_path), 3, 200, say=lines.append)

@@ -90,6 +90,7 @@ def meta() -> Decoder:
         return Decoder(MODEL)
 
 
+@pytest.mark.slow
 def test_offloaded_states_are_the_hosts():
     here, there = (
         memory(PlannedRun.of(configured(2, sharding__cpu_offload=offload), MODEL, 2), "cuda")

@@ -116,6 +116,7 @@ def test_sigterm_commits_a_checkpoint_exits_75_and_the_same_command_goes_on(
     assert end_of(again) == ("end", 0)
 
 
+@pytest.mark.slow
 def test_a_time_limit_exits_75_with_a_checkpoint(train):
     run = train("run", "train.steps=100000", "train.time_limit=1s", "logging.every=1000", code=75)
     step = run.metrics[-1]["step"]

@@ -25,11 +25,7 @@ class TextStream:
         self._backend = tokenizer.backend
         added = self._backend.get_added_tokens_decoder().values()
         self._special = {token.content for token in added if token.special}
-        decoder = json.loads(self._backend.decoder.__getstate__()) if self._backend.decoder else {}
-        is_bytes = decoder.get("type") == "ByteLevel"
-        self._pieces: _Bytes | _Window = (
-            _Bytes() if is_bytes else _Window(tokenizer, _steps(decoder))
-        )
+        self._pieces = _pieces_of(tokenizer)
 
     def add(self, tokens: list[int]) -> str:
         """Append tokens; return the text that they add and that no further token can change."""
@@ -70,10 +66,8 @@ class _Window:
     are decoded when their run has ended.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, steps: list[dict[str, Any]]):
-        self._tokenizer = tokenizer
-        self._has_bytes = any(step["type"] == "ByteFallback" for step in steps)
-        self._is_local = _is_local(steps)
+    def __init__(self, tokenizer: TextTokenizer, has_bytes: bool):
+        self._tokenizer, self._has_bytes = tokenizer, has_bytes
         self._tokens: list[int] = []
         self._before = 0  # tokens whose text was returned, at the beginning of self._tokens
         self._length = 0  # characters of their text
@@ -90,12 +84,60 @@ class _Window:
     def _new_text(self) -> str:
         text = self._tokenizer.decode(self._tokens)
         piece = text[self._length :]
-        if piece and self._is_local:
+        if piece:
             self._tokens = self._tokens[self._before :]
             self._before = len(self._tokens)
             text = self._tokenizer.decode(self._tokens)
         self._length = len(text)
         return piece
+
+
+class _OneLater:
+    """Tokens whose text depends on whether another one follows, which is waited for."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._tokenizer = tokenizer
+        self._last: list[int] = []
+
+    def add(self, id: int, text: str) -> str:
+        """Return the text of the token before this one."""
+        before, self._last = self._last, [id]
+        return self._tokenizer.decode([*before, id]).removesuffix(self.finish())
+
+    def finish(self) -> str:
+        """Return the text of the last token."""
+        return self._tokenizer.decode(self._last)
+
+
+class _Whole:
+    """Tokens of which a later one may change any text before it."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+
+    def add(self, id: int, text: str) -> str:
+        """Return nothing."""
+        self._tokens.append(id)
+        return ""
+
+    def finish(self) -> str:
+        """Return the text of all tokens."""
+        return self._tokenizer.decode(self._tokens)
+
+
+def _pieces_of(tokenizer: TextTokenizer) -> _Bytes | _Window | _OneLater | _Whole:
+    """Return what makes pieces of text, by the steps of the tokenizer's decoder."""
+    decoder = tokenizer.backend.decoder
+    steps = _steps(json.loads(decoder.__getstate__())) if decoder else []
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _Bytes()
+    if kinds == ["BPEDecoder"]:
+        return _OneLater(tokenizer)
+    if _is_local(steps):
+        return _Window(tokenizer, "ByteFallback" in kinds)
+    return _Whole(tokenizer)
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:

@@ -135,6 +135,7 @@ def doctor(world, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.grid(1)
 def test_a_sound_machine_passes_with_and_without_data_and_model(doctor, inputs, ranks):
     bare = doctor(ranks=ranks, seam=QUICKLY)
     assert not [what for mark, what in bare if mark == "problem"]

@@ -115,6 +115,7 @@ def test_what_another_validation_set_or_another_run_gave_is_no_measure(train):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_training_stops_after_so_many_validations_without_a_lower_loss(train):
     how = [*HOW, "train.early_stop=3", "checkpoint.best=true"]
     run = train("run", *how, "train.steps=200", ranks=2, seam=TURNS_BAD)

@@ -100,6 +100,7 @@ def exported(checkpoint, out, **options):
 
 @pytest.mark.parametrize("piece_bytes", [2**22, 72], ids=["one piece", "pieces"])
 @pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.grid(8)
 def test_the_export_has_the_same_bytes(whole, sharded, tmp_path, enter, dtype, piece_bytes):
     enter(inject.setting("tensor_piece_bytes", piece_bytes))
     assert exported(sharded, tmp_path / "sharded", dtype=dtype) == exported(

@@ -69,7 +69,7 @@ QUICK = ("phi3",)
         for name, case in FORMATS.items()
     ],
 )
-@pytest.mark.grid(6)
+@pytest.mark.grid(3)
 def test_import_then_export_without_a_step_is_byte_equal(train, export, tmp_path, ranks, options):
     folder = make_folder(tmp_path / "in", **options)
     assert ("shard" in options) == (folder / "model.safetensors.index.json").exists()

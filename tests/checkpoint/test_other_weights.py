@@ -311,6 +311,7 @@ def export_gguf(world, folder, out, dtype):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.grid(12)
 def test_a_gguf_file_is_a_model_of_its_own(world, tmp_path, family, is_tied):
     if family.startswith("gemma") and not is_tied:
         pytest.skip("Gemma's head is tied")

@@ -76,7 +76,7 @@ def hardware(text):
 
 
 @pytest.mark.slow
-@pytest.mark.grid(8)
+@pytest.mark.grid(4)
 def test_every_recipe_fits_the_hardware_that_its_head_names(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert planned(f"+recipe={recipe.cfg.run.name}", *hardware(recipe.text)).fits

@@ -232,7 +232,7 @@ CASES = {
     "case",
     [pytest.param(name, marks=pytest.mark.slow) if i else name for i, name in enumerate(CASES)],
 )
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 def test_every_layout_computes_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     expected = alone(sizes, settings)

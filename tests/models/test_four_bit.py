@@ -242,6 +242,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_goes_on_bitwise_and_on_other_ranks(train, folder):
     how = [*COMMON, "adapter=qlora", f"model.init_from={folder}", "checkpoint.every=2"]
     how.append("train.steps=3")

@@ -158,7 +158,7 @@ NEW = 8
 
 
 @pytest.mark.slow
-@pytest.mark.grid(8)
+@pytest.mark.grid(4)
 def test_prompts_in_one_batch_continue_as_each_alone_and_as_in_transformers(pair):
     """They end on both sides of the windows, of 8 or 16 tokens, and of yarn's first context."""
     ours, theirs = pair

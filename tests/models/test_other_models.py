@@ -119,7 +119,7 @@ def test_ten_steps_on_any_ranks_are_those_of_transformers_and_the_export_is_its_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.grid(4)
+@pytest.mark.grid(2)
 def test_each_gradient_is_that_of_transformers(train, tmp_path, documents, kind):
     file, texts = documents
     folder = make_other_folder(tmp_path / kind, kind)

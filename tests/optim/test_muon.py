@@ -225,6 +225,7 @@ TRAININGS = {
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_training_does_not_depend_on_the_ranks(train):
     options = [*MUON, "train.steps=3", "batch.rows=4", "batch.micro_rows=1", "optim.eps=1e-3"]
     one = train("one", *options)

@@ -206,6 +206,7 @@ def small_tensors_too():
     ids=lambda how: how[0],
 )
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_a_sharded_training_is_the_same_with_activations_in_host_memory(train, how):
     words = [
         "train.steps=3",

@@ -183,6 +183,7 @@ def test_ranks_that_split_rows_compute_what_one_process_does(world, case):
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_a_run_goes_on_with_rows_split_and_not(train, tmp_path):
     (tmp_path / "data").mkdir()
     for name, start_at in (("a", 0), ("b", 200)):

@@ -188,7 +188,7 @@ QUICK = ("1f1b",)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES]
 )
-@pytest.mark.grid(3)
+@pytest.mark.grid(2)
 def test_stages_compute_what_one_process_does(world, case):
     ranks, sizes, settings = CASES[case]
     rows = rows_of_step(ranks, settings)

@@ -230,6 +230,7 @@ FLOAT8 = {"param_dtype": "bfloat16", "float8": "tensorwise"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", [{"param_dtype": "bfloat16"}, FLOAT8], ids=str)
+@pytest.mark.grid(1)
 def test_in_fewer_bits_gradients_are_as_near_to_float32_as_without_tensor_groups(world, precision):
     if "float8" in precision:
         pytest.importorskip("torchao")

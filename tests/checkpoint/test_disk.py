@@ -122,6 +122,7 @@ def test_a_run_that_is_started_again_on_a_full_disk_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
+@pytest.mark.grid(1)
 def test_writes_that_fail_for_two_steps_cost_one_checkpoint_and_no_line(train, undisturbed, error):
     run = train("run", *HOW, ranks=2, seam=inject.broken_writes((4, 5), error))
     assert_the_same(run, undisturbed)

@@ -96,7 +96,7 @@ def check_answers(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.grid(8)
+@pytest.mark.grid(4)
 def test_memory_speed_and_length_are_those_of_the_plan_that_the_head_names(recipe):
     (line,) = re.findall(
         r"# +Planned with:  fsdp-trainer plan (.*) '?plan.world_size=\S+", recipe.text

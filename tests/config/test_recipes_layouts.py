@@ -15,7 +15,7 @@ from benchmarks.recipe_layouts import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", recipes())
-@pytest.mark.grid(8)
+@pytest.mark.grid(4)
 def test_a_recipe_is_nearly_as_fast_as_the_fastest_layout_of_its_hardware(name):
     best = seconds(name, recorded()[name])
     assert seconds(name, []) <= SLOWER * best, (

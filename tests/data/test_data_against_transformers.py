@@ -360,7 +360,7 @@ def model(both, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ROWS)
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_the_loss_of_packed_rows_is_the_mean_over_documents_one_by_one_in_transformers(
     train, both, model, tmp_path, form
 ):

@@ -121,6 +121,7 @@ def test_processes_that_tokenize_import_no_torch():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.grid(1)
 def test_the_first_bad_rows_are_told_whichever_process_finds_them(
     tmp_path, data, many_parts, count
 ):
@@ -316,6 +317,7 @@ def bit_of_the_description(folder):
 @pytest.mark.parametrize(
     "damage", [cut, half_a_file, one_is_missing, bit_of_a_token, bit_of_the_description]
 )
+@pytest.mark.grid(2)
 def test_a_damaged_cache_is_made_anew_with_a_note(tmp_path, data, damage):
     before = made(str(data), tmp_path / "c")
     expected, folder = content(before), before.train[0].folder.parent

@@ -100,6 +100,7 @@ TEXTS = ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n
 
 
 @pytest.mark.slow
+@pytest.mark.further
 def test_an_export_scores_as_transformers_does_and_can_be_trained_on(world, keys, tmp_path, capsys):
     how = [*keys, *REWARD, "checkpoint.every=2", "checkpoint.keep=9"]
     whole = world.train(tmp_path / "whole", *how, "train.steps=4")

@@ -251,6 +251,7 @@ def test_compiled_varlen_is_one_graph_for_any_documents(varlen):
     "scoring", [Scoring(), Scoring(softcap=5.0), Scoring(sinks=torch.tensor([0.0, 3, -2, 1]))]
 )
 @pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.grid(3)
 def test_flex_sees_what_a_mask_shows(window, scoring):
     lengths, row = [[100, 156, 30], [5] * 50], 384
     q, k, v, grad = (x.detach() for x in inputs(lengths, row))

@@ -118,6 +118,7 @@ def test_sixteen_bits_train(run):
 @pytest.mark.parametrize("kind", ["gpt2", "granitemoe", "phi"])
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 @pytest.mark.grid(1)
+@pytest.mark.further
 def test_adapters_are_those_of_peft(run, tmp_path, kind, adapter):
     from peft import PeftModel
 

@@ -284,6 +284,7 @@ def of_four_ranks(world):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.grid(3)
 def test_random_weights_are_the_same_numbers_for_every_layout(of_four_ranks, layout):
     whole = started(None, None)
     together = of_four_ranks[layout][0]

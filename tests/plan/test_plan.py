@@ -111,7 +111,7 @@ def counting():
     ],
     ids=lambda given: given[0] if isinstance(given, list) else None,
 )
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 def test_the_bytes_on_the_wire_are_those_that_a_real_run_sends(train, tmp_path, ranks, words):
     words = ["precision.param_dtype=bfloat16", "model.vocab_multiple=4", "train.steps=2", *words]
     train("run", *words, ranks=ranks, seam=counting, env={"SENT": str(tmp_path / "sent")})

@@ -168,6 +168,7 @@ def test_a_second_copy_inside_each_of_several_nodes_is_tried(capsys):
         (["model=llama3_70b", "plan.world_size=8"], "optim.offload=disk"),
     ],
 )
+@pytest.mark.grid(1)
 def test_states_elsewhere_are_proposed_where_the_host_has_room_else_a_disk(capsys, words, wanted):
     own = ["plan.gpu=a100_40gb", "batch.seq_len=2048", "activation_checkpoint=full"]
     main(["plan", *words, *own, "plan.format=json"])

@@ -27,7 +27,7 @@ quickstart-rl: setup  ## a tiny model that adds badly learns to add from rewards
 pull-the-plug: setup  ## kill a rank in the middle of a save, damage a checkpoint, and see that the run ends the same
 	$(BIN)/python tests/faults/pull_the_plug.py
 
-test: $(VENV)/.for-developers  ## four of five tests: 12 minutes on two quiet cores
+test: $(VENV)/.for-developers  ## three of four tests: 12 minutes on two quiet cores
 	$(BIN)/python -m pytest -q $(TESTS) -m "not faults and not further"
 
 test-further: $(VENV)/.for-developers  ## long tests, and more layouts and models; CI runs them too

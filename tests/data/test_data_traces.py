@@ -78,10 +78,10 @@ def compiled(name):
 
 
 @pytest.mark.slow
+@pytest.mark.grid(40)
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=5, deadline=None)
 @given(conversations(), st.booleans())
-@pytest.mark.grid(40)
 def test_texts_are_those_of_the_template_itself(name, template_given, is_prompt):
     template = Template("of a test", TEMPLATES[name], SPECIAL)
     itself = compiled(name)

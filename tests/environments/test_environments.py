@@ -291,10 +291,10 @@ PIECES = [*WHOLE, *PARTS, ARGUMENTS, *'{}[]",;5', "null", "name", "\n"]
 
 
 @pytest.mark.slow
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("form", RIGHT)
 @settings(max_examples=1000, deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=6))
-@pytest.mark.grid(2)
 def test_any_text_is_an_answer_a_call_or_a_problem(form, pieces):
     parsed = parse_answer("".join(pieces), FORMATS[form], TOOLS)
     assert not (parsed.calls and parsed.problem)

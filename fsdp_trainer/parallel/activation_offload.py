@@ -215,35 +215,42 @@ class Offloader:
         self.copies = copies
         self.last: SavedByBlock | None = None
 
-    def run(self, forward: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
-        """Run a block's forward and move the tensors that it saves."""
+    def run(self, forward: Callable[..., Any], block: nn.Module, *args: Any, **named: Any) -> Any:
+        """Run a block's forward and move the tensors that it saves.
+
+        args, named: the block's inputs, of which the first is its own and others are common to all
+        blocks. Blocks of transformers get them by name.
+        """
         if not torch.is_grad_enabled():
-            return forward(block, *args)
+            return forward(block, *args, **named)
         if self.copies is None:
             device = args[0].device
             self.copies = CopiesOnStreams(device) if device.type == "cuda" else CopiesOnHost()
         before = self.last
-        saved = SavedByBlock(storages_that_stay(block, args[1:]), before, self.copies)
+        common = [*args[1:], named]
+        saved = SavedByBlock(storages_that_stay(block, common), before, self.copies)
         self.last = saved
         with saved_tensors_hooks(saved.pack, saved.unpack):
-            out = forward(block, *args)
+            out = forward(block, *args, **named)
         saved.end()
         if before is not None:
             before.free()
         return out
 
-    def run_last(self, forward: Callable[..., Any], block: nn.Module, *args: Any) -> Any:
+    def run_last(
+        self, forward: Callable[..., Any], block: nn.Module, *args: Any, **named: Any
+    ) -> Any:
         """Run the last block's forward; its saved tensors stay, since backward starts with it."""
         before, self.last = self.last, None
         if before is None or not torch.is_grad_enabled():
-            return forward(block, *args)
+            return forward(block, *args, **named)
 
         def unpack(saved: Tensor) -> Tensor:
             before.fetch()
             return saved
 
         with saved_tensors_hooks(Tensor.detach, unpack):
-            out = forward(block, *args)
+            out = forward(block, *args, **named)
         before.free()
         return out
 
@@ -264,8 +271,8 @@ def offload_activations(model: Decoder, offloader: Offloader) -> None:
         method: Any = block.forward
         forward = method.__func__
 
-        def moved(block: nn.Module, *args: Any) -> Any:
-            return run(forward, block, *args)
+        def moved(block: nn.Module, *args: Any, **named: Any) -> Any:
+            return run(forward, block, *args, **named)
 
         block.forward = MethodType(moved, block)
 

@@ -112,7 +112,7 @@ def rows_of_run(run: Candidate) -> tuple[Rows, list[str]]:
 
     prepared = build_data(cfg, Reporter(lambda line: None, lambda line: None))[2]
     if prepared.streamed:
-        return full, ["data.stream: rows are full"]
+        return full, ["data.streaming: rows are full"]
     order = OrderMaker.of(cfg, packs=run.config.packs).training(cfg.data, prepared)
     rows = order.read_rows(np.arange(count))
     if choice.method.compares_answers:

@@ -56,6 +56,9 @@ class OffloadedOptimizer(TrainerOptimizer):
         self.skips_on_device = False
         self.state, self.param_groups = optimizer.state, optimizer.param_groups
         self.defaults = optimizer.defaults
+        for parameter in {piece.parameter for part in parts for piece in part.slices}:
+            if not self.state[parameter]:
+                self.state[parameter].update(optimizer.empty_state(parameter))
 
     def empty_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state filled with zeros, to be loaded in place."""
@@ -70,9 +73,10 @@ class OffloadedOptimizer(TrainerOptimizer):
         """Update the weights, or with `skip` keep all as it is. Waits for the gradients."""
         if skip.item():
             return
+        counts = self._step_counts()
         with self._only_one_part() as gradients:
             for part in self._parts:
-                self._update(part, gradients, skip)
+                self._update(part, gradients, counts, skip)
         if self._copies.on_gpu:
             torch.cuda.current_stream().synchronize()
 
@@ -83,9 +87,25 @@ class OffloadedOptimizer(TrainerOptimizer):
         self.zero_grad()
         yield gradients
 
-    def _update(self, part: UpdatePart, gradients: dict[nn.Parameter, Any], skip: Tensor) -> None:
+    def _step_counts(self) -> dict[Any, Tensor]:
+        """Return a copy of each parameter's step count.
+
+        All parameters of some optimizers share one, which the update of a part raises: it is set
+        back for the next part.
+        """
+        return {p: state["step"].clone() for p, state in self.state.items() if "step" in state}
+
+    def _update(
+        self,
+        part: UpdatePart,
+        gradients: dict[nn.Parameter, Any],
+        counts: dict[Any, Tensor],
+        skip: Tensor,
+    ) -> None:
         """Update a part, and the device's copies of its weights."""
         for parameter, *_ in part.slices:
+            if parameter in counts:
+                self.state[parameter]["step"].copy_(counts[parameter])
             set_gradient(parameter, gradients.pop(parameter))
         self._optimizer.step_unless(skip)
         for parameter, *_ in part.slices:
@@ -246,7 +266,7 @@ class DiskOptimizer(OffloadedOptimizer):
         gradients: dict[nn.Parameter, Any],
         skip: Tensor,
     ) -> None:
-        counts = {p: state["step"].clone() for p, state in self.state.items() if "step" in state}
+        counts = self._step_counts()
         busy: list[list[Future[None]]] = [[] for _ in range(BUFFERS)]
         parts = list(enumerate(self._parts))
 

@@ -1,0 +1,126 @@
+"""Which test files a change can break: tools/reach.py in small trees."""
+
+import subprocess
+import sys
+
+import pytest
+from folders import REPO
+
+sys.path.insert(0, str(REPO / "tools"))
+
+from reach import AFTER, FAR, changed_since, read_graph, starting_programs, write_record
+
+FILES = {
+    "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["tests/ranks"]\n',
+    "fsdp_trainer/__init__.py": "",
+    "fsdp_trainer/cli.py": 'VERBS = {"train": "fsdp_trainer.run.verb:train"}\n',
+    "fsdp_trainer/run/__init__.py": "",
+    "fsdp_trainer/run/verb.py": "def train():\n    from fsdp_trainer.optim.adam import step\n",
+    "fsdp_trainer/optim/__init__.py": "",
+    "fsdp_trainer/optim/adam.py": "from fsdp_trainer.optim import moments\ndef step(): ...\n",
+    "fsdp_trainer/optim/moments.py": "",
+    "fsdp_trainer/optim/page.js": "",
+    "tests/conftest.py": "",
+    "tests/ranks/world.py": "def run():\n    from fsdp_trainer.cli import main\n",
+    "tests/ranks/texts.py": "",
+    "tests/optim/test_adam.py": "from fsdp_trainer.optim.adam import step\n",
+    "tests/optim/data/numbers.json": "",
+    "tests/optim/test_moments.py": "import texts\nFILE = 'data/numbers.json'\n",
+    "tests/plan/test_step.py": "def test_a(train): train('x', 'optim=adam', '+recipe=small')\n",
+    "tests/plan/test_start.py": 'run([python, "-m", "fsdp_trainer", "plan"])\n',
+    "tests/config/test_config.py": "",
+    "tests/project/test_docs.py": "",
+}
+
+
+@pytest.fixture
+def tree(tmp_path):
+    for name, text in FILES.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+def reached(tree, *changed):
+    return {choice.test: choice.distance for choice in read_graph(tree).choose(changed)}
+
+
+def test_imports_count_at_any_place_and_programs_come_after_them(tree):
+    through_cli = 1 + AFTER + 1 + AFTER + 1  # test → command line → verb in a text → module
+    assert reached(tree, "fsdp_trainer/optim/adam.py") == {
+        "tests/optim/test_adam.py": 1,
+        "tests/plan/test_start.py": through_cli,
+        "tests/plan/test_step.py": through_cli,
+    }
+    assert reached(tree, "fsdp_trainer/optim/moments.py")["tests/optim/test_adam.py"] == 2
+
+
+def test_of_equally_near_tests_those_of_the_room_come_first(tree):
+    (tree / "tests/config/test_adam.py").write_text("import fsdp_trainer.optim.adam\n")
+    (tree / "tests/optim/test_other.py").write_text("import fsdp_trainer.optim.adam\n")
+    first = [choice.test for choice in read_graph(tree).choose(["fsdp_trainer/optim/adam.py"])][:3]
+    assert first == [
+        "tests/optim/test_adam.py", "tests/optim/test_other.py", "tests/config/test_adam.py"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("tests/optim/test_adam.py", {"tests/optim/test_adam.py": 0}),
+        ("tests/ranks/texts.py", {"tests/optim/test_moments.py": 1}),
+        ("tests/optim/data/numbers.json", {"tests/optim/test_moments.py": 1}),
+        ("docs/index.md", {"tests/project/test_docs.py": 1}),
+        ("README.md", {"tests/project/test_docs.py": 1}),
+        ("conf/optim/adam.yaml", {"tests/config/test_config.py": 2, "tests/plan/test_step.py": 1}),
+        ("recipes/small.yaml", {"tests/config/test_config.py": 2, "tests/plan/test_step.py": 1}),
+        ("examples/unknown.py", {}),
+    ],
+)
+def test_changes_beside_the_package(tree, changed, tests):
+    assert reached(tree, changed) == tests
+
+
+@pytest.mark.parametrize("gone", ["fsdp_trainer/optim/page.js", "fsdp_trainer/optim/gone.py"])
+def test_what_is_no_module_reaches_the_tests_of_its_folder(tree, gone):
+    assert reached(tree, gone)["tests/optim/test_adam.py"] == 1
+
+
+def test_what_everything_depends_on_reaches_all_tests(tree):
+    every = reached(tree, "pyproject.toml")
+    assert set(every.values()) == {FAR}
+    assert len(every) == 6
+
+
+def test_a_record_takes_the_place_of_the_guess(tree):
+    run = "fsdp_trainer/optim/adam.py"
+    write_record(tree, {"tests/plan/test_step.py": {run}, "tests/plan/test_start.py": set()})
+    assert reached(tree, run) == {
+        "tests/optim/test_adam.py": 1,
+        "tests/plan/test_step.py": 1 + AFTER,
+    }
+    assert "tests/plan/test_start.py" in reached(tree, "fsdp_trainer/run/verb.py")  # in no record
+
+
+def test_test_files_that_start_programs_are_known(tree):
+    starting = ["tests/plan/test_start.py", "tests/plan/test_step.py"]
+    assert starting_programs(read_graph(tree)) == starting
+
+
+def test_changed_are_files_of_later_commits_of_the_folder_and_unknown_ones(tree):
+    def git(*words):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tree), *name, *words], check=True, capture_output=True)
+
+    git("init")
+    git("add", "--all")
+    git("commit", "-m", "first")
+    (tree / "README.md").write_text("new")
+    git("add", "--all")
+    git("commit", "-m", "second")
+    (tree / "pyproject.toml").write_text("")
+    (tree / "unknown.txt").write_text("")
+    assert changed_since(tree, "HEAD~1") == ["README.md", "pyproject.toml", "unknown.txt"]
+    with pytest.raises(SystemExit):
+        changed_since(tree, "no-such-commit")
